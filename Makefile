@@ -1,0 +1,75 @@
+# Every target sets up what it needs in .venv; nothing has to be installed first but Python >= 3.11.
+#   make PYTHON=/path/to/python3.12 demo    another Python
+#   make test JOBS=4 ARGS="-k split -x"     more processes, pytest's own options
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
+CODE := $(wildcard mla_compile tests examples benchmarks)
+JOBS ?= 2
+ARGS ?=
+
+# The first Python that is new enough.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+# Neighbouring tests stay in one process, so they share what their file compiled; an idle process takes over some.
+PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-all lint format hooks clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
+	@$(RUN) -m mla_compile.demo $(ARGS)
+
+test: $(VENV)/.dev ## run the tests that need no GPU and less than a minute each
+	@$(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev ## run every test that this machine can run
+	@$(PYTEST) $(ARGS)
+
+lint: $(VENV)/.dev ## check style and types (ruff, mypy --strict)
+	@$(RUN) -m ruff check $(CODE)
+	@$(RUN) -m ruff format --check $(CODE)
+	@$(RUN) -m mypy
+
+format: $(VENV)/.dev ## rewrite the code to the project's style
+	@$(RUN) -m ruff check --fix --exit-zero $(CODE)
+	@$(RUN) -m ruff format $(CODE)
+
+hooks: $(VENV)/.dev ## check each commit with pre-commit from now on
+	@$(RUN) -m pre_commit install
+
+clean: ## delete the environment and everything else that can be made again
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment: empty files in .venv say what is installed, so that a second call is instant
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "mla-compile needs Python 3.11 or newer, and found none." \
+		"Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@touch $@
+
+# PyTorch alone and first, at its pinned version: left to the other packages, pip would take the newest build.
+$(VENV)/.torch: constraints.txt | $(VENV)/.created
+	@echo "installing PyTorch in $(VENV): half a minute, or a few where pip brings the CUDA build ..."
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.runtime: pyproject.toml $(VENV)/.torch
+	@echo "installing mla-compile and what it needs: half a minute ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "installing mla-compile with its test and lint tools: a minute ..."
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.runtime $@

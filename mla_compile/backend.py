@@ -1,0 +1,57 @@
+"""`torch.compile(model, backend="mla")`: our graph passes, then Inductor."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from mla_compile.errors import MLAError
+from mla_compile.passes import pipeline
+from mla_compile.torch_internals import inductor_modes, inductor_options, lower_with_inductor, trace_graph
+
+log = logging.getLogger(__name__)
+
+
+def mla(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; `torch.compile` calls it through the `torch_dynamo_backends` entry point.
+
+    Args:
+        gm: the graph; it is rewritten in place.
+        example_inputs: its fake inputs.
+        mode: a mode of `torch.compile`; "default" arrives as None.
+        options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`.
+
+    Raises:
+        MLAError: an unknown mode, an unknown option or something that is not a pass.
+    """
+    settings = resolve_settings(mode, options)
+    passes = settings.pop("passes", None)
+    trace_graph("mla_before_passes", gm)
+    gm = pipeline.run(gm, example_inputs, passes)
+    trace_graph("mla_after_passes", gm)
+    log.debug("after the mla passes:\n%s", gm.graph)
+    return lower_with_inductor(gm, example_inputs, settings)
+
+
+def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
+    """The Inductor options that a mode and options stand for, `passes` included where it was given."""
+    modes = inductor_modes()
+    if mode is not None and mode not in modes:
+        raise MLAError("mode", f"one of {', '.join(modes)}", repr(mode))
+    # Partitions let CUDA graphs capture around an op that must not be captured; without them one tagged op turns
+    # capture off for the whole graph.
+    settings = {"graph_partition": True, **modes[mode or "default"], **(options or {})}
+    if unknown := sorted(settings.keys() - inductor_options() - {"passes"}):
+        mend = "see torch._inductor.config for the names; ours is 'passes'"
+        raise MLAError("options", "options of Inductor or 'passes'", ", ".join(unknown), mend)
+    passes = settings.get("passes", [])
+    if not isinstance(passes, Sequence) or not all(callable(p) for p in passes):
+        raise MLAError("options['passes']", "a list of functions (gm, example_inputs) -> gm", repr(passes))
+    return settings

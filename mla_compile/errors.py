@@ -1,0 +1,9 @@
+"""The one exception class for mistakes that a caller can mend."""
+
+
+class MLAError(ValueError):
+    """Bad input: the message names the argument, what was expected, what came and how to mend it."""
+
+    def __init__(self, name: str, expected: str, got: object, mend: str = "") -> None:
+        self.name = name
+        super().__init__(f"{name}: expected {expected}, got {got}" + (f"; {mend}" if mend else ""))

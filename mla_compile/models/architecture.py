@@ -1,0 +1,175 @@
+"""What our model needs to know of a transformers config, with the model families' differences settled here."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from mla_compile.errors import MLAError
+from mla_compile.models.rotary import Rope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
+# Settings that change the computation and have one value in every published checkpoint. A config that does not have
+# the setting means that value. DeepSeek's own code and transformers disagree on a normalised softmax routing.
+_ONLY_VALUE: dict[str, dict[str, object]] = {
+    "": {"attention_bias": False, "hidden_act": "silu", "moe_layer_freq": 1},
+    "deepseek_v2": {"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a MoE layer chooses experts.
+
+    scoring: "sigmoid" with a learned correction bias, a group scored by its two best experts (DeepSeek-V3,
+        arXiv 2412.19437, section 2.1.2); "softmax", a group scored by its best expert (DeepSeek-V2, arXiv 2405.04434).
+    num_groups, topk_groups: experts are chosen within the `topk_groups` best of `num_groups` equal groups.
+    normalize: whether the chosen experts' weights are made to sum to 1, before `scaling_factor` multiplies them.
+    """
+
+    scoring: Literal["sigmoid", "softmax"]
+    num_experts: int
+    topk: int
+    num_groups: int
+    topk_groups: int
+    normalize: bool
+    scaling_factor: float
+
+    @classmethod
+    def from_config(cls, config: "PreTrainedConfig") -> "Routing":
+        """Raises `MLAError` for settings under which `topk` experts cannot be chosen."""
+        num_groups, topk_groups = config.n_group, config.topk_group
+        softmax = config.model_type == "deepseek_v2"
+        if softmax and config.topk_method not in ("greedy", "group_limited_greedy"):
+            raise MLAError("config.topk_method", "'greedy' or 'group_limited_greedy'", repr(config.topk_method))
+        if softmax and config.topk_method == "greedy":
+            num_groups = topk_groups = 1
+        routing = cls(
+            scoring="softmax" if softmax else "sigmoid",
+            num_experts=config.n_routed_experts,
+            topk=config.num_experts_per_tok,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            normalize=bool(config.norm_topk_prob),
+            scaling_factor=config.routed_scaling_factor,
+        )
+        routing._check()
+        return routing
+
+    def _check(self) -> None:
+        for name, value in (
+            ("num_experts_per_tok", self.topk),
+            ("n_group", self.num_groups),
+            ("topk_group", self.topk_groups),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise MLAError(f"config.{name}", "an integer >= 1", value)
+        least = 2 if self.scoring == "sigmoid" else 1
+        if self.num_experts % self.num_groups or self.num_experts // self.num_groups < least:
+            expected = f"a divisor of n_routed_experts = {self.num_experts} that leaves groups of {least} or more"
+            raise MLAError("config.n_group", expected, self.num_groups)
+        choice = min(self.topk_groups, self.num_groups) * (self.num_experts // self.num_groups)
+        if self.topk_groups > self.num_groups or self.topk > choice:
+            expected = "topk_group <= n_group, and topk_group groups to hold num_experts_per_tok experts"
+            got = f"topk_group {self.topk_groups}, n_group {self.num_groups}, num_experts_per_tok {self.topk}"
+            raise MLAError("config", expected, got)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shapes and settings of a DeepSeek-V2, DeepSeek-V3 or GLM-4 MoE Lite model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_shared_experts: int
+    is_moe: tuple[bool, ...]  # per trunk layer; an MTP layer always is
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    routing: Routing
+    rope: Rope
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if self.__annotations__[name] in (int, int | None) and value is not None and value < 1:
+                raise MLAError(f"config.{name}", "an integer >= 1", value)
+        if self.qk_rope_head_dim % 2:
+            raise MLAError("config.qk_rope_head_dim", "an even number: it is rotated in pairs", self.qk_rope_head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.is_moe)
+
+    @property
+    def latent_width(self) -> int:
+        """What the cache holds per token and layer: the latent and the rotary key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """`1 / sqrt(qk_head_dim)`, times YaRN's correction."""
+        head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return float(head_dim**-0.5) * self.rope.softmax_factor
+
+    @classmethod
+    def from_config(cls, config: "PreTrainedConfig") -> "Architecture":
+        """Read a `DeepseekV2Config`, `DeepseekV3Config` or `Glm4MoeLiteConfig`.
+
+        Raises:
+            MLAError: another model type, or a setting that this model does not compute, named.
+        """
+        model_type = getattr(config, "model_type", type(config).__name__)
+        if model_type not in MODEL_TYPES:
+            raise MLAError("config.model_type", "one of " + ", ".join(MODEL_TYPES), model_type)
+        _refuse_unsupported(config)
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            intermediate_size=config.intermediate_size,
+            moe_intermediate_size=config.moe_intermediate_size,
+            num_shared_experts=config.n_shared_experts,
+            is_moe=_moe_layers(config),
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            routing=Routing.from_config(config),
+            rope=Rope.from_config(config),
+        )
+
+
+def _refuse_unsupported(config: Any) -> None:
+    for name, value in (_ONLY_VALUE[""] | _ONLY_VALUE[config.model_type]).items():
+        got = getattr(config, name, value)
+        if got != value and got is not None:
+            raise MLAError(f"config.{name}", repr(value), repr(got), "this setting is not supported")
+    if config.num_key_value_heads != config.num_attention_heads:
+        expected = f"num_attention_heads = {config.num_attention_heads}: MLA shares no keys between heads"
+        raise MLAError("config.num_key_value_heads", expected, config.num_key_value_heads)
+    if not config.n_shared_experts or config.n_shared_experts < 1:
+        raise MLAError("config.n_shared_experts", "at least 1", config.n_shared_experts)
+
+
+def _moe_layers(config: Any) -> tuple[bool, ...]:
+    if config.model_type != "glm4_moe_lite":
+        return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
+    kinds = config.mlp_layer_types
+    if len(kinds) != config.num_hidden_layers or not set(kinds) <= {"dense", "sparse"}:
+        expected = f"'dense' or 'sparse' for each of {config.num_hidden_layers} layers"
+        raise MLAError("config.mlp_layer_types", expected, kinds)
+    return tuple(kind == "sparse" for kind in kinds)

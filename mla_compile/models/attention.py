@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over the paged latent cache."""
+
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
+from mla_compile.models.architecture import Architecture
+from mla_compile.models.layers import RMSNorm
+from mla_compile.models.rotary import rotate
+from mla_compile.ops import mla_attention
+
+
+class MLAAttention(nn.Module):
+    """One attention layer and its cache."""
+
+    kv_cache: Tensor | None
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.arch = arch
+        hidden, heads = arch.hidden_size, arch.num_heads
+        qk_width = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
+        if arch.q_lora_rank is None:
+            self.q_proj = nn.Linear(hidden, qk_width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, arch.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(arch.q_lora_rank)
+            self.q_b_proj = nn.Linear(arch.q_lora_rank, qk_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, arch.latent_width, bias=False)
+        self.kv_a_layernorm = RMSNorm(arch.kv_lora_rank)
+        kv_width = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
+        self.kv_b_proj = nn.Linear(arch.kv_lora_rank, kv_width, bias=False)
+        self.o_proj = nn.Linear(heads * arch.v_head_dim, hidden, bias=False)
+        self.register_buffer("kv_cache", None, persistent=False)
+
+    def allocate_cache(self, num_pages: int, page_size: int) -> None:
+        """Register a zeroed `kv_cache` `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`."""
+        shape = num_pages, page_size, self.arch.latent_width
+        self.register_buffer("kv_cache", self.kv_b_proj.weight.new_zeros(shape), persistent=False)
+
+    def up_projections(self) -> tuple[Tensor, Tensor]:
+        """The two halves of `kv_b_proj`, views of its weight.
+
+        Returns:
+            w_uk `[heads, qk_nope_head_dim, kv_lora_rank]` and w_uv `[heads, kv_lora_rank, v_head_dim]`.
+        """
+        arch = self.arch
+        per_head = self.kv_b_proj.weight.view(arch.num_heads, -1, arch.kv_lora_rank)
+        w_uk, w_uv = per_head.split([arch.qk_nope_head_dim, arch.v_head_dim], dim=1)
+        return w_uk, w_uv.transpose(1, 2)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
+        """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
+        arch = self.arch
+        if self.kv_cache is None:
+            raise MLAError("kv_cache", "an allocated cache", "none", "call model.allocate_cache first")
+        if arch.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.view(-1, arch.num_heads, arch.qk_nope_head_dim + arch.qk_rope_head_dim)
+        q_nope, q_pe = q.split([arch.qk_nope_head_dim, arch.qk_rope_head_dim], dim=-1)
+        kv_c, k_pe = self.kv_a_proj_with_mqa(x).split([arch.kv_lora_rank, arch.qk_rope_head_dim], dim=-1)
+        kv_c = self.kv_a_layernorm(kv_c)
+
+        cos, sin = rope
+        q_pe = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), interleave=arch.rope.interleave)
+        k_pe = rotate(k_pe, cos, sin, interleave=arch.rope.interleave)
+
+        w_uk, w_uv = self.up_projections()
+        out = mla_attention(
+            q_nope, q_pe, kv_c, k_pe, self.kv_cache, w_uk, w_uv, batch, softmax_scale=arch.softmax_scale
+        )
+        projected: Tensor = self.o_proj(out.flatten(1))
+        return projected

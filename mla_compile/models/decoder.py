@@ -1,0 +1,24 @@
+"""A transformer layer: attention and an MLP or MoE, each normalised before and added after."""
+
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch
+from mla_compile.models.architecture import Architecture
+from mla_compile.models.attention import MLAAttention
+from mla_compile.models.layers import MLP, RMSNorm
+from mla_compile.models.moe import MoE
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, arch: Architecture, *, is_moe: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.self_attn = MLAAttention(arch)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = MoE(arch) if is_moe else MLP(arch.hidden_size, arch.intermediate_size)
+
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
+        """`hidden` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, batch)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out

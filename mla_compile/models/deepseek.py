@@ -1,0 +1,94 @@
+"""The DeepSeek architecture over packed tokens, for DeepSeek-V2, DeepSeek-V3 and GLM-4 MoE Lite checkpoints."""
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
+from mla_compile.models.architecture import Architecture
+from mla_compile.models.attention import MLAAttention
+from mla_compile.models.decoder import DecoderLayer
+from mla_compile.models.layers import RMSNorm
+from mla_compile.models.mtp import MTPLayer
+from mla_compile.models.rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class MLAForCausalLM(nn.Module):
+    """A language model with multi-head latent attention and, where `mtp`, one multi-token prediction layer.
+
+    Inference only: no parameter requires a gradient. Call `allocate_cache` before the first forward.
+    """
+
+    def __init__(self, config: "PreTrainedConfig", *, mtp: bool) -> None:
+        """Raises `MLAError` for a config that `Architecture.from_config` refuses."""
+        super().__init__()
+        self.config = config
+        self.arch = arch = Architecture.from_config(config)
+        self.embed_tokens = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(arch, is_moe=is_moe) for is_moe in arch.is_moe)
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.rotary = RotaryEmbedding(arch.rope)
+        self.lm_head = None if arch.tie_word_embeddings else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.mtp = MTPLayer(arch) if mtp else None
+        self.requires_grad_(False)
+
+    def allocate_cache(self, num_pages: int, page_size: int) -> None:
+        """Give every attention layer, the MTP layer's too, its own zeroed cache, replacing the one it had.
+
+        One buffer per layer, in the model's dtype and on its device, `[num_pages, page_size, kv_lora_rank +
+        qk_rope_head_dim]`: a stacked tensor indexed inside a compiled graph was seen to be miscompiled.
+        """
+        if num_pages < 1 or page_size < 1:
+            raise MLAError("num_pages, page_size", ">= 1 each", f"{num_pages} and {page_size}")
+        for module in self.modules():
+            if isinstance(module, MLAAttention):
+                module.allocate_cache(num_pages, page_size)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        """Run the trunk and append every layer's latents to its cache.
+
+        Args:
+            token_ids: int64 `[tokens]`, decode rows first, then prefill tokens.
+            positions: int64 `[tokens]`, each token's place in its sequence.
+            batch: the tokens' rows and slots.
+
+        Returns:
+            Hidden states after the final norm, `[tokens, hidden_size]`.
+        """
+        rope = self.rotary(positions)
+        hidden = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rope, batch)
+        out: Tensor = self.norm(hidden)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states `[..., hidden_size]`, of the trunk or the MTP layer, to logits `[..., vocab_size]`."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight)
+
+    def forward_mtp(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        """Run the MTP layer and append its latents to its cache.
+
+        Args:
+            next_token_ids: int64 `[tokens]`: at position i the token of position i + 1.
+            hidden: `[tokens, hidden_size]`: what `forward` returned for these positions, or, in a chained draft, what
+                this method returned for the position before.
+            positions: int64 `[tokens]`, the positions i.
+            batch: the tokens' rows and slots.
+
+        Returns:
+            Hidden states, `[tokens, hidden_size]`: their logits at position i are those of token i + 2.
+
+        Raises:
+            MLAError: the model has no MTP layer.
+        """
+        if self.mtp is None:
+            raise MLAError("mtp", "a model with an MTP layer", "one without", "load a checkpoint that has one")
+        out: Tensor = self.mtp(self.embed_tokens(next_token_ids), hidden, self.rotary(positions), batch)
+        return out

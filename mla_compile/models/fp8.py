@@ -1,0 +1,46 @@
+"""Block-FP8 weights, as DeepSeek publishes them (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): read, not computed in."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mla_compile.errors import MLAError
+
+SCALE_SUFFIX = "_scale_inv"
+
+
+def block_size_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """A checkpoint's FP8 block, rows by columns, from its config.json; None where its weights are plain.
+
+    Raises:
+        MLAError: any other quantisation.
+    """
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if not quantization:
+        return None
+    name, expected = "config.quantization_config", "none, or quant_method 'fp8' with weight_block_size [rows, columns]"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != "fp8":
+        raise MLAError(name, expected, f"quant_method {method!r}", "use a checkpoint with plain or block-FP8 weights")
+    block = quantization.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n >= 1 for n in block):
+        raise MLAError(name, expected, f"weight_block_size {block!r}")
+    return block[0], block[1]
+
+
+def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Shape of a weight's scales: one for each block of its last two dimensions, border blocks included."""
+    *lead, rows, columns = weight_shape
+    return (*lead, -(-rows // block[0]), -(-columns // block[1]))
+
+
+def dequantize(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
+    """`weight * scale_inv` of each weight's block, float32.
+
+    weight: float8 `[..., rows, columns]`; scale_inv: float `[..., ceil(rows / block rows), ceil(columns / block
+    columns)]`. Despite its name `scale_inv` multiplies: it is the inverse of the scale that quantised.
+    """
+    rows, columns = weight.shape[-2:]
+    scale = scale_inv.float().repeat_interleave(block[0], dim=-2)[..., :rows, :]
+    return weight.float() * scale.repeat_interleave(block[1], dim=-1)[..., :columns]

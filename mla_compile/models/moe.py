@@ -1,0 +1,84 @@
+"""Mixture of experts with DeepSeek's routings."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mla_compile.models.architecture import Architecture, Routing
+from mla_compile.models.layers import MLP
+from mla_compile.ops.moe import moe_experts
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and weighs them, as `Routing` says."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, hidden_size: int, routing: Routing) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
+        nn.init.normal_(self.weight, std=hidden_size**-0.5)
+        if routing.scoring == "sigmoid":
+            # A buffer, in float32 whatever the model's dtype: in training it moves by steps that bfloat16 would lose.
+            self.register_buffer("e_score_correction_bias", torch.zeros(routing.num_experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` `[tokens, hidden_size]` to weights (float32 at least) and expert ids (int64), `[tokens, topk]` each.
+
+        Scores are computed in float32 at least: in bfloat16 near-ties would choose other experts.
+        """
+        routing = self.routing
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        if routing.scoring == "sigmoid":
+            scores = logits.sigmoid()
+            choice = scores + self.e_score_correction_bias
+        else:
+            scores = choice = logits.softmax(dim=-1)
+        if routing.topk_groups < routing.num_groups:
+            choice = self._within_best_groups(choice)
+        ids = choice.topk(routing.topk, dim=-1, sorted=False).indices
+        weights = scores.gather(-1, ids)
+        if routing.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * routing.scaling_factor, ids
+
+    def _within_best_groups(self, choice: Tensor) -> Tensor:
+        routing = self.routing
+        groups = choice.unflatten(-1, (routing.num_groups, -1))
+        best = 2 if routing.scoring == "sigmoid" else 1
+        group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
+        group_ids = group_scores.topk(routing.topk_groups, dim=-1, sorted=False).indices
+        dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, group_ids, False)
+        return groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, stacked."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.w_down = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        nn.init.normal_(self.w_gate_up, std=hidden_size**-0.5)
+        nn.init.normal_(self.w_down, std=intermediate_size**-0.5)
+
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        return moe_experts(x, topk_weights, topk_ids, self.w_gate_up, self.w_down)
+
+
+class MoE(nn.Module):
+    """Routed experts and the shared ones that every token passes."""
+
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        size = arch.moe_intermediate_size
+        self.gate = Router(arch.hidden_size, arch.routing)
+        self.experts = Experts(arch.routing.num_experts, arch.hidden_size, size)
+        self.shared_experts = MLP(arch.hidden_size, size * arch.num_shared_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` to the same shape."""
+        routed: Tensor = self.experts(x, *self.gate(x))
+        return routed + self.shared_experts(x)

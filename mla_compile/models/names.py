@@ -1,0 +1,66 @@
+"""Hugging Face's names of our tensors."""
+
+import re
+from collections.abc import Container, Iterable
+
+from torch import Tensor
+
+from mla_compile.models.deepseek import MLAForCausalLM
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def slots(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str, Tensor]:
+    """Where the tensors of a checkpoint go: each name, with the parameter or the part of one that it fills.
+
+    checkpoint: the names that it holds. Experts are published one by one (`mlp.experts.3.gate_proj.weight`); where
+        it holds `mlp.experts.gate_up_proj` instead, they are stacked, as transformers 5 has them in memory.
+    """
+    found: dict[str, Tensor] = {}
+    for ours, tensor in model.state_dict().items():
+        name = hugging_face_name(ours, model.arch.num_layers)
+        prefix, _, kind = name.rpartition(".")
+        if kind not in ("w_gate_up", "w_down"):
+            found[name] = tensor
+        elif (stacked := f"{prefix}.{kind.removeprefix('w_')}_proj") in checkpoint:
+            found[stacked] = tensor
+        elif kind == "w_down":
+            found |= {f"{prefix}.{expert}.down_proj.weight": weight for expert, weight in enumerate(tensor)}
+        else:
+            for expert, weight in enumerate(tensor):
+                gate, up = weight.chunk(2)
+                found[f"{prefix}.{expert}.gate_proj.weight"] = gate
+                found[f"{prefix}.{expert}.up_proj.weight"] = up
+    return found
+
+
+def hugging_face_name(ours: str, num_layers: int) -> str:
+    """Our name of a tensor to Hugging Face's, where the MTP layer counts as the layer after the trunk's last."""
+    if ours.startswith("lm_head."):
+        return ours
+    if not ours.startswith("mtp."):
+        return f"model.{ours}"
+    in_layer = ours.removeprefix("mtp.").removeprefix("layer.")
+    if in_layer == "norm.weight":
+        in_layer = "shared_head.norm.weight"
+    return f"model.layers.{num_layers}.{in_layer}"
+
+
+def shared_copies(model: MLAForCausalLM) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of tensors that a checkpoint may repeat and that the model takes from elsewhere."""
+    mtp_layer = f"model.layers.{model.arch.num_layers}"
+    names = [f"{mtp_layer}.embed_tokens.weight", f"{mtp_layer}.shared_head.head.weight"] if model.mtp else []
+    if model.lm_head is None:
+        names.append("lm_head.weight")
+    return dict.fromkeys(names, (model.arch.vocab_size, model.arch.hidden_size))
+
+
+def layers_past_trunk(checkpoint: Iterable[str], num_layers: int) -> list[int]:
+    """Numbers of the layers that a checkpoint holds beyond the trunk's: its MTP layers."""
+    numbers = {int(match[1]) for name in checkpoint if (match := _LAYER.match(name))}
+    return sorted(number for number in numbers if number >= num_layers)
+
+
+def is_past_trunk(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to an MTP layer."""
+    return bool(layers_past_trunk([name], num_layers))

@@ -1,0 +1,100 @@
+"""Rotary position embedding (arXiv 2104.09864), plain or stretched by YaRN (arXiv 2309.00071)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.errors import MLAError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of one model.
+
+    inv_freq: radians per position of each pair of dimensions, `qk_rope_head_dim / 2` float32 values.
+    attention_factor: multiplies cos and sin.
+    softmax_factor: multiplies the softmax scale: DeepSeek's `mscale ** 2` under YaRN with `mscale_all_dim`, else 1.
+    interleave: pairs are neighbours `(0, 1), (2, 3), ...` in a checkpoint's projections, instead of halves apart.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float
+    softmax_factor: float
+    interleave: bool
+
+    @classmethod
+    def from_config(cls, config: "PreTrainedConfig") -> "Rope":
+        """Read a config's `rope_parameters`; raises `MLAError` for a type other than "default" and "yarn"."""
+        parameters: dict[str, Any] = config.rope_parameters
+        rope_type = parameters["rope_type"]
+        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise MLAError("config.rope_parameters.partial_rotary_factor", "1.0", parameters["partial_rotary_factor"])
+        # transformers' DeepSeek-V2 knows no rope_interleave: it always interleaves.
+        interleave = bool(getattr(config, "rope_interleave", True))
+        if rope_type == "default":
+            size = config.qk_rope_head_dim
+            exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
+            inv_freq = 1.0 / (parameters["rope_theta"] ** exponents)
+            return cls(tuple(inv_freq.tolist()), 1.0, 1.0, interleave)
+        if rope_type == "yarn":
+            if not isinstance(parameters.get("factor"), int | float):
+                raise MLAError("config.rope_parameters.factor", "a number", parameters.get("factor"))
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            with torch.device("cpu"):
+                inv_freq, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+            return cls(tuple(inv_freq.tolist()), attention_factor, _softmax_factor(parameters), interleave)
+        raise MLAError("config.rope_parameters.rope_type", "'default' or 'yarn'", repr(rope_type))
+
+
+def _softmax_factor(parameters: dict[str, Any]) -> float:
+    """DeepSeek-V2's modelling code: the scores' temperature under YaRN, whose `attention_factor` it divides out."""
+    scale, mscale = parameters["factor"], parameters.get("mscale_all_dim")
+    if not mscale or scale <= 1:
+        return 1.0
+    return float((0.1 * mscale * math.log(scale) + 1.0) ** 2)
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions to angles."""
+
+    inv_freq: Tensor
+
+    def __init__(self, rope: Rope) -> None:
+        super().__init__()
+        self.rope = rope
+        self.register_buffer("inv_freq", torch.tensor(rope.inv_freq, dtype=torch.float32), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        # `model.to(torch.bfloat16)` must not round the frequencies, and `to_empty` must not forget them.
+        super()._apply(fn, recurse)
+        self.inv_freq = torch.tensor(self.rope.inv_freq, dtype=torch.float32, device=self.inv_freq.device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions `[tokens]` to cos and sin `[tokens, qk_rope_head_dim / 2]`, float32.
+
+        Computed, not looked up: a table would bound the positions and add a gather.
+        """
+        angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
+        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool) -> Tensor:
+    """Rotate pairs of the last dimension of `x` `[..., d]` by angles given as cos and sin `[..., d / 2]`.
+
+    The result keeps the halves-apart layout even where the input is interleaved: queries and keys are permuted alike,
+    which leaves their products as they are. Computed in float32 at least, returned in the dtype of `x`.
+    """
+    if interleave:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,8 @@
+"""Custom ops. Importing this package registers them with torch."""
+
+from mla_compile.ops.append import mla_append
+from mla_compile.ops.attention import mla_attention
+from mla_compile.ops.decode import mla_decode
+from mla_compile.ops.prefill import mla_prefill
+
+__all__ = ["mla_append", "mla_attention", "mla_decode", "mla_prefill"]

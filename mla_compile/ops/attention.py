@@ -1,0 +1,196 @@
+"""`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+from mla_compile.ops import validate
+from mla_compile.ops.append import append_op
+from mla_compile.ops.decode import decode_op
+from mla_compile.ops.library import define_op
+from mla_compile.ops.prefill import prefill_op
+
+
+def _fake(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    decode_seq_lens: Tensor | None,
+    decode_block_table: Tensor | None,
+    decode_slot_mapping: Tensor | None,
+    decode_q_lens: Tensor | None,
+    prefill_cu_seqlens_q: Tensor | None,
+    prefill_seq_lens: Tensor | None,
+    prefill_block_table: Tensor | None,
+    prefill_slot_mapping: Tensor | None,
+    prefill_host_lens: Tensor | None,
+    q_len: int,
+    softmax_scale: float,
+) -> Tensor:
+    validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+    return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
+
+
+def lower_mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    decode_seq_lens: Tensor | None,
+    decode_block_table: Tensor | None,
+    decode_slot_mapping: Tensor | None,
+    decode_q_lens: Tensor | None,
+    prefill_cu_seqlens_q: Tensor | None,
+    prefill_seq_lens: Tensor | None,
+    prefill_block_table: Tensor | None,
+    prefill_slot_mapping: Tensor | None,
+    prefill_host_lens: Tensor | None,
+    q_len: int,
+    softmax_scale: float,
+) -> Tensor:
+    """The unified op spelled out in segment ops. Eager calls run it; `split_prefill_decode` inlines it in graphs.
+
+    Only `is None`, shapes and torch functions are used, so the arguments may be graph proxies. Both split sizes
+    come from metadata shapes: slicing at a symbolic bound would make unbacked symbols.
+    """
+    has_decode, has_prefill = decode_slot_mapping is not None, prefill_slot_mapping is not None
+    if has_decode and has_prefill:
+        sizes = [decode_slot_mapping.shape[0], prefill_slot_mapping.shape[0]]
+        append_op(kv_c, k_pe, kv_cache, torch.cat([decode_slot_mapping, prefill_slot_mapping]))
+        decode_q_nope, prefill_q_nope = torch.split(q_nope, sizes)
+        decode_q_pe, prefill_q_pe = torch.split(q_pe, sizes)
+        _, prefill_kv_c = torch.split(kv_c, sizes)
+        _, prefill_k_pe = torch.split(k_pe, sizes)
+    else:
+        append_op(kv_c, k_pe, kv_cache, decode_slot_mapping if has_decode else prefill_slot_mapping)
+        decode_q_nope = prefill_q_nope = q_nope
+        decode_q_pe = prefill_q_pe = q_pe
+        prefill_kv_c, prefill_k_pe = kv_c, k_pe
+
+    outputs = []
+    if has_decode:
+        q_latent = torch.einsum("thn,hnl->thl", decode_q_nope, w_uk)
+        latent_out, _ = decode_op(
+            q_latent,
+            decode_q_pe,
+            kv_cache,
+            decode_block_table,
+            decode_seq_lens,
+            decode_q_lens,
+            q_len,
+            softmax_scale,
+        )
+        outputs.append(torch.einsum("thl,hlv->thv", latent_out, w_uv))
+    if has_prefill:
+        k_nope = torch.einsum("tl,hnl->thn", prefill_kv_c, w_uk)
+        v = torch.einsum("tl,hlv->thv", prefill_kv_c, w_uv)
+        outputs.append(
+            prefill_op(
+                prefill_q_nope,
+                prefill_q_pe,
+                k_nope,
+                prefill_k_pe,
+                v,
+                kv_cache,
+                w_uk,
+                w_uv,
+                prefill_cu_seqlens_q,
+                prefill_seq_lens,
+                prefill_block_table,
+                prefill_host_lens,
+                softmax_scale,
+            )
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+attention_op = define_op(
+    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, "
+    "Tensor w_uv, Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, "
+    "Tensor? decode_q_lens, Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, "
+    "Tensor? prefill_block_table, Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, "
+    "SymInt q_len, float softmax_scale) -> Tensor",
+    fake=_fake,
+    tags=(torch.Tag.cudagraph_unsafe,),
+)(lambda *args: lower_mla_attention(*args).contiguous())
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    batch: MLABatch,
+    softmax_scale: float,
+) -> Tensor:
+    """Multi-head latent attention of a packed batch over a paged latent cache, which it appends to first.
+
+    Tokens are laid out decode rows first (`rows * q_len`), then prefill tokens. The formula is that of
+    DeepSeek-V2 (arXiv 2405.04434, section 2.1); `mla_compile.ops.reference` spells it out in float64. Under
+    `torch.compile(backend="mla")` it is one opaque op that the split pass rewrites into segments.
+
+    Args:
+        q_nope: `[tokens, heads, qk_nope_head_dim]`, float.
+        q_pe: rotated, `[tokens, heads, qk_rope_head_dim]`.
+        kv_c: normalised latents, `[tokens, kv_lora_rank]`.
+        k_pe: rotated shared keys, `[tokens, qk_rope_head_dim]`.
+        kv_cache: this layer's cache, `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous;
+            mutated.
+        w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`: the two
+            halves of `kv_b_proj`, views are fine.
+        batch: which tokens are whose.
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        `[tokens, heads, v_head_dim]` in the dtype of `q_nope`; 0 for a token that sees no key.
+
+    Raises:
+        MLAError: an argument that is not so, named, before the cache is touched. Lengths and slots are checked
+            where they are on the CPU and nothing is being compiled.
+    """
+    decode, prefill = batch.decode, batch.prefill
+    if not torch.compiler.is_compiling():
+        validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+        validate.batch(batch, q_nope.shape[0], kv_cache)
+    out: Tensor = attention_op(
+        q_nope,
+        q_pe,
+        kv_c,
+        k_pe,
+        kv_cache,
+        w_uk,
+        w_uv,
+        *_decode_args(decode),
+        *_prefill_args(prefill),
+        1 if decode is None else decode.q_len,
+        softmax_scale,
+    )
+    return out
+
+
+def _decode_args(segment: DecodeSegment | None) -> tuple[Tensor | None, ...]:
+    if segment is None:
+        return (None,) * 4
+    return segment.seq_lens, segment.block_table, segment.slot_mapping, segment.q_lens
+
+
+def _prefill_args(segment: PrefillSegment | None) -> tuple[Tensor | None, ...]:
+    if segment is None:
+        return (None,) * 5
+    return (
+        segment.cu_seqlens_q,
+        segment.seq_lens,
+        segment.block_table,
+        segment.slot_mapping,
+        segment.host_lens,
+    )

@@ -1,0 +1,126 @@
+"""`moe_experts`: the routed experts of a mixture-of-experts layer, as one row-wise op.
+
+One op instead of a dispatch in the model's own code, for two reasons: how tokens meet experts differs by device and
+data type, and a pass may move a gather of token rows above one op, never above a sort.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mla_compile.errors import MLAError
+from mla_compile.ops.library import define_op
+
+
+def _validate(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
+    """Ranks, sizes and dtypes only, so that it holds for fake tensors too."""
+    sizes: dict[str, int | torch.SymInt] = {}
+    for name, tensor, layout in (
+        ("x", x, "tokens, hidden"),
+        ("w_down", w_down, "experts, hidden, intermediate"),
+        ("w_gate_up", w_gate_up, "experts, 2*intermediate, hidden"),
+        ("topk_ids", topk_ids, "tokens, topk"),
+        ("topk_weights", topk_weights, "tokens, topk"),
+    ):
+        words = layout.split(", ")
+        if tensor.dim() != len(words):
+            raise MLAError(name, f"{len(words)} dimensions [{layout}]", list(tensor.shape))
+        for dim, word in enumerate(words):
+            default = 2 * sizes["intermediate"] if word == "2*intermediate" else tensor.shape[dim]
+            expected = sizes.setdefault(word, default)
+            if statically_known_true(tensor.shape[dim] != expected):
+                raise MLAError(name, f"{word} = {expected} in [{layout}]", list(tensor.shape))
+        if tensor.device != x.device:
+            raise MLAError(name, f"a tensor on {x.device}", tensor.device)
+    if topk_ids.dtype != torch.int64:
+        raise MLAError("topk_ids", "int64", topk_ids.dtype)
+    if not topk_weights.is_floating_point():
+        raise MLAError("topk_weights", "a floating dtype", topk_weights.dtype)
+    for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        if weight.dtype != x.dtype:
+            raise MLAError(name, f"the dtype of x, {x.dtype}", weight.dtype)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _has_grouped_mm(x: Tensor, intermediate: int) -> bool:
+    """Whether `F.grouped_mm` multiplies these operands without reading the group sizes on the host.
+
+    On CUDA that is bfloat16 in rows of whole 16-byte units; other dtypes take a host loop there. On the CPU, where
+    nothing is lost by reading sizes, it lacks float64 alone.
+    """
+    if x.device.type == "cpu":
+        return x.dtype != torch.float64
+    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and intermediate % 8 == 0
+
+
+def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """Each (token, expert) pair's output, `[tokens, topk, hidden]`: sort the pairs by expert, multiply by groups."""
+    topk = topk_ids.shape[1]
+    expert_of_pair, order = topk_ids.flatten().sort()
+    experts = torch.arange(w_down.shape[0], device=x.device)
+    ends = torch.searchsorted(expert_of_pair, experts, right=True, out_int32=True)
+    hidden = F.grouped_mm(x[order // topk], w_gate_up.transpose(1, 2), offs=ends)
+    pairs = F.grouped_mm(_swiglu(hidden), w_down.transpose(1, 2), offs=ends)
+    return torch.empty_like(pairs).index_copy_(0, order, pairs).view(*topk_ids.shape, -1)
+
+
+def _dense(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """The same by running every expert on every token: more work, but any dtype, and nothing depends on the ids."""
+    every = torch.bmm(_swiglu(torch.matmul(x, w_gate_up.transpose(1, 2))), w_down.transpose(1, 2))
+    return every[topk_ids, torch.arange(x.shape[0], device=x.device)[:, None]]
+
+
+def _fake(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    _validate(x, topk_weights, topk_ids, w_gate_up, w_down)
+    return x.new_empty(x.shape)
+
+
+@define_op(
+    "moe_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down) -> Tensor",
+    fake=_fake,
+)
+def moe_experts_op(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> Tensor:
+    if x.shape[0] == 0:
+        return x.new_empty(x.shape)
+    run = _grouped if _has_grouped_mm(x, w_down.shape[2]) else _dense
+    pairs = run(x, topk_ids, w_gate_up, w_down)
+    # Router weights come in float32 at least, which makes this sum one in float32 at least.
+    return (pairs * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+
+def moe_experts(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> Tensor:
+    """`sum_k topk_weights[t, k] * expert[topk_ids[t, k]](x[t])`, an expert being `down(silu(gate(x)) * up(x))`.
+
+    Row-wise: row t of the result depends on row t of `x`, `topk_weights` and `topk_ids` only. Reads nothing on the
+    host on CUDA, so that it can be captured.
+
+    Args:
+        x: `[tokens, hidden]`, float.
+        topk_weights: `[tokens, topk]`, float; the sum over k runs in its dtype or that of `x`, the wider one.
+        topk_ids: `[tokens, topk]`, int64 in `[0, experts)`.
+        w_gate_up: `[experts, 2 * intermediate, hidden]`, the dtype of `x`; gate rows first, then up.
+        w_down: `[experts, hidden, intermediate]`, the dtype of `x`.
+
+    Returns:
+        `[tokens, hidden]` in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named. Expert ids are checked where they are on the CPU.
+    """
+    if not torch.compiler.is_compiling():
+        _validate(x, topk_weights, topk_ids, w_gate_up, w_down)
+        if topk_ids.device.type == "cpu" and topk_ids.numel():
+            low, high = (int(bound) for bound in topk_ids.aminmax())
+            if low < 0 or high >= w_down.shape[0]:
+                raise MLAError("topk_ids", f"expert ids in [0, {w_down.shape[0]})", f"{low}..{high}")
+    out: Tensor = moe_experts_op(x, topk_weights, topk_ids, w_gate_up, w_down)
+    return out

@@ -1,0 +1,46 @@
+"""Reading and bounding the paged latent cache: the index arithmetic that every backend shares."""
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, softmax and sums: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
+    """How many keys each query token of a decode row sees, int32 `[rows, q_len]`.
+
+    Token `j` of a row with `n` valid query tokens sees `max(0, seq_len - (n - 1 - j))` keys; tokens with
+    `j >= n` see none. `n` is `q_lens`, or `q_len` where that is None.
+    """
+    token = torch.arange(q_len, device=seq_lens.device, dtype=torch.int32)
+    valid = torch.full_like(seq_lens, q_len) if q_lens is None else q_lens
+    bounds = seq_lens[:, None] - (valid[:, None] - 1 - token)
+    return torch.where(token < valid[:, None], bounds, 0).clamp(min=0)
+
+
+def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> int:
+    """Columns of `block_table` that some row needs, at least 1.
+
+    A CPU tensor may be read: then the longest row decides. On a device it may not, so every column counts.
+    """
+    if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
+        return block_table.shape[1]
+    return min(block_table.shape[1], max(1, -(-int(seq_lens.max()) // page_size)))
+
+
+def gather_latents(kv_cache: Tensor, block_table: Tensor, start: int, stop: int, seq_lens: Tensor) -> Tensor:
+    """Latents of the pages in columns `[start, stop)` of the table, `[rows, (stop - start) * page_size, width]`.
+
+    Positions at or past a row's `seq_lens` come back as zeros, whatever the memory holds (`0 x NaN` is NaN), and
+    table entries that only serve such positions are never followed.
+    """
+    _, page_size, width = kv_cache.shape
+    rows = block_table.shape[0]
+    position = torch.arange(start * page_size, stop * page_size, device=kv_cache.device)
+    live = position < seq_lens[:, None]
+    pages = torch.where(live[:, ::page_size], block_table[:, start:stop], 0)
+    latents = kv_cache.index_select(0, pages.reshape(-1)).view(rows, -1, width)
+    return latents.masked_fill_(~live[..., None], 0)

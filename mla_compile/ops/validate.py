@@ -1,0 +1,254 @@
+"""Checks of op arguments. Each names the argument, what was expected, what came.
+
+They run in two places: in the Python wrappers for eager calls, and in the fake implementations, so once per
+compile. Comparisons of symbolic sizes only fail where they are statically known to differ: no guard is added.
+Functions that read values do so only where the tensor is on the CPU.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mla_compile.errors import MLAError
+from mla_compile.torch_internals import statically_known_true
+
+if TYPE_CHECKING:
+    from mla_compile.batch import MLABatch
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _show(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _tensor(name: str, x: Tensor, layout: str, *, dtype: torch.dtype | None = None, like: Tensor | None = None) -> None:
+    """Check type, rank (the number of words in `layout`), dtype, and device against `like`."""
+    words = f"[{layout}]"
+    if not isinstance(x, Tensor):
+        raise MLAError(name, f"a tensor {words}", type(x).__name__)
+    rank = len(layout.split(", "))
+    if x.dim() != rank:
+        raise MLAError(name, f"{rank} dimensions {words}", f"{x.dim()}: {list(x.shape)}")
+    if dtype is not None and x.dtype != dtype:
+        expected = str(dtype).removeprefix("torch.")
+        raise MLAError(name, f"{expected} {words}", _show(x), f"convert it with .to(torch.{expected})")
+    if like is not None and x.device != like.device:
+        raise MLAError(name, f"a tensor on {like.device}", x.device)
+
+
+def _size(name: str, x: Tensor, dim: int, expected: int, meaning: str) -> None:
+    if statically_known_true(x.shape[dim] != expected):
+        raise MLAError(name, f"size {expected} ({meaning}) in dimension {dim}", list(x.shape))
+
+
+def _floats(**tensors: tuple[Tensor, str]) -> None:
+    """The first tensor sets the dtype and the device for all."""
+    first_name, (first, layout) = next(iter(tensors.items()))
+    _tensor(first_name, first, layout)
+    if first.dtype not in _FLOATS:
+        raise MLAError(first_name, "float16, bfloat16, float32 or float64", _show(first))
+    for name, (x, words) in tensors.items():
+        _tensor(name, x, words, like=first)
+        if x.dtype != first.dtype:
+            raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), "convert one of them")
+
+
+def _cache(kv_cache: Tensor, width: int, of: str) -> None:
+    if not kv_cache.is_contiguous():
+        raise MLAError("kv_cache", "a contiguous tensor", f"strides {kv_cache.stride()}", "call .contiguous() once")
+    if statically_known_true(kv_cache.shape[1] < 1) or statically_known_true(kv_cache.shape[0] < 1):
+        raise MLAError("kv_cache", "num_pages >= 1 and page_size >= 1", list(kv_cache.shape))
+    _size("kv_cache", kv_cache, 2, width, of)
+
+
+def append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    _floats(
+        kv_c=(kv_c, "tokens, kv_lora_rank"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        kv_cache=(kv_cache, "num_pages, page_size, width"),
+    )
+    _cache(kv_cache, kv_c.shape[1] + k_pe.shape[1], "kv_lora_rank + qk_rope_head_dim")
+    _size("k_pe", k_pe, 0, kv_c.shape[0], "tokens of kv_c")
+    _tensor("slot_mapping", slot_mapping, "tokens", dtype=torch.int64, like=kv_c)
+    _size("slot_mapping", slot_mapping, 0, kv_c.shape[0], "tokens of kv_c")
+
+
+def _rows(prefix: str, seq_lens: Tensor, block_table: Tensor, like: Tensor) -> None:
+    _tensor(f"{prefix}seq_lens", seq_lens, "rows", dtype=torch.int32, like=like)
+    _tensor(f"{prefix}block_table", block_table, "rows, max_pages", dtype=torch.int32, like=like)
+    _size(f"{prefix}block_table", block_table, 0, seq_lens.shape[0], "rows of seq_lens")
+    if statically_known_true(block_table.shape[1] < 1):
+        raise MLAError(f"{prefix}block_table", "at least one page per row", list(block_table.shape))
+
+
+def _query_rows(prefix: str, q_lens: Tensor | None, q_len: int, tokens: int, seq_lens: Tensor) -> None:
+    if statically_known_true(q_len < 1):
+        raise MLAError(f"{prefix}q_len", ">= 1 query token per decode row", q_len)
+    if statically_known_true(seq_lens.shape[0] * q_len != tokens):
+        expected = f"rows * q_len = {seq_lens.shape[0]} * {q_len} tokens"
+        raise MLAError(f"{prefix}q_len", expected, tokens, "pad every row to q_len and pass q_lens")
+    if q_lens is not None:
+        _tensor(f"{prefix}q_lens", q_lens, "rows", dtype=torch.int32, like=seq_lens)
+        _size(f"{prefix}q_lens", q_lens, 0, seq_lens.shape[0], "rows of seq_lens")
+
+
+def decode(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+) -> None:
+    _floats(
+        q_latent=(q_latent, "tokens, heads, kv_lora_rank"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        kv_cache=(kv_cache, "num_pages, page_size, width"),
+    )
+    _size("q_pe", q_pe, 0, q_latent.shape[0], "tokens of q_latent")
+    _size("q_pe", q_pe, 1, q_latent.shape[1], "heads of q_latent")
+    _cache(kv_cache, q_latent.shape[2] + q_pe.shape[2], "kv_lora_rank + qk_rope_head_dim")
+    _rows("", seq_lens, block_table, q_latent)
+    _query_rows("", q_lens, q_len, q_latent.shape[0], seq_lens)
+
+
+def _weights(q_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
+    heads, nope = q_nope.shape[1], q_nope.shape[2]
+    _size("q_pe", q_pe, 0, q_nope.shape[0], "tokens of q_nope")
+    _size("q_pe", q_pe, 1, heads, "heads of q_nope")
+    _size("w_uk", w_uk, 0, heads, "heads of q_nope")
+    _size("w_uk", w_uk, 1, nope, "qk_nope_head_dim of q_nope")
+    _size("w_uv", w_uv, 0, heads, "heads of q_nope")
+    _size("w_uv", w_uv, 1, w_uk.shape[2], "kv_lora_rank of w_uk")
+    _cache(kv_cache, w_uk.shape[2] + q_pe.shape[2], "kv_lora_rank + qk_rope_head_dim")
+
+
+def prefill(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    host_lens: Tensor,
+) -> None:
+    _floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        k_nope=(k_nope, "tokens, heads, qk_nope_head_dim"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        v=(v, "tokens, heads, v_head_dim"),
+        kv_cache=(kv_cache, "num_pages, page_size, width"),
+        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
+        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
+    )
+    _weights(q_nope, q_pe, kv_cache, w_uk, w_uv)
+    for dim, meaning in enumerate(("tokens", "heads", "qk_nope_head_dim")):
+        _size("k_nope", k_nope, dim, q_nope.shape[dim], f"{meaning} of q_nope")
+    _size("v", v, 0, q_nope.shape[0], "tokens of q_nope")
+    _size("v", v, 1, q_nope.shape[1], "heads of q_nope")
+    _size("k_pe", k_pe, 0, q_nope.shape[0], "tokens of q_nope")
+    _size("k_pe", k_pe, 1, q_pe.shape[2], "qk_rope_head_dim of q_pe")
+    _prefill_rows("", cu_seqlens_q, seq_lens, block_table, host_lens, q_nope)
+
+
+def _prefill_rows(
+    prefix: str, cu_seqlens_q: Tensor, seq_lens: Tensor, block_table: Tensor, host_lens: Tensor, like: Tensor
+) -> None:
+    _rows(prefix, seq_lens, block_table, like)
+    _tensor(f"{prefix}cu_seqlens_q", cu_seqlens_q, "rows + 1", dtype=torch.int32, like=like)
+    _size(f"{prefix}cu_seqlens_q", cu_seqlens_q, 0, seq_lens.shape[0] + 1, "rows + 1")
+    _tensor(f"{prefix}host_lens", host_lens, "2, rows", dtype=torch.int32)
+    if host_lens.device.type != "cpu":
+        mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
+        raise MLAError(f"{prefix}host_lens", "a CPU tensor", host_lens.device, mend)
+    _size(f"{prefix}host_lens", host_lens, 0, 2, "query lengths, sequence lengths")
+    _size(f"{prefix}host_lens", host_lens, 1, seq_lens.shape[0], "rows of seq_lens")
+
+
+def attention(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, w_uv: Tensor
+) -> None:
+    _floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        kv_c=(kv_c, "tokens, kv_lora_rank"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        kv_cache=(kv_cache, "num_pages, page_size, width"),
+        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
+        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
+    )
+    _weights(q_nope, q_pe, kv_cache, w_uk, w_uv)
+    _size("kv_c", kv_c, 0, q_nope.shape[0], "tokens of q_nope")
+    _size("kv_c", kv_c, 1, w_uk.shape[2], "kv_lora_rank of w_uk")
+    _size("k_pe", k_pe, 0, q_nope.shape[0], "tokens of q_nope")
+    _size("k_pe", k_pe, 1, q_pe.shape[2], "qk_rope_head_dim of q_pe")
+
+
+def slots(name: str, slot_mapping: Tensor, kv_cache: Tensor) -> None:
+    if slot_mapping.device.type != "cpu" or slot_mapping.numel() == 0:
+        return
+    count = kv_cache.shape[0] * kv_cache.shape[1]
+    low, high = (int(x) for x in slot_mapping.aminmax())
+    if low < -1 or high >= count:
+        raise MLAError(name, f"slots in [-1, {count})", f"[{low}, {high}]", "allocate more pages")
+
+
+def lengths(name: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) -> None:
+    """seq_lens fit the table, and the table entries that serve them are pages of the cache."""
+    if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
+        return
+    capacity = block_table.shape[1] * kv_cache.shape[1]
+    low, high = (int(x) for x in seq_lens.aminmax())
+    if low < 0:
+        raise MLAError(name, "lengths >= 0", low)
+    if high > capacity:
+        expected = f"at most {capacity} tokens (block_table has {block_table.shape[1]} pages of {kv_cache.shape[1]})"
+        raise MLAError(name, expected, high, "widen block_table")
+    used = torch.arange(block_table.shape[1]) * kv_cache.shape[1] < seq_lens[:, None]
+    pages = block_table[used]
+    if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= kv_cache.shape[0]):
+        got = f"[{int(pages.min())}, {int(pages.max())}]"
+        raise MLAError(name.replace("seq_lens", "block_table"), f"pages in [0, {kv_cache.shape[0]})", got)
+
+
+def host_lens(lens: Tensor, tokens: int, name: str = "host_lens") -> None:
+    if int(lens[0].sum()) != tokens:
+        raise MLAError(name, f"query lengths that sum to {tokens} tokens", lens[0].tolist())
+    if bool((lens[1] < lens[0]).any()):
+        raise MLAError(name, "sequence lengths >= query lengths", lens.tolist())
+
+
+def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
+    decode, prefill = batch.decode, batch.prefill
+    if decode is None and prefill is None:
+        raise MLAError("batch", "a decode segment, a prefill segment or both", "neither")
+    expected = 0
+    if decode is not None:
+        prefix = "batch.decode."
+        _rows(prefix, decode.seq_lens, decode.block_table, kv_cache)
+        _tensor(f"{prefix}slot_mapping", decode.slot_mapping, "rows * q_len", dtype=torch.int64, like=kv_cache)
+        _query_rows(prefix, decode.q_lens, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens)
+        lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
+        slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)
+        expected += decode.slot_mapping.shape[0]
+    if prefill is not None:
+        prefix = "batch.prefill."
+        _prefill_rows(
+            prefix, prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table, prefill.host_lens, kv_cache
+        )
+        _tensor(f"{prefix}slot_mapping", prefill.slot_mapping, "tokens", dtype=torch.int64, like=kv_cache)
+        lengths(f"{prefix}seq_lens", prefill.seq_lens, prefill.block_table, kv_cache)
+        slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
+        host_lens(prefill.host_lens, prefill.slot_mapping.shape[0], f"{prefix}host_lens")
+        expected += prefill.slot_mapping.shape[0]
+    if tokens != expected:
+        raise MLAError("q_nope", f"{expected} tokens (those of batch)", tokens)

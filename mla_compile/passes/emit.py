@@ -1,0 +1,96 @@
+"""Writing graph nodes by calling ordinary functions: run a torch function on proxies and its calls become nodes."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.proxy import GraphAppendingTracer, Proxy
+
+_SHARED = (torch.cat, torch.ops.aten.sym_size.int)
+"""Emitted once per pass and argument list: every layer asks for the same sizes and the same joined slots."""
+
+
+class _GraphProxy(Proxy):
+    """A proxy whose `shape` holds Python ints where static and `sym_size` nodes where dynamic."""
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        sizes = self.node.meta["example_value"].shape
+        return tuple(
+            size if isinstance(size, int) else torch.ops.aten.sym_size.int(self, dim)
+            for dim, size in enumerate(sizes)
+        )
+
+
+class _Emitter(GraphAppendingTracer):
+    """Gives every new node its `example_value` and the provenance of the node that it stands in for."""
+
+    def __init__(self, graph: fx.Graph, shared: dict[Any, fx.Node]) -> None:
+        super().__init__(graph)
+        self.shared = shared
+        self.emitted: list[fx.Node] = []
+        self.origin: fx.Node
+
+    def proxy(self, node: fx.Node) -> Proxy:
+        return _GraphProxy(node, self)
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
+        key = (target, repr(args), repr(kwargs)) if target in _SHARED else None
+        if key in self.shared:
+            return self.shared[key]
+        node = super().create_node(kind, target, args, kwargs, *rest, **named)
+        copy_provenance(self.origin, node)
+        set_example_value(node, fake_mode_of(self.origin))
+        self.emitted.append(node)
+        if key is not None:
+            self.shared[key] = node
+        return node
+
+
+def fake_mode_of(node: fx.Node) -> Any:
+    """The fake mode of the node's own value: the mode that `detect_fake_mode` finds may be another one."""
+    value = node.meta["example_value"]
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    return value.fake_mode
+
+
+def copy_provenance(source: fx.Node, node: fx.Node) -> None:
+    """Stack traces and module paths of `source`, so that errors and profiles still name the user's line."""
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
+def set_example_value(node: fx.Node, fake_mode: Any) -> None:
+    """Compute `node.meta["example_value"]`; without it AOTAutograd bypasses its cache."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    with fake_mode:
+        if node.op == "call_method":
+            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            assert callable(node.target), f"cannot run {node.format_node()}"
+            value = node.target(*args, **kwargs)
+    node.meta["example_value"] = value
+
+
+def inline(
+    origin: fx.Node, function: Callable[..., Any], args: Any, shared: dict[Any, fx.Node] | None = None
+) -> Any:
+    """Emit `function(*args)` before `origin`, on whose behalf it is; nodes of `args` are passed as proxies.
+
+    Returns the function's result with nodes for proxies. `shared` keeps nodes that later calls may reuse.
+    """
+    graph = origin.graph
+    emitter = _Emitter(graph, {} if shared is None else shared)
+    emitter.origin = origin
+    with graph.inserting_before(origin):
+        result = function(*fx.map_arg(args, emitter.proxy))
+    nodes = fx.node.map_aggregate(result, lambda x: x.node if isinstance(x, Proxy) else x)
+    returned = nodes if isinstance(nodes, (tuple, list)) else (nodes,)
+    for node in reversed(emitter.emitted):
+        if node.target is operator.getitem and not node.users and node not in returned:
+            graph.erase_node(node)  # unpacked by the function, but not used
+    return nodes

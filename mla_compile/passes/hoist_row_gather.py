@@ -1,0 +1,142 @@
+"""Compute row-wise work only for the rows that a later gather keeps.
+
+    before                                           after
+
+    x ─┬─> norm ─> mlp ─> (+) ─> index_select(ids)   x ─> index_select(ids) ─┬─> norm ─> mlp ─> (+)
+       └──────────────────┘                                                  └──────────────────┘
+    q ─> mla_decode ─> o_proj ─> index_select(ids)   q ─> index_select(ids) ─> mla_decode' ─> o_proj
+
+A node can be reduced when it works row by row along dimension 0 and everything that uses it is reduced or is the
+gather itself. So the gather climbs over lm_head, norms, residual adds, MLP, MoE, `o_proj` and decode attention and
+stops where somebody else needs all rows: at the latest where the layer appends its latents. `mla_decode'` serves
+the kept tokens as rows of one query token, each with the keys that it saw before (`flatten_to_single`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.ops.append import append_op
+from mla_compile.ops.decode import decode_op, flatten_to_single
+from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
+from mla_compile.passes.rowwise import RESHAPES, first_value, row_inputs
+from mla_compile.torch_internals import is_mutable, statically_known_true
+
+
+def hoist_row_gather(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without such a gather is left untouched."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        if node.target in (torch.index_select, "index_select"):
+            changed |= _hoist(node)
+    if changed:
+        gm.graph.lint()
+        gm.recompile()
+    return gm
+
+
+def _hoist(gather: fx.Node) -> bool:
+    operands = _operands(gather)
+    if operands is None:
+        return False
+    source, ids = operands
+    rows, kept = first_value(source).shape[0], first_value(ids).shape[0]
+    if statically_known_true(kept >= rows):
+        return False
+    reducible = _reducible(gather, source, rows)
+    if not reducible:
+        return False
+    _rewrite(gather, source, ids, reducible)
+    return True
+
+
+def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Source and row ids of a gather of rows."""
+    named = dict(zip(("input", "dim", "index"), gather.args, strict=False)) | gather.kwargs
+    source, ids = named["input"], named["index"]
+    if named["dim"] != 0 or source is ids or first_value(source) is None or first_value(ids) is None:
+        return None
+    return source, ids
+
+
+def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that the gather can climb over, last first, each with its inputs that carry rows."""
+    reducible: dict[fx.Node, list[fx.Node]] = {}
+    appended_later: set[fx.Node] = set()
+    node = gather.prev
+    while node.op != "root" and not _mutates(node):
+        if node.target is append_op:
+            appended_later.add(node.args[2])
+        carriers = None
+        if node.users and all(_reduced_in(user, node, gather, source, reducible) for user in node.users):
+            carriers = row_inputs(node, rows)
+        if carriers and not (node.target is decode_op and node.args[2] in appended_later):
+            reducible[node] = carriers
+        node = node.prev
+    return reducible
+
+
+def _reduced_in(
+    user: fx.Node, node: fx.Node, gather: fx.Node, source: fx.Node, reducible: dict[fx.Node, list[fx.Node]]
+) -> bool:
+    if user is gather:
+        return node is source
+    return node in reducible.get(user, ())
+
+
+def _mutates(node: fx.Node) -> bool:
+    """Reduced nodes move down to the gather, so none may cross a write to what it reads.
+
+    Appends are told apart by their cache; anything else that writes in place ends the climb.
+    """
+    if is_mutable(node.target):
+        return node.target is not append_op
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op in ("call_function", "call_method") and (in_place or name == "setitem" or "out" in node.kwargs)
+
+
+def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.Node, list[fx.Node]]) -> None:
+    graph = gather.graph
+    fake_mode = fake_mode_of(gather)
+    reduced: dict[fx.Node, fx.Node] = {}
+
+    def place(node: fx.Node, target: Any, args: Any, kwargs: Any, op: str) -> fx.Node:
+        with graph.inserting_before(gather):
+            new = graph.create_node(op, target, args, kwargs)
+        copy_provenance(node, new)
+        set_example_value(new, fake_mode)
+        return new
+
+    def rows_of(node: fx.Node) -> fx.Node:
+        if node not in reduced:
+            reduced[node] = place(gather, torch.index_select, (node, 0, ids), {}, "call_function")
+        return reduced[node]
+
+    for node in reversed(reducible):
+        carriers = set(reducible[node])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, c=carriers: rows_of(n) if n in c else n)
+        if node.target is decode_op:
+            args = _single_token_rows(gather, ids, args)
+        elif node.target in RESHAPES:
+            sizes = args[1:] if not isinstance(args[1], (tuple, list)) else args[1]
+            count = sizes[0] if sizes[0] == -1 else _count(gather, ids)
+            args = (args[0], (count, *sizes[1:]))
+        reduced[node] = place(node, node.target, tuple(args), kwargs, node.op)
+
+    gather.replace_all_uses_with(rows_of(source))
+    graph.erase_node(gather)
+    for node in reducible:
+        graph.erase_node(node)
+
+
+def _single_token_rows(gather: fx.Node, ids: fx.Node, args: Any) -> tuple[Any, ...]:
+    query, query_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = args
+    table, bounds = inline(gather, flatten_to_single, (ids, block_table, seq_lens, q_lens, q_len))
+    return query, query_pe, kv_cache, table, bounds, None, 1, softmax_scale
+
+
+def _count(gather: fx.Node, ids: fx.Node) -> Any:
+    return inline(gather, lambda kept: kept.shape[0], (ids,))

@@ -1,0 +1,23 @@
+"""The passes of the `mla` backend, in order. Each is `name(gm, example_inputs) -> gm`, in a file of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.split_prefill_decode import split_prefill_decode
+
+Pass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
+
+PASSES: list[Pass] = [
+    split_prefill_decode,
+    hoist_row_gather,  # after the split: it reduces decode segments too
+]
+
+
+def run(gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None) -> fx.GraphModule:
+    """Run `passes` (all of `PASSES` by default) on a Dynamo graph, in place."""
+    for graph_pass in PASSES if passes is None else passes:
+        gm = graph_pass(gm, example_inputs)
+    return gm

@@ -1,0 +1,106 @@
+"""Which nodes of a Dynamo graph work row by row along dimension 0, and which of their inputs carry the rows."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from mla_compile.ops.decode import decode_op
+from mla_compile.torch_internals import statically_known_true
+
+RESHAPES = {"view", "reshape", torch.reshape}
+_Carriers = list[fx.Node] | None
+
+
+def first_value(node: fx.Node) -> Any:
+    """The node's example tensor, the first one of a tuple; None where there is none."""
+    value = node.meta.get("example_value")
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) and value.dim() > 0 else None
+
+
+def row_inputs(node: fx.Node, rows: Any) -> _Carriers:
+    """The inputs whose row i alone decides row i of the result, or None where the node is not known to be row-wise."""
+    rule = _RULES.get(node.target)
+    if rule is None or not _has_rows(node, rows):
+        return None
+    carriers = rule(node, rows)
+    return carriers if carriers and all(_has_rows(c, rows) for c in carriers) else None
+
+
+def _has_rows(node: Any, rows: Any) -> bool:
+    value = first_value(node) if isinstance(node, fx.Node) else None
+    return value is not None and statically_known_true(value.shape[0] == rows)
+
+
+def _pointwise(node: fx.Node, rows: Any) -> _Carriers:
+    """Operands of full rank with all rows are aligned with the result's rows; any other one is broadcast."""
+    rank = first_value(node).dim()
+    return [n for n in node.all_input_nodes if _has_rows(n, rows) and first_value(n).dim() == rank]
+
+
+def _first_argument(node: fx.Node, rows: Any) -> _Carriers:
+    return [node.args[0]] if isinstance(node.args[0], fx.Node) else None
+
+
+def _all_tensors(node: fx.Node, rows: Any) -> _Carriers:
+    return node.all_input_nodes
+
+
+def _first(count: int) -> Callable[[fx.Node, Any], _Carriers]:
+    return lambda node, rows: list(node.args[:count])
+
+
+def _along(position: int, default: int | None) -> Callable[[fx.Node, Any], _Carriers]:
+    """The op works along its `dim` argument (at `position`, else `default`), which must not be the rows."""
+
+    def rule(node: fx.Node, rows: Any) -> _Carriers:
+        dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+        inputs = node.all_input_nodes
+        rank = max(first_value(n).dim() for n in inputs if first_value(n) is not None)
+        crosses_rows = not isinstance(dim, int) or dim in (0, -rank) or (dim < 0 and rank == 1)
+        return None if crosses_rows else inputs
+
+    return rule
+
+
+def _einsum(node: fx.Node, rows: Any) -> _Carriers:
+    """The first operand's leading label is the result's, and no other operand has it."""
+    inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
+    first, *others = inputs.split(",")
+    row_wise = bool(output) and first[0] == output[0] and not any(first[0] in labels for labels in others)
+    return [node.args[1]] if row_wise and isinstance(node.args[1], fx.Node) else None
+
+
+def _getitem(node: fx.Node, rows: Any) -> _Carriers:
+    """An element of a tuple of results, or an index that leaves dimension 0 whole."""
+    source, index = node.args
+    if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), (tuple, list)):
+        return [source]
+    first = index[0] if isinstance(index, tuple) and index else None
+    rank = first_value(source).dim() if isinstance(source, fx.Node) else 0
+    keeps_rows = first == slice(None) or (first is Ellipsis and len(index) <= rank)
+    return [source] if keeps_rows and len(node.all_input_nodes) == 1 else None
+
+
+_RULES: dict[Any, Callable[[fx.Node, Any], _Carriers]] = {
+    **dict.fromkeys((operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow), _pointwise),
+    **dict.fromkeys((operator.invert, operator.and_, operator.or_, operator.ge, operator.lt), _pointwise),
+    **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div, torch.rsqrt, torch.sigmoid, torch.where), _pointwise),
+    **dict.fromkeys((F.silu, F.gelu, F.relu, torch.sin, torch.cos), _pointwise),
+    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "pow", "square", "rsqrt", "sigmoid", "sin", "cos"), _pointwise),
+    **dict.fromkeys(("to", "type", "type_as", "float", "double", "bool", "masked_fill", "contiguous"), _pointwise),
+    **dict.fromkeys((F.linear, F.rms_norm, F.layer_norm, F.embedding, *RESHAPES), _first_argument),
+    **dict.fromkeys((torch.mean, torch.sum, torch.softmax, F.softmax, "mean", "sum", "softmax"), _along(1, None)),
+    **dict.fromkeys((torch.unsqueeze, "unsqueeze", torch.gather, "gather", torch.scatter, "scatter"), _along(1, None)),
+    **dict.fromkeys((torch.cat, "unflatten", torch.unflatten, "flatten", torch.flatten), _along(1, 0)),
+    **dict.fromkeys((torch.topk, "topk"), _along(2, -1)),
+    **dict.fromkeys((torch.split, "split", torch.chunk, "chunk"), _along(2, 0)),
+    operator.getitem: _getitem,
+    torch.einsum: _einsum,
+    decode_op: _first(2),
+}

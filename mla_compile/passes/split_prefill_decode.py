@@ -1,0 +1,35 @@
+"""Split every unified MLA call into a decode segment and a prefill segment.
+
+    before                            after
+
+    q, kv ──> mla_attention ──> o     kv ──> mla_append ──> (cache)
+                                      q ──> split ─┬─> absorb (w_uk) ──> mla_decode ──> w_uv ──┐
+                                                   └─> expand (w_uk, w_uv) ──> mla_prefill ────┴─> cat ──> o
+
+A segment that the batch lacks (its metadata is None) is not built, and then there is no split and no cat. One
+append, one query projection before and one `o_proj` after serve both segments. Absorbing and up-projecting are
+plain einsums, which Inductor may fuse with what surrounds them.
+
+The new nodes are those of `mla_compile.ops.attention.lower_mla_attention`, which eager calls run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from mla_compile.ops.attention import attention_op, lower_mla_attention
+from mla_compile.passes.emit import inline
+
+
+def split_prefill_decode(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without `mla_attention` is left untouched."""
+    unified = gm.graph.find_nodes(op="call_function", target=attention_op)
+    shared: dict[Any, fx.Node] = {}
+    for node in unified:
+        node.replace_all_uses_with(inline(node, lower_mla_attention, node.args, shared))
+        gm.graph.erase_node(node)
+    if unified:
+        gm.graph.lint()
+        gm.recompile()
+    return gm

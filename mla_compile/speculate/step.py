@@ -1,0 +1,129 @@
+"""One MTP iteration as one function: verify k + 1 tokens, accept, draft k, advance the state.
+
+It reads nothing on the host and has no data-dependent shape, so `torch.compile(step, backend="mla",
+mode="reduce-overhead", fullgraph=True)` turns it into a single CUDA graph. With n cached tokens, the row's last
+token at position n and drafts d_1..d_k after it:
+
+    position            n        n+1      ...   n+k
+    target reads        last     d_1      ...   d_k        one forward, q_len = k + 1
+    target samples      s_0      s_1      ...   s_k        s_j takes position n+j+1
+    accepted            longest prefix with d_j = s_{j-1}  -> a drafts; s_0..s_a are emitted
+    MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
+                                                           one position each, from its own output
+
+Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
+at position n + a + 1, and a token sees only positions up to its own.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch, decode_segment
+from mla_compile.errors import MLAError
+from mla_compile.speculate.sampling import sample
+from mla_compile.speculate.state import DecodeState
+
+
+class Target(Protocol):
+    """What a step asks of a model; token dimensions are packed, `[tokens]`."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        """Hidden states after the final norm, `[tokens, hidden_size]`; appends to the trunk's caches."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., hidden_size]` -> `[..., vocab_size]`."""
+
+    def draft(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        """The MTP layer: hidden states after `shared_head.norm`; appends to its own cache."""
+
+
+class SpeculativeStep(nn.Module):
+    """Advances a `DecodeState` in place by one MTP iteration.
+
+    Args:
+        model: a `Target`; its caches have `page_size` tokens a page.
+        num_speculative_tokens: k >= 0; 0 is plain decoding, one token a step.
+        sampled: whether any row samples. A greedy step has no noise and no sort in its graph.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_speculative_tokens: int, *, page_size: int, sampled: bool = False
+    ) -> None:
+        super().__init__()
+        if num_speculative_tokens < 0:
+            raise MLAError("num_speculative_tokens", "an integer >= 0", num_speculative_tokens)
+        self.model = model
+        self.k = num_speculative_tokens
+        self.page_size = page_size
+        self.sampled = sampled
+
+    @torch.no_grad()
+    def forward(self, state: DecodeState) -> None:
+        rows, q_len = state.num_cached.shape[0], self.k + 1
+        # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
+        room = state.max_len - 1 - state.num_cached
+        q_lens = torch.where(state.active, room.clamp(0, q_len), 0)
+
+        tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
+        verify, positions = self._segment(state, state.num_cached, q_len, q_lens)
+        hidden = self.model(tokens.view(-1), positions, verify)
+        targets = self._choose(hidden, positions.view(rows, q_len) + 1, state)
+
+        count, active = self._accept(state, targets, q_lens)
+        accepted = (count - 1).clamp(min=0).long()
+        last_token = targets.gather(1, accepted[:, None])[:, 0]
+        num_cached = state.num_cached + count
+        if self.k > 0:
+            still = torch.where(active, q_lens, 0)
+            batch, _ = self._segment(state, state.num_cached, q_len, still)
+            drafted = self.model.draft(targets.view(-1), hidden, positions, batch)
+            picked = torch.arange(rows, device=accepted.device) * q_len + accepted
+            drafted = torch.index_select(drafted, 0, picked)
+            state.drafts.copy_(self._chain(state, drafted, num_cached, active))
+        state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
+        state.num_cached.copy_(num_cached)
+        state.active.copy_(active)
+        state.report.copy_(torch.cat([count[:, None].long(), active[:, None].long(), targets], dim=1))
+
+    def _segment(
+        self, state: DecodeState, num_cached: Tensor, q_len: int, q_lens: Tensor
+    ) -> tuple[MLABatch, Tensor]:
+        segment, positions = decode_segment(
+            num_cached, state.block_table, q_len=q_len, page_size=self.page_size, q_lens=q_lens
+        )
+        return MLABatch(decode=segment), positions
+
+    def _choose(self, hidden: Tensor, position: Tensor, state: DecodeState) -> Tensor:
+        """The tokens that take `position` `[rows, n]`, from hidden `[rows * n, hidden_size]`."""
+        logits = self.model.logits(hidden).view(*position.shape, -1)
+        if not self.sampled:
+            return logits.argmax(dim=-1)
+        return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p)
+
+    def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """How many of `targets` each row emits, int32 `[rows]`, and which rows go on."""
+        index = torch.arange(self.k + 1, device=targets.device)
+        # A draft counts only where its own position was run and a token can be sampled after it.
+        agrees = (state.drafts == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
+        count = 1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1)
+        stops = (targets[..., None] == state.stop_ids[:, None]).any(dim=-1) & (index < count[:, None])
+        first_stop = torch.where(stops, index, self.k + 1).amin(dim=1)
+        count = torch.where(state.active, torch.minimum(count, first_stop + 1), 0).to(torch.int32)
+        ended = stops.any(dim=1) | (state.num_cached + count + 1 >= state.max_len)
+        return count, state.active & ~ended
+
+    def _chain(self, state: DecodeState, drafted: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
+        """k drafts, int64 `[rows, k]`: the first from the MTP output `drafted` `[rows, hidden_size]`, the others
+        each from one more pass of the MTP layer over its own output."""
+        drafts: list[Tensor] = []
+        for j in range(self.k):
+            if j > 0:
+                # One position further; the last one needed is max_len - 2, whose successor is the row's last token.
+                run = (active & (num_cached + j <= state.max_len - 1)).to(torch.int32)
+                batch, positions = self._segment(state, num_cached + (j - 1), 1, run)
+                drafted = self.model.draft(drafts[-1], drafted, positions, batch)
+            position = (num_cached + 1 + j).long()[:, None]
+            drafts.append(self._choose(drafted, position, state)[:, 0])
+        return torch.stack(drafts, dim=1)

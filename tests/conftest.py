@@ -1,0 +1,40 @@
+"""What every test starts from: its share of the machine, a fixed seed, nothing compiled by another file."""
+
+import os
+import sys
+
+# Before torch loads: the test processes share the cores, and Inductor compiles inside the test's own process.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A compile inside an example is slow, not stuck; the same examples on every machine.
+settings.register_profile("mla-compile", deadline=None, derandomize=True, database=None)
+settings.load_profile("mla-compile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_compiled_code() -> Iterator[None]:
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
