@@ -4,14 +4,15 @@
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt
+# --no-compile: byte code is made on first import, and only for what is imported; half a minute less.
+PIP := $(RUN) -m pip install -qq --no-compile --no-input --disable-pip-version-check -c constraints.txt
 CODE := $(wildcard mla_compile tests examples benchmarks)
 JOBS ?= 2
 ARGS ?=
 
-# The first Python that is new enough.
-PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
-	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p $(NEW_ENOUGH) && { echo $$p; break; }; done)
 
 # Neighbouring tests stay in one process, so they share what their file compiled; an idle process takes over some.
 PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
@@ -52,15 +53,15 @@ clean: ## delete the environment and everything else that can be made again
 # --- the environment: empty files in .venv say what is installed, so that a second call is instant
 
 $(VENV)/.created:
-	@test -n "$(PYTHON)" || { echo "mla-compile needs Python 3.11 or newer, and found none." \
-		"Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(RUN) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@"$(PYTHON)" $(NEW_ENOUGH) || { echo "mla-compile needs Python 3.11 or newer: install one," \
+		"or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(RUN) || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "'$(PYTHON) -m venv' failed (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@touch $@
 
 # PyTorch alone and first, at its pinned version: left to the other packages, pip would take the newest build.
 $(VENV)/.torch: constraints.txt | $(VENV)/.created
-	@echo "installing PyTorch in $(VENV): half a minute, or a few where pip brings the CUDA build ..."
+	@echo "installing PyTorch in $(VENV): half a minute, or a few minutes where pip brings the CUDA build ..."
 	@$(PIP) torch
 	@touch $@
 
@@ -70,6 +71,6 @@ $(VENV)/.runtime: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
-	@echo "installing mla-compile with its test and lint tools: a minute ..."
+	@echo "installing mla-compile with its test and lint tools: half a minute ..."
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.runtime $@

@@ -19,6 +19,20 @@ _ONLY_VALUE: dict[str, dict[str, object]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+)
 
 
 @dataclass(frozen=True)
@@ -42,18 +56,22 @@ class Routing:
     @classmethod
     def from_config(cls, config: "PreTrainedConfig") -> "Routing":
         """Raises `MLAError` for settings under which `topk` experts cannot be chosen."""
-        num_groups, topk_groups = config.n_group, config.topk_group
         softmax = config.model_type == "deepseek_v2"
         if softmax and config.topk_method not in ("greedy", "group_limited_greedy"):
-            raise MLAError("config.topk_method", "'greedy' or 'group_limited_greedy'", repr(config.topk_method))
-        if softmax and config.topk_method == "greedy":
-            num_groups = topk_groups = 1
+            raise MLAError(
+                "config.topk_method", "'greedy' or 'group_limited_greedy'", repr(config.topk_method)
+            )
+        one_group = softmax and config.topk_method == "greedy"
+        for name in ("num_experts_per_tok", "n_group", "topk_group"):
+            value = getattr(config, name)
+            if not isinstance(value, int) and not (one_group and name.endswith("group")):
+                raise MLAError(f"config.{name}", "an integer >= 1", value)
         routing = cls(
             scoring="softmax" if softmax else "sigmoid",
             num_experts=config.n_routed_experts,
             topk=config.num_experts_per_tok,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
+            num_groups=1 if one_group else config.n_group,
+            topk_groups=1 if one_group else config.topk_group,
             normalize=bool(config.norm_topk_prob),
             scaling_factor=config.routed_scaling_factor,
         )
@@ -61,22 +79,24 @@ class Routing:
         return routing
 
     def _check(self) -> None:
-        for name, value in (
-            ("num_experts_per_tok", self.topk),
-            ("n_group", self.num_groups),
-            ("topk_group", self.topk_groups),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise MLAError(f"config.{name}", "an integer >= 1", value)
         least = 2 if self.scoring == "sigmoid" else 1
-        if self.num_experts % self.num_groups or self.num_experts // self.num_groups < least:
-            expected = f"a divisor of n_routed_experts = {self.num_experts} that leaves groups of {least} or more"
+        if (
+            self.num_groups < 1
+            or self.num_experts % self.num_groups
+            or self.num_experts < least * self.num_groups
+        ):
+            expected = (
+                f"a divisor of n_routed_experts = {self.num_experts} that leaves groups of {least} or more"
+            )
             raise MLAError("config.n_group", expected, self.num_groups)
-        choice = min(self.topk_groups, self.num_groups) * (self.num_experts // self.num_groups)
-        if self.topk_groups > self.num_groups or self.topk > choice:
-            expected = "topk_group <= n_group, and topk_group groups to hold num_experts_per_tok experts"
-            got = f"topk_group {self.topk_groups}, n_group {self.num_groups}, num_experts_per_tok {self.topk}"
-            raise MLAError("config", expected, got)
+        if not 1 <= self.topk_groups <= self.num_groups:
+            raise MLAError(
+                "config.topk_group", f"between 1 and n_group = {self.num_groups}", self.topk_groups
+            )
+        choice = self.topk_groups * (self.num_experts // self.num_groups)
+        if not 1 <= self.topk <= choice:
+            expected = f"between 1 and {choice}, the experts of topk_group groups"
+            raise MLAError("config.num_experts_per_tok", expected, self.topk)
 
 
 @dataclass(frozen=True)
@@ -99,13 +119,6 @@ class Architecture:
     tie_word_embeddings: bool
     routing: Routing
     rope: Rope
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if self.__annotations__[name] in (int, int | None) and value is not None and value < 1:
-                raise MLAError(f"config.{name}", "an integer >= 1", value)
-        if self.qk_rope_head_dim % 2:
-            raise MLAError("config.qk_rope_head_dim", "an even number: it is rotated in pairs", self.qk_rope_head_dim)
 
     @property
     def num_layers(self) -> int:
@@ -161,13 +174,22 @@ def _refuse_unsupported(config: Any) -> None:
     if config.num_key_value_heads != config.num_attention_heads:
         expected = f"num_attention_heads = {config.num_attention_heads}: MLA shares no keys between heads"
         raise MLAError("config.num_key_value_heads", expected, config.num_key_value_heads)
-    if not config.n_shared_experts or config.n_shared_experts < 1:
-        raise MLAError("config.n_shared_experts", "at least 1", config.n_shared_experts)
+    for name in _SIZES:
+        size = getattr(config, name)
+        if not isinstance(size, int) or size < 1:
+            raise MLAError(f"config.{name}", "an integer >= 1", size)
+    if config.qk_rope_head_dim % 2:
+        raise MLAError(
+            "config.qk_rope_head_dim", "an even number, as pairs are rotated", config.qk_rope_head_dim
+        )
 
 
 def _moe_layers(config: Any) -> tuple[bool, ...]:
     if config.model_type != "glm4_moe_lite":
-        return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
+        num_dense = config.first_k_dense_replace
+        if not isinstance(num_dense, int):
+            raise MLAError("config.first_k_dense_replace", "an integer", num_dense)
+        return tuple(layer >= num_dense for layer in range(config.num_hidden_layers))
     kinds = config.mlp_layer_types
     if len(kinds) != config.num_hidden_layers or not set(kinds) <= {"dense", "sparse"}:
         expected = f"'dense' or 'sparse' for each of {config.num_hidden_layers} layers"

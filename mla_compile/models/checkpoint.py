@@ -75,7 +75,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # tokenizers raises bare `Exception` for a malformed file
-        raise MLAError(str(directory), "a tokenizer that transformers can read", _first_line(error)) from error
+        raise MLAError(
+            str(directory), "a tokenizer that transformers can read", _first_line(error)
+        ) from error
     return tokenizer
 
 
@@ -112,7 +114,9 @@ def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def _has_mtp(files: SafetensorFiles, config: "PreTrainedConfig", directory: Path, wanted: bool | None) -> bool:
+def _has_mtp(
+    files: SafetensorFiles, config: "PreTrainedConfig", directory: Path, wanted: bool | None
+) -> bool:
     layers = layers_past_trunk(files.entries, config.num_hidden_layers)
     if len(layers) > 1:
         got = f"{len(layers)}: layers {layers[0]} to {layers[-1]}, after num_hidden_layers = {config.num_hidden_layers}"
@@ -123,7 +127,9 @@ def _has_mtp(files: SafetensorFiles, config: "PreTrainedConfig", directory: Path
     return bool(layers)
 
 
-def _check(model: MLAForCausalLM, files: SafetensorFiles, directory: Path, block: tuple[int, int] | None) -> None:
+def _check(
+    model: MLAForCausalLM, files: SafetensorFiles, directory: Path, block: tuple[int, int] | None
+) -> None:
     """Compare a checkpoint's headers with what the model (on the meta device) wants."""
     required = {name: tuple(slot.shape) for name, slot in slots(model, files.entries).items()}
     quantized = [name for name in required if name in files.entries and files.entries[name].dtype == _FLOAT8]
@@ -149,7 +155,9 @@ def _check(model: MLAForCausalLM, files: SafetensorFiles, directory: Path, block
         if names
     ]
     if mistakes:
-        raise MLAError(str(directory), f"the tensors of its {model.config.model_type} config", "; ".join(mistakes))
+        raise MLAError(
+            str(directory), f"the tensors of its {model.config.model_type} config", "; ".join(mistakes)
+        )
 
 
 def _shorten(names: list[str]) -> str:

@@ -33,7 +33,9 @@ class MLAForCausalLM(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(arch, is_moe=is_moe) for is_moe in arch.is_moe)
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.rotary = RotaryEmbedding(arch.rope)
-        self.lm_head = None if arch.tie_word_embeddings else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        self.lm_head = (
+            None if arch.tie_word_embeddings else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        )
         self.mtp = MTPLayer(arch) if mtp else None
         self.requires_grad_(False)
 
@@ -72,7 +74,9 @@ class MLAForCausalLM(nn.Module):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(hidden, head.weight)
 
-    def forward_mtp(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward_mtp(
+        self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
+    ) -> Tensor:
         """Run the MTP layer and append its latents to its cache.
 
         Args:
@@ -89,6 +93,8 @@ class MLAForCausalLM(nn.Module):
             MLAError: the model has no MTP layer.
         """
         if self.mtp is None:
-            raise MLAError("mtp", "a model with an MTP layer", "one without", "load a checkpoint that has one")
+            raise MLAError(
+                "mtp", "a model with an MTP layer", "one without", "load a checkpoint that has one"
+            )
         out: Tensor = self.mtp(self.embed_tokens(next_token_ids), hidden, self.rotary(positions), batch)
         return out

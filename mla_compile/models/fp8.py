@@ -1,4 +1,4 @@
-"""Block-FP8 weights, as DeepSeek publishes them (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): read, not computed in."""
+"""Block-FP8 weights, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2): read, not computed in."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +19,21 @@ def block_size_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     quantization = config.get("quantization_config") or config.get("compression_config")
     if not quantization:
         return None
-    name, expected = "config.quantization_config", "none, or quant_method 'fp8' with weight_block_size [rows, columns]"
+    name, expected = (
+        "config.quantization_config",
+        "none, or quant_method 'fp8' with weight_block_size [rows, columns]",
+    )
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != "fp8":
-        raise MLAError(name, expected, f"quant_method {method!r}", "use a checkpoint with plain or block-FP8 weights")
+        raise MLAError(
+            name, expected, f"quant_method {method!r}", "use a checkpoint with plain or block-FP8 weights"
+        )
     block = quantization.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n >= 1 for n in block):
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(isinstance(n, int) and n >= 1 for n in block)
+    ):
         raise MLAError(name, expected, f"weight_block_size {block!r}")
     return block[0], block[1]
 

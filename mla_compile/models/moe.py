@@ -21,7 +21,9 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
         if routing.scoring == "sigmoid":
             # A buffer, in float32 whatever the model's dtype: in training it moves by steps that bfloat16 would lose.
-            self.register_buffer("e_score_correction_bias", torch.zeros(routing.num_experts, dtype=torch.float32))
+            self.register_buffer(
+                "e_score_correction_bias", torch.zeros(routing.num_experts, dtype=torch.float32)
+            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` `[tokens, hidden_size]` to weights (float32 at least) and expert ids (int64), `[tokens, topk]` each.
@@ -38,7 +40,7 @@ class Router(nn.Module):
             scores = choice = logits.softmax(dim=-1)
         if routing.topk_groups < routing.num_groups:
             choice = self._within_best_groups(choice)
-        ids = choice.topk(routing.topk, dim=-1, sorted=False).indices
+        ids: Tensor = choice.topk(routing.topk, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
         if routing.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -51,7 +53,8 @@ class Router(nn.Module):
         group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
         group_ids = group_scores.topk(routing.topk_groups, dim=-1, sorted=False).indices
         dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, group_ids, False)
-        return groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(1)
+        kept: Tensor = groups.masked_fill(dropped.unsqueeze(-1), float("-inf"))
+        return kept.flatten(1)
 
 
 class Experts(nn.Module):
@@ -80,5 +83,5 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` to the same shape."""
-        routed: Tensor = self.experts(x, *self.gate(x))
-        return routed + self.shared_experts(x)
+        out: Tensor = self.experts(x, *self.gate(x)) + self.shared_experts(x)
+        return out

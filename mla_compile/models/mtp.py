@@ -20,7 +20,9 @@ class MTPLayer(nn.Module):
         self.layer = DecoderLayer(arch, is_moe=True)
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch
+    ) -> Tensor:
         """Combine, at each position i, the embedding of token i + 1 and the hidden state of position i.
 
         Args:

@@ -35,7 +35,9 @@ class Rope:
         parameters: dict[str, Any] = config.rope_parameters
         rope_type = parameters["rope_type"]
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise MLAError("config.rope_parameters.partial_rotary_factor", "1.0", parameters["partial_rotary_factor"])
+            raise MLAError(
+                "config.rope_parameters.partial_rotary_factor", "1.0", parameters["partial_rotary_factor"]
+            )
         # transformers' DeepSeek-V2 knows no rope_interleave: it always interleaves.
         interleave = bool(getattr(config, "rope_interleave", True))
         if rope_type == "default":
@@ -74,7 +76,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         # `model.to(torch.bfloat16)` must not round the frequencies, and `to_empty` must not forget them.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = torch.tensor(self.rope.inv_freq, dtype=torch.float32, device=self.inv_freq.device)
         return self
 

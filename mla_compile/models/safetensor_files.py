@@ -37,14 +37,16 @@ class SafetensorFiles:
         self.entries: dict[str, Entry] = {}
         for path in _paths(directory):
             try:
-                file = safe_open(path, framework="pt", device="cpu")
+                file: Any = safe_open(path, framework="pt", device="cpu")
                 for name in file.keys():  # noqa: SIM118, a handle is no dict
                     if name in self.entries:
                         raise MLAError(str(path), "each tensor in one file", f"a second {name}")
                     header = file.get_slice(name)
                     self.entries[name] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
             except (OSError, SafetensorError) as error:
-                raise MLAError(str(path), "a readable safetensors file", error, "download it again") from error
+                raise MLAError(
+                    str(path), "a readable safetensors file", error, "download it again"
+                ) from error
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU; its memory is the file's, mapped."""
@@ -58,7 +60,9 @@ def _paths(directory: Path) -> list[Path]:
         return _indexed_paths(index)
     paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise MLAError(str(directory), "at least one .safetensors file", "none", "convert the checkpoint first")
+        raise MLAError(
+            str(directory), "at least one .safetensors file", "none", "convert the checkpoint first"
+        )
     return paths
 
 

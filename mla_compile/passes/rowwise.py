@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
+from mla_compile.ops.moe import moe_experts_op
 from mla_compile.torch_internals import statically_known_true
 
 RESHAPES = {"view", "reshape", torch.reshape}
@@ -102,5 +103,6 @@ _RULES: dict[Any, Callable[[fx.Node, Any], _Carriers]] = {
     **dict.fromkeys((torch.split, "split", torch.chunk, "chunk"), _along(2, 0)),
     operator.getitem: _getitem,
     torch.einsum: _einsum,
+    moe_experts_op: _first(3),
     decode_op: _first(2),
 }

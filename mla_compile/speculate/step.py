@@ -35,12 +35,12 @@ class Target(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden_size]` -> `[..., vocab_size]`."""
 
-    def draft(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward_mtp(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
         """The MTP layer: hidden states after `shared_head.norm`; appends to its own cache."""
 
 
-class SpeculativeStep(nn.Module):
-    """Advances a `DecodeState` in place by one MTP iteration.
+class SpeculativeDecoder(nn.Module):
+    """Prefill, start and step of a batch; `forward` is the step, one MTP iteration that advances a `DecodeState`.
 
     Args:
         model: a `Target`; its caches have `page_size` tokens a page.
@@ -60,35 +60,66 @@ class SpeculativeStep(nn.Module):
         self.sampled = sampled
 
     @torch.no_grad()
+    def prefill(
+        self, token_ids: Tensor, next_token_ids: Tensor, positions: Tensor, batch: MLABatch, last: Tensor
+    ) -> Tensor:
+        """Fill the caches with prompt chunks; hidden states `[rows, hidden_size]` at the packed indices `last`.
+
+        next_token_ids: the token after each one, int64 `[tokens]`. A prompt's very last token has no known successor:
+        any id may stand there, since `start` writes the MTP latent of that position again.
+        """
+        hidden = self.model(token_ids, positions, batch)
+        if self.k > 0:
+            self.model.forward_mtp(next_token_ids, hidden, positions, batch)
+        return torch.index_select(hidden, 0, last)
+
+    @torch.no_grad()
+    def start(self, state: DecodeState, hidden: Tensor) -> None:
+        """Sample the first token after prompts of `num_cached` tokens and draft behind it.
+
+        hidden: of each prompt's last token, `[rows, hidden_size]`; rows of the state that are inactive are ignored.
+        """
+        first = self._choose(hidden, state.num_cached[:, None].long(), state)
+        stops = (first[..., None] == state.stop_ids[:, None]).any(dim=-1)[:, 0]
+        count = state.active.to(torch.int32)
+        active = state.active & ~stops & (state.num_cached + 1 < state.max_len)
+        if self.k > 0:
+            drafted = self._draft_after(state, first[:, 0], hidden, state.num_cached - 1, active)
+            state.drafts.copy_(self._chain(state, drafted, state.num_cached, active))
+        state.last_token.copy_(first[:, 0])
+        state.active.copy_(active)
+        state.report.copy_(torch.cat([count[:, None], active[:, None], first.expand(-1, self.k + 1)], dim=1))
+
+    @torch.no_grad()
     def forward(self, state: DecodeState) -> None:
+        """One MTP iteration, in place; `state.report` says what came of it."""
         rows, q_len = state.num_cached.shape[0], self.k + 1
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
         q_lens = torch.where(state.active, room.clamp(0, q_len), 0)
 
         tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
-        verify, positions = self._segment(state, state.num_cached, q_len, q_lens)
-        hidden = self.model(tokens.view(-1), positions, verify)
+        batch, positions = self._decode_batch(state, state.num_cached, q_lens, q_len)
+        hidden = self.model(tokens.view(-1), positions, batch)
         targets = self._choose(hidden, positions.view(rows, q_len) + 1, state)
 
         count, active = self._accept(state, targets, q_lens)
         accepted = (count - 1).clamp(min=0).long()
-        last_token = targets.gather(1, accepted[:, None])[:, 0]
         num_cached = state.num_cached + count
         if self.k > 0:
-            still = torch.where(active, q_lens, 0)
-            batch, _ = self._segment(state, state.num_cached, q_len, still)
-            drafted = self.model.draft(targets.view(-1), hidden, positions, batch)
+            batch, _ = self._decode_batch(state, state.num_cached, torch.where(active, q_lens, 0), q_len)
+            drafted = self.model.forward_mtp(targets.view(-1), hidden, positions, batch)
             picked = torch.arange(rows, device=accepted.device) * q_len + accepted
             drafted = torch.index_select(drafted, 0, picked)
             state.drafts.copy_(self._chain(state, drafted, num_cached, active))
+        last_token = targets.gather(1, accepted[:, None])[:, 0]
         state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
         state.num_cached.copy_(num_cached)
         state.active.copy_(active)
-        state.report.copy_(torch.cat([count[:, None].long(), active[:, None].long(), targets], dim=1))
+        state.report.copy_(torch.cat([count[:, None], active[:, None], targets], dim=1))
 
-    def _segment(
-        self, state: DecodeState, num_cached: Tensor, q_len: int, q_lens: Tensor
+    def _decode_batch(
+        self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int
     ) -> tuple[MLABatch, Tensor]:
         segment, positions = decode_segment(
             num_cached, state.block_table, q_len=q_len, page_size=self.page_size, q_lens=q_lens
@@ -115,15 +146,21 @@ class SpeculativeStep(nn.Module):
         return count, state.active & ~ended
 
     def _chain(self, state: DecodeState, drafted: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
-        """k drafts, int64 `[rows, k]`: the first from the MTP output `drafted` `[rows, hidden_size]`, the others
-        each from one more pass of the MTP layer over its own output."""
+        """k drafts for the positions after `num_cached`, int64 `[rows, k]`: the first from the MTP output `drafted`
+        `[rows, hidden_size]`, each further one from a pass of the MTP layer over its own output."""
         drafts: list[Tensor] = []
         for j in range(self.k):
             if j > 0:
-                # One position further; the last one needed is max_len - 2, whose successor is the row's last token.
-                run = (active & (num_cached + j <= state.max_len - 1)).to(torch.int32)
-                batch, positions = self._segment(state, num_cached + (j - 1), 1, run)
-                drafted = self.model.draft(drafts[-1], drafted, positions, batch)
-            position = (num_cached + 1 + j).long()[:, None]
+                drafted = self._draft_after(state, drafts[-1], drafted, num_cached + (j - 1), active)
+            position = (num_cached + (1 + j)).long()[:, None]
             drafts.append(self._choose(drafted, position, state)[:, 0])
         return torch.stack(drafts, dim=1)
+
+    def _draft_after(
+        self, state: DecodeState, token: Tensor, hidden: Tensor, position: Tensor, active: Tensor
+    ) -> Tensor:
+        """The MTP layer at one `position` a row, whose successor is `token`: `[rows, hidden_size]`."""
+        # What it drafts takes position + 2, which must be one of the row's.
+        run = (active & (position + 2 < state.max_len)).to(torch.int32)
+        batch, positions = self._decode_batch(state, position, run, 1)
+        return self.model.forward_mtp(token, hidden, positions, batch)

@@ -1,12 +1,26 @@
 """Small random models of every family, ours and transformers' side by side."""
 
-from collections.abc import Iterator
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import MtpLayer
 
+from mla_compile import MLABatch, decode_segment, prefill_segment
+from mla_compile.models import MLAForCausalLM
+
+PAGE_SIZE = 4
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -34,21 +48,136 @@ _COMMON = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
     "max_position_embeddings": 256,
-    "eos_token_id": 1,
 }
 
 
 def v2_config(**changes: Any) -> DeepseekV2Config:
-    defaults = {"n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
-    return DeepseekV2Config(**_COMMON | defaults | changes)
+    routing = {"n_shared_experts": 2, "topk_method": "greedy", "n_group": 4, "topk_group": 2}
+    return DeepseekV2Config(**_COMMON | {"first_k_dense_replace": 1} | routing | changes)
 
 
 def v3_config(**changes: Any) -> DeepseekV3Config:
-    defaults = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
-    return DeepseekV3Config(**_COMMON | defaults | changes)
+    return DeepseekV3Config(**_COMMON | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2} | changes)
 
 
 def glm_config(**changes: Any) -> Glm4MoeLiteConfig:
-    """GLM-4.7-Flash's head shapes in narrow layers."""
+    """GLM-4.7-Flash's head shapes, in narrow layers."""
     heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "qk_nope_head_dim": 192, "v_head_dim": 256}
     return Glm4MoeLiteConfig(**_COMMON | heads | {"qk_rope_head_dim": 64, "num_hidden_layers": 2} | changes)
+
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "v3": v3_config(),
+    "v3 without q_lora_rank": v3_config(q_lora_rank=None),
+    "v3 not interleaved": v3_config(rope_interleave=False),
+    "v3 yarn": v3_config(rope_parameters=dict(YARN)),
+    "v3 yarn without mscale_all_dim": v3_config(rope_parameters=YARN | {"mscale_all_dim": 0.0}),
+    "v3 one group, weights not normalised": v3_config(n_group=1, topk_group=1, norm_topk_prob=False),
+    "v3 tied": v3_config(tie_word_embeddings=True, n_group=2, topk_group=1),
+    "v3 dense": v3_config(first_k_dense_replace=3),
+    "v2 greedy": v2_config(),
+    "v2 group limited": v2_config(topk_method="group_limited_greedy", routed_scaling_factor=4.0),
+    "v2 lite": v2_config(q_lora_rank=None, rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}),
+    "v2 tied": v2_config(tie_word_embeddings=True),
+    "glm": glm_config(),
+    "glm not interleaved": glm_config(rope_interleave=False, q_lora_rank=None),
+}
+
+
+def randomize(module: nn.Module, seed: int = 0) -> None:
+    """Weights under which every part of the model matters: transformers' own are so small that attention is flat."""
+    g = torch.Generator().manual_seed(seed)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        noise = torch.randn(tensor.shape, generator=g)
+        if tensor.dim() > 1:
+            tensor.data.copy_(noise * tensor.shape[-1] ** -0.5)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.data.copy_(noise * 0.1)
+        elif not name.endswith("inv_freq"):
+            tensor.data.copy_(1 + 0.3 * noise)
+
+
+def reference_model(config: PreTrainedConfig) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    randomize(model)
+    return model
+
+
+def reference_mtp_layer(model: PreTrainedModel) -> MtpLayer:
+    """transformers' MTP layer of the classes that `model` is built of; its block is a MoE layer like the last one."""
+    last = model.model.layers[-1]
+    config = model.config
+    if config.model_type != "glm4_moe_lite":
+        config = type(config)(**config.to_dict() | {"first_k_dense_replace": 0})
+    config._attn_implementation = "eager"
+    layer = MtpLayer(config, type(last), type(last.input_layernorm), config.num_hidden_layers - 1)
+    layer = layer.eval().requires_grad_(False)
+    randomize(layer, seed=1)
+    return layer
+
+
+def save(model: PreTrainedModel, path: Path, mtp: MtpLayer | None = None) -> Path:
+    """Write a checkpoint in shards, with the MTP layer where the published ones have it, copies included."""
+    model.save_pretrained(path, max_shard_size="40KB")
+    if mtp is None:
+        return path
+    prefix = f"model.layers.{model.config.num_hidden_layers}."
+    tensors = {prefix + mtp_name(name): tensor for name, tensor in unstack(mtp.state_dict()).items()}
+    embedding = model.get_input_embeddings().weight
+    tensors[prefix + "embed_tokens.weight"] = embedding.clone()
+    tensors[prefix + "shared_head.head.weight"] = model.lm_head.weight.clone()
+    add_shard(path, "mtp.safetensors", tensors)
+    return path
+
+
+def add_shard(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / name)
+    index = path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"] |= dict.fromkeys(tensors, name)
+    index.write_text(json.dumps(table))
+
+
+def mtp_name(name: str) -> str:
+    return name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+
+
+def unstack(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stacked experts to the names of published checkpoints."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, weight in enumerate(tensor):
+                gate, up = weight.chunk(2)
+                stem = name.removesuffix("gate_up_proj") + str(expert)
+                out |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            out |= {f"{stem}{expert}.down_proj.weight": weight for expert, weight in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out
+
+
+class Session:
+    """Rows of a model with a cache, fed chunk by chunk."""
+
+    def __init__(self, model: MLAForCausalLM, rows: int, max_len: int = 64) -> None:
+        self.model = model
+        self.pages_per_row = -(-max_len // PAGE_SIZE)
+        model.allocate_cache(1 + rows * self.pages_per_row, PAGE_SIZE)
+        order = torch.randperm(rows * self.pages_per_row, generator=torch.Generator().manual_seed(3)) + 1
+        self.block_table = order.view(rows, -1).to(torch.int32)
+
+    def prefill(self, chunk_lens: list[int], num_cached: list[int]) -> tuple[MLABatch, Tensor]:
+        segment, positions = prefill_segment(chunk_lens, num_cached, self.block_table, page_size=PAGE_SIZE)
+        return MLABatch(prefill=segment), positions
+
+    def decode(self, num_cached: list[int], q_len: int) -> tuple[MLABatch, Tensor]:
+        cached = torch.tensor(num_cached, dtype=torch.int32)
+        segment, positions = decode_segment(cached, self.block_table, q_len=q_len, page_size=PAGE_SIZE)
+        return MLABatch(decode=segment), positions
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())

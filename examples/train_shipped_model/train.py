@@ -1,0 +1,326 @@
+"""Train the shipped model on one GPU, against the clock.
+
+    python train.py --minutes 7 --out shipped      # an H200; see README.md
+
+Two phases, each with a cosine schedule over its share of the time:
+
+1. trunk and MTP layer together, next-token loss plus a small loss for each of three chained drafts;
+2. the trunk stands still and the MTP layer learns to foretell the trunk's own choices: greedy acceptance is agreement
+   with the trunk, not with the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DeepseekV3ForCausalLM
+from transformers.modeling_layers import MtpLayer
+
+import model as shipped
+from evaluate import CORPUS, DOMAINS, measure
+from export import export
+from model import CHAIN, balance, build, chain_mask, mtp_chain, shipped_config
+
+# Rows of a batch by source: the two domains that the model is shown with, and the test suite as a regulariser.
+ROWS = {"bible_train": 8, "python_train": 13, "tests_train": 11}
+MTP_WEIGHT = 0.1  # of each chained depth in phase 1
+JOINT_SHARE = 0.72  # of the time
+JOINT_RATE, DRAFT_RATE = 3e-3, 1.5e-3
+WARMUP = 0.03
+BALANCE_RATE = 1e-3
+
+
+@dataclass
+class Run:
+    """What every step needs, and the log."""
+
+    trunk: DeepseekV3ForCausalLM
+    mtp: MtpLayer
+    device: torch.device
+    length: int
+    log: Path
+    data: dict[str, Tensor] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    step: int = 0
+    tokens: int = 0
+
+    def write(self, **values: object) -> None:
+        entry = {"seconds": round(time.monotonic() - self.started, 1), "step": self.step, **values}
+        line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in entry.items()})
+        print(line, flush=True)
+        with self.log.open("a") as file:
+            file.write(line + "\n")
+
+    def windows(self, name: str, starts: Tensor) -> Tensor:
+        """Token windows [rows, length + CHAIN + 1] of one source."""
+        return self.data[name][starts[:, None] + torch.arange(self.length + CHAIN + 1, device=self.device)].long()
+
+    def batch(self, scale: float) -> Tensor:
+        parts = []
+        for name, rows in ROWS.items():
+            last = len(self.data[name]) - self.length - CHAIN - 1
+            starts = torch.randint(last, (max(1, int(rows * scale)),), device=self.device)
+            parts.append(self.windows(name, starts))
+        return torch.cat(parts)
+
+    def rows(self, scale: float) -> int:
+        return sum(max(1, int(rows * scale)) for rows in ROWS.values())
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def cross_entropy(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    """Mean next-token loss through the tied head. hidden [batch, length, width], targets [batch, length]"""
+    return F.cross_entropy(F.linear(hidden, embedding).float().flatten(0, 1), targets.flatten())
+
+
+def distillation(hidden: Tensor, teacher: Tensor, embedding: Tensor, weight: Tensor) -> Tensor:
+    """How far a draft is from the trunk: soft cross-entropy plus that of the trunk's argmax, weighted per position.
+
+    hidden, teacher [batch, length, width]; weight [batch, length]
+    """
+    target = F.linear(teacher, embedding).float()
+    predicted = F.linear(hidden, embedding).float().log_softmax(-1)
+    soft = -(target.softmax(-1) * predicted).sum(-1)
+    hard = -predicted.gather(-1, target.argmax(-1, keepdim=True))[..., 0]
+    return ((soft + hard) * weight).sum() / weight.sum()
+
+
+def agreement(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    """Where the trunk's argmax is the text itself, [batch, length] of 0 and 1."""
+    return (F.linear(hidden, embedding).argmax(-1) == targets).float()
+
+
+def compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False) if device.type == "cuda" else function
+
+
+def pick_attention(run: Run, rows: int) -> None:
+    """Time the attention kernels on the trunk's own shape and keep the fastest: values are 16 wide, keys 80."""
+    cfg, backends = run.trunk.config, torch.backends.cuda
+    backends.enable_math_sdp(False)
+    times: dict[tuple[str, bool], float] = {}
+    for name, pad in (("flash", True), ("cudnn", True), ("cudnn", False), ("mem_efficient", False)):
+        for kernel in ("flash", "cudnn", "mem_efficient"):
+            getattr(backends, f"enable_{kernel}_sdp")(kernel == name)
+        widths = (cfg.qk_head_dim, cfg.qk_head_dim, cfg.qk_head_dim if pad else cfg.v_head_dim)
+        shape = (rows, run.length, cfg.num_attention_heads)
+        q, k, v = (
+            torch.randn(*shape, w, device=run.device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for w in widths
+        )
+        try:
+            for _ in range(4):
+                torch.cuda.synchronize()
+                begin = time.monotonic()
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+                torch.cuda.synchronize()
+                times[name, pad] = (time.monotonic() - begin) * 1e3
+        except RuntimeError as error:
+            run.write(attention=name, padded=pad, error=str(error).splitlines()[0][:80])
+    name, pad = min(times, key=lambda key: times[key])
+    for kernel in ("flash", "cudnn", "mem_efficient"):
+        getattr(backends, f"enable_{kernel}_sdp")(kernel == name)
+    shipped.PAD_VALUES = pad
+    run.write(attention={f"{n}{'+pad' if p else ''}": round(t, 2) for (n, p), t in times.items()}, chosen=name)
+
+
+def schedule(progress: float, peak: float) -> float:
+    """Linear warm-up, then a cosine to 1% of the peak; progress in [0, 1]."""
+    if progress < WARMUP:
+        return peak * max(progress, 0.001) / WARMUP
+    turn = (progress - WARMUP) / (1 - WARMUP)
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(turn, 1.0))))
+
+
+def optimizer(modules: list[nn.Module], device: torch.device) -> torch.optim.AdamW:
+    parameters = list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad))
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+def ticks(seconds: float, steps: int | None) -> Iterator[float]:
+    """Progress in [0, 1) until the time is up; the clock starts after the third step, which ends the compiling."""
+    yield from (0.0, 0.0, 0.0)
+    begin, step = time.monotonic(), 3
+    while (progress := (time.monotonic() - begin) / seconds) < 1 and (steps is None or step < steps):
+        yield progress
+        step += 1
+
+
+def train_step(run: Run, loss: Tensor, optim: torch.optim.AdamW, rate: float) -> None:
+    for group in optim.param_groups:
+        group["lr"] = rate
+    loss.backward()
+    nn.utils.clip_grad_norm_([p for g in optim.param_groups for p in g["params"]], 1.0)
+    optim.step()
+    optim.zero_grad(set_to_none=True)
+    run.step += 1
+
+
+def joint_phase(run: Run, args: argparse.Namespace, until: float) -> None:
+    """Phase 1: everything learns from the text."""
+    optim = optimizer([run.trunk, run.mtp], run.device)
+    loss_of = compiled(cross_entropy, run.device)
+    embedding = run.trunk.model.embed_tokens.weight
+    masks = [chain_mask(run.length, d, run.device) for d in range(CHAIN)]
+    modules = [*run.trunk.modules(), *run.mtp.modules()]
+    for progress in ticks(until - time.monotonic() - args.compile_seconds, args.steps):
+        tokens = run.batch(args.scale)
+        rate = schedule(progress, JOINT_RATE)
+        with run.autocast():
+            hidden = run.trunk.model(tokens[:, : run.length], use_cache=False).last_hidden_state
+            states = [hidden, *mtp_chain(run.trunk, run.mtp, hidden, tokens, masks)]
+            losses = [loss_of(s, embedding, tokens[:, d + 1 : d + 1 + run.length]) for d, s in enumerate(states)]
+            total = losses[0] + MTP_WEIGHT * sum(losses[1:])
+        train_step(run, total, optim, rate)
+        run.tokens += tokens.shape[0] * run.length
+        worst = balance(modules, BALANCE_RATE * min(1.0, 2 * (1 - progress)))
+        if run.step % args.log_every == 0 or run.step <= 3:
+            names = ("loss", "draft1", "draft2", "draft3")
+            values = dict(zip(names, torch.stack(losses).tolist(), strict=True))
+            run.write(phase="joint", tokens=run.tokens, rate=rate, **values, worst_load=float(worst))
+        if run.step % args.validate_every == 0:
+            validate(run, run.rows(args.scale), loss_of)
+
+
+@torch.no_grad()
+def validate(run: Run, rows: int, loss_of: Callable[..., Tensor]) -> None:
+    """Held-out loss over windows spread evenly, in a batch shaped like a training batch."""
+    run.trunk.eval()
+    result = {}
+    for domain in DOMAINS:
+        name = f"{domain}_held"
+        last = len(run.data[name]) - run.length - CHAIN - 1
+        tokens = run.windows(name, torch.linspace(0, last, rows, device=run.device).long())
+        with run.autocast():
+            hidden = run.trunk.model(tokens[:, : run.length], use_cache=False).last_hidden_state
+            loss = loss_of(hidden, run.trunk.model.embed_tokens.weight, tokens[:, 1 : run.length + 1])
+        result[f"{domain}_held_out_loss"] = float(loss)
+    run.trunk.train()
+    run.write(phase="validation", tokens=run.tokens, **result)
+
+
+def draft_phase(run: Run, args: argparse.Namespace, until: float) -> None:
+    """Phase 2: the MTP layer learns the trunk's choices; roots where the trunk would leave the text count little."""
+    run.trunk.eval().requires_grad_(False)
+    run.mtp.eval()  # no dropout: one layer does not overfit here
+    optim = optimizer([run.mtp], run.device)
+    loss_of, agree_of = compiled(distillation, run.device), compiled(agreement, run.device)
+    embedding = run.trunk.model.embed_tokens.weight
+    masks = [chain_mask(run.length, d, run.device) for d in range(CHAIN)]
+    for progress in ticks(until - time.monotonic() - args.compile_seconds / 2, args.steps):
+        tokens = run.batch(args.scale)
+        rate = schedule(progress, DRAFT_RATE)
+        losses = []
+        with run.autocast():
+            with torch.no_grad():
+                hidden = run.trunk.model(tokens[:, : run.length], use_cache=False).last_hidden_state
+                agree = agree_of(hidden, embedding, tokens[:, 1 : run.length + 1])
+            weight = torch.ones_like(agree)
+            for depth, state in enumerate(mtp_chain(run.trunk, run.mtp, hidden, tokens, masks)):
+                # Depth d at i answers the trunk at i + d + 1, and is reached only if tokens i+1 .. i+d+1 were greedy.
+                weight = weight * agree.roll(-depth, 1)
+                reached = (0.1 + weight) * (torch.arange(run.length, device=run.device) < run.length - depth - 1)
+                losses.append(loss_of(state, hidden.roll(-depth - 1, 1), embedding, reached))
+            total = sum(losses)
+        train_step(run, total, optim, rate)
+        run.tokens += tokens.shape[0] * run.length
+        if run.step % args.log_every == 0:
+            values = dict(zip(("draft1", "draft2", "draft3"), torch.stack(losses).tolist(), strict=True))
+            run.write(phase="draft", tokens=run.tokens, rate=rate, **values)
+
+
+def plot(log: Path, picture: Path) -> None:
+    """The loss curves of the log."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    joint = [e for e in entries if e.get("phase") == "joint"]
+    for name in ("loss", "draft1", "draft2", "draft3"):
+        left.plot([e["tokens"] / 1e6 for e in joint], [e[name] for e in joint], label=f"training {name}", lw=0.8)
+    held = [e for e in entries if e.get("phase") == "validation"]
+    for domain in DOMAINS:
+        name = f"{domain}_held_out_loss"
+        left.plot([e["tokens"] / 1e6 for e in held], [e[name] for e in held], "o-", ms=3, label=f"held out: {domain}")
+    left.set(title="1: trunk and MTP layer", xlabel="million tokens", ylabel="nats per token", ylim=(0, 6))
+    draft = [e for e in entries if e.get("phase") == "draft"]
+    for name in ("draft1", "draft2", "draft3"):
+        right.plot([e["tokens"] / 1e6 for e in draft], [e[name] for e in draft], label=name, lw=0.8)
+    right.set(title="2: MTP layer learns the trunk's choices", xlabel="million tokens", ylabel="soft + hard cross-entropy")
+    for axis in (left, right):
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=7.0, help="for the two phases, compiling included")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the log, the picture and the model")
+    parser.add_argument("--length", type=int, default=2048, help="tokens in a window")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the rows of a batch")
+    parser.add_argument("--steps", type=int, help="stop each phase early, to try the script out")
+    parser.add_argument("--compile-seconds", type=float, default=60.0, help="set aside for compiling in phase 1")
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--validate-every", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="two layers, to try the script out on a CPU")
+    return parser.parse_args()
+
+
+def prepare(args: argparse.Namespace) -> Run:
+    """Model, data and compiler settings."""
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = {file.stem: np.load(file) for file in sorted(CORPUS.glob("*.npy"))}
+    config = shipped_config(vocab_size=json.loads((CORPUS / "tokenizer.json").read_text())["model"]["vocab"].__len__())
+    if args.tiny:
+        config.num_hidden_layers = 2
+    trunk, mtp = build(config)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "training_log.jsonl"
+    log.unlink(missing_ok=True)
+    run = Run(trunk.to(device).train(), mtp.to(device).train(), device, args.length, log)
+    run.data = {name: torch.from_numpy(ids.astype(np.int32)).to(device) for name, ids in data.items()}
+    if device.type == "cuda":
+        pick_attention(run, run.rows(args.scale))
+        for layer in [*trunk.model.layers, mtp]:
+            layer.compile(dynamic=False, fullgraph=True)
+    return run
+
+
+def main() -> None:
+    args = parse()
+    run = prepare(args)
+    joint_phase(run, args, run.started + 60 * args.minutes * JOINT_SHARE)
+    draft_phase(run, args, run.started + 60 * args.minutes)
+    export(run.trunk, run.mtp, CORPUS / "tokenizer.json", args.out / "model")
+    torch.set_float32_matmul_precision("highest")
+    report = measure(args.out / "model", run.device.type)
+    run.write(phase="result", tokens=run.tokens, **report)
+    plot(run.log, args.out / "loss_curve.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Speculative decoding with a model's own MTP layer: the state, the step, sampling."""
+
+from mla_compile.speculate.sampling import SamplingParams
+from mla_compile.speculate.state import DecodeState
+from mla_compile.speculate.step import SpeculativeDecoder
+
+__all__ = ["DecodeState", "SamplingParams", "SpeculativeDecoder"]

@@ -1,0 +1,128 @@
+"""`moe_experts`: the routed experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile import MLAError
+from mla_compile.ops import moe
+from mla_compile.ops.moe import moe_experts, moe_experts_op
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
+
+
+def problem(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=g, dtype=torch.float64)
+    weights = torch.rand(tokens, TOPK, generator=g, dtype=torch.float64)
+    # Expert 5 is nobody's: an empty group.
+    ids = torch.rand(tokens, EXPERTS, generator=g).index_fill_(1, torch.tensor([5]), -1.0).topk(TOPK).indices
+    gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g, dtype=torch.float64) * HIDDEN**-0.5
+    down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=g, dtype=torch.float64) * INTERMEDIATE**-0.5
+    wide = torch.promote_types(dtype, torch.float32)
+    return x.to(dtype), weights.to(wide), ids, gate_up.to(dtype), down.to(dtype)
+
+
+def by_definition(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Token by token and expert by expert, in float64."""
+    x, weights, gate_up, down = x.double(), weights.double(), gate_up.double(), down.double()
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token], ids[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            out[token] += weight * (down[expert] @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 200])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+def test_equals_its_definition(tokens, dtype, tolerance):
+    args = problem(tokens, dtype)
+    out = moe_experts(*args)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), by_definition(*args), atol=tolerance, rtol=tolerance)
+
+
+def test_both_ways_of_running_experts_agree():
+    x, _, ids, gate_up, down = problem(50)
+    grouped, dense = moe._grouped(x, ids, gate_up, down), moe._dense(x, ids, gate_up, down)
+    torch.testing.assert_close(grouped, dense, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_depends_on_no_other_row(dtype):
+    x, weights, ids, gate_up, down = problem(9, dtype)
+    together = moe_experts(x, weights, ids, gate_up, down)
+    alone = [moe_experts(x[i : i + 1], weights[i : i + 1], ids[i : i + 1], gate_up, down) for i in range(9)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=1e-6)
+    x[4] = torch.nan
+    poisoned = moe_experts(x, weights, ids, gate_up, down)
+    assert poisoned[4].isnan().all()
+    others = torch.arange(9) != 4
+    torch.testing.assert_close(poisoned[others], together[others], atol=0, rtol=0)
+
+
+def test_a_gather_of_rows_may_move_above_it():
+    x, weights, ids, gate_up, down = problem(9)
+    rows = torch.tensor([7, 0, 0, 3])
+    after = moe_experts(x, weights, ids, gate_up, down)[rows]
+    before = moe_experts(x[rows], weights[rows], ids[rows], gate_up, down)
+    torch.testing.assert_close(before, after, atol=1e-6, rtol=1e-6)
+
+
+def test_an_expert_may_be_chosen_twice_by_one_token():
+    x, weights, ids, gate_up, down = problem(4)
+    ids[:] = 2
+    expected = by_definition(x, weights, ids, gate_up, down)
+    torch.testing.assert_close(moe_experts(x, weights, ids, gate_up, down).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_opcheck(dtype):
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(moe_experts_op, problem(5, dtype), test_utils=checks)
+
+
+BAD = {
+    "x is a vector": ("x", dict(x=torch.zeros(HIDDEN))),
+    "other hidden size": ("w_gate_up", dict(w_gate_up=torch.zeros(EXPERTS, 2 * INTERMEDIATE, HIDDEN + 1))),
+    "gate without up": ("w_gate_up", dict(w_gate_up=torch.zeros(EXPERTS, INTERMEDIATE, HIDDEN))),
+    "other number of experts": ("w_gate_up", dict(w_gate_up=torch.zeros(3, 2 * INTERMEDIATE, HIDDEN))),
+    "other number of tokens": ("topk_ids", dict(topk_ids=torch.zeros(4, TOPK, dtype=torch.int64))),
+    "ids and weights of other width": ("topk_weights", dict(topk_weights=torch.zeros(5, 2))),
+    "int32 ids": ("topk_ids", dict(topk_ids=torch.zeros(5, TOPK, dtype=torch.int32))),
+    "int weights": ("topk_weights", dict(topk_weights=torch.zeros(5, TOPK, dtype=torch.int64))),
+    "an id past the last expert": ("topk_ids", dict(topk_ids=torch.full((5, TOPK), EXPERTS))),
+    "a negative id": ("topk_ids", dict(topk_ids=torch.full((5, TOPK), -1))),
+    "experts of another dtype": ("w_down", dict(w_down=torch.zeros(EXPERTS, HIDDEN, INTERMEDIATE).double())),
+    "another device": ("topk_ids", dict(topk_ids=torch.zeros(5, TOPK, dtype=torch.int64, device="meta"))),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_argument_is_named(case):
+    name, change = BAD[case]
+    arguments = dict(zip(("x", "topk_weights", "topk_ids", "w_gate_up", "w_down"), problem(5), strict=True))
+    with pytest.raises(MLAError, match=rf"^{name}: expected "):
+        moe_experts(**arguments | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 3e-2)]
+)
+def test_on_cuda_it_is_captured_and_replayed_with_new_contents(dtype, tolerance):
+    static = [tensor.cuda() for tensor in problem(40, dtype)]
+    moe_experts(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # refuses any read on the host
+        out = moe_experts(*static)
+    args = problem(40, dtype, seed=1)
+    for buffer, tensor in zip(static, args, strict=True):
+        buffer.copy_(tensor)
+    graph.replay()
+    torch.testing.assert_close(out.cpu().double(), by_definition(*args), atol=tolerance, rtol=tolerance)
