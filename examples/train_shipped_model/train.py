@@ -37,7 +37,7 @@ MTP_WEIGHT = 0.1  # of each chained depth in phase 1
 JOINT_SHARE = 0.72  # of the time
 JOINT_RATE, DRAFT_RATE = 3e-3, 1.5e-3
 WARMUP = 0.03
-BALANCE_RATE = 1e-3
+BALANCE_RATE = 3e-3
 
 
 @dataclass
@@ -317,6 +317,8 @@ def main() -> None:
     draft_phase(run, args, run.started + 60 * args.minutes)
     export(run.trunk, run.mtp, CORPUS / "tokenizer.json", args.out / "model")
     torch.set_float32_matmul_precision("highest")
+    for kernel in ("flash", "cudnn", "mem_efficient", "math"):  # `pick_attention` had left one of them
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
     report = measure(args.out / "model", run.device.type)
     run.write(phase="result", tokens=run.tokens, **report)
     plot(run.log, args.out / "loss_curve.png")

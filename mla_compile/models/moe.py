@@ -52,8 +52,9 @@ class Router(nn.Module):
         best = 2 if routing.scoring == "sigmoid" else 1
         group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
         group_ids = group_scores.topk(routing.topk_groups, dim=-1, sorted=False).indices
-        dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, group_ids, False)
-        kept: Tensor = groups.masked_fill(dropped.unsqueeze(-1), float("-inf"))
+        # Marking the best groups in their own scores keeps this row-wise: no new tensor is made.
+        dropped = group_scores.scatter(-1, group_ids, torch.inf) < torch.inf
+        kept: Tensor = groups.masked_fill(dropped.unsqueeze(-1), -torch.inf)
         return kept.flatten(1)
 
 

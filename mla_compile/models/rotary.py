@@ -96,7 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool) -> Tensor:
     which leaves their products as they are. Computed in float32 at least, returned in the dtype of `x`.
     """
     if interleave:
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        pairs = x.unflatten(-1, (-1, 2))
+        a, b = pairs[..., 0], pairs[..., 1]
     else:
         a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

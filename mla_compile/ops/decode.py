@@ -6,6 +6,7 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.library import define_op
 from mla_compile.ops.paging import accumulate_dtype, gather_latents, num_pages_to_read, visible_keys
+from mla_compile.ops.softmax import softmax_weighted
 
 
 def _fake(
@@ -48,10 +49,7 @@ def decode_op(
     scores = torch.bmm(query, latents.mT).mul_(softmax_scale).view(rows, q_len, heads, -1)
     bounds = visible_keys(seq_lens, q_lens, q_len)[:, :, None, None]
     scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) >= bounds, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    # A token that sees no key has lse = -inf: subtracting 0 instead leaves exp(-inf) = 0 everywhere.
-    weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
-    out = torch.bmm(weights.view(rows, q_len * heads, -1), latents[..., :rank])
+    out, lse = softmax_weighted(scores.view(rows, q_len * heads, -1), latents[..., :rank])
     return out.view(tokens, heads, rank).to(q_latent.dtype), lse.view(tokens, heads)
 
 

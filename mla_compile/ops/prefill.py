@@ -9,6 +9,7 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.library import define_op
 from mla_compile.ops.paging import accumulate_dtype, gather_latents
+from mla_compile.ops.softmax import merge, softmax_weighted
 
 KEY_BLOCK = 512
 """Keys attended at a time: it bounds the workspace, scores being `[rows, heads, max_q, KEY_BLOCK]`."""
@@ -119,19 +120,7 @@ def prefill_op(
 
 def _attend(query: Tensor, block: _KeyBlock) -> tuple[Tensor, Tensor]:
     scores = (query @ block.k.mT).masked_fill_(~block.visible, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    weights = scores.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
-    return weights @ block.v, lse
-
-
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join attention over two disjoint sets of keys: out `[..., n]`, lse `[...]`, natural log.
-
-    `out = sum_s exp(lse_s - lse) out_s` with `lse = logaddexp(lse_a, lse_b)`; a set without keys has lse -inf.
-    """
-    lse = torch.logaddexp(lse_a, lse_b)
-    base = lse.masked_fill(lse == -torch.inf, 0)
-    return out_a * (lse_a - base).exp()[..., None] + out_b * (lse_b - base).exp()[..., None], lse
+    return softmax_weighted(scores, block.v)
 
 
 def mla_prefill(

@@ -95,7 +95,7 @@ _RULES: dict[Any, Callable[[fx.Node, Any], _Carriers]] = {
     **dict.fromkeys((F.silu, F.gelu, F.relu, torch.sin, torch.cos), _pointwise),
     **dict.fromkeys(("add", "sub", "mul", "div", "neg", "pow", "square", "rsqrt", "sigmoid", "sin", "cos"), _pointwise),
     **dict.fromkeys(("to", "type", "type_as", "float", "double", "bool", "masked_fill", "contiguous"), _pointwise),
-    **dict.fromkeys((F.linear, F.rms_norm, F.layer_norm, F.embedding, *RESHAPES), _first_argument),
+    **dict.fromkeys((F.linear, torch.rms_norm, F.layer_norm, F.embedding, *RESHAPES), _first_argument),
     **dict.fromkeys((torch.mean, torch.sum, torch.softmax, F.softmax, "mean", "sum", "softmax"), _along(1, None)),
     **dict.fromkeys((torch.unsqueeze, "unsqueeze", torch.gather, "gather", torch.scatter, "scatter"), _along(1, None)),
     **dict.fromkeys((torch.cat, "unflatten", torch.unflatten, "flatten", torch.flatten), _along(1, 0)),

@@ -48,6 +48,7 @@ _COMMON = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
     "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-2,  # large, since the norms inside attention have an epsilon of their own
 }
 
 

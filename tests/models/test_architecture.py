@@ -44,11 +44,13 @@ REFUSED = {
     "normalised softmax weights": ("norm_topk_prob", (v2_config, {"norm_topk_prob": True})),
     "shared key heads": ("num_key_value_heads", v3(num_key_value_heads=2)),
     "no shared expert": ("n_shared_experts", v3(n_shared_experts=0)),
-    "an odd rotary width": ("qk_rope_head_dim", v3(qk_rope_head_dim=7)),
     "no vocabulary": ("vocab_size", v3(vocab_size=0)),
     "no value width": ("v_head_dim", v3(v_head_dim=None)),
     "no count of dense layers": ("first_k_dense_replace", v3(first_k_dense_replace=None)),
-    "linear rope": ("rope_type", v3(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
+    "linear rope": (
+        "rope_type",
+        v3(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    ),
     "yarn without factor": (
         "factor",
         v3(rope_parameters={"rope_type": "yarn", "factor": None, "rope_theta": 1e4}),
@@ -65,6 +67,13 @@ REFUSED = {
     "no groups": ("n_group", v3(n_group=None)),
     "too few layer types": ("mlp_layer_types", (glm_config, {"mlp_layer_types": ["dense"]})),
 }
+
+
+def test_an_odd_rotary_width_is_refused():
+    config = v3_config()
+    config.qk_rope_head_dim = 7  # later transformers refuse to build such a config
+    with pytest.raises(MLAError, match=r"^config\.qk_rope_head_dim: expected an even number"):
+        Architecture.from_config(config)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -1,0 +1,29 @@
+"""Softmax over sets of keys: weighted values with their log-sum-exp, and how two sets join."""
+
+import torch
+from torch import Tensor
+
+
+def softmax_weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`softmax(scores) @ values` and the natural-log log-sum-exp of the scores.
+
+    scores: `[..., n, keys]`, -inf where a key is not seen; overwritten. values: `[..., keys, width]`.
+    Returns out `[..., n, width]` and lse `[..., n]`; 0 and -inf where no key is seen.
+    """
+    # exp(-inf - 0) is 0 where exp(-inf - -inf) would be NaN.
+    highest = scores.amax(dim=-1, keepdim=True)
+    base = highest.masked_fill(highest == -torch.inf, 0)
+    weights = scores.sub_(base).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = torch.matmul(weights, values).div_(total.masked_fill(total == 0, 1))
+    return out, (base + total.log())[..., 0]
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join attention over two disjoint sets of keys: out `[..., n]`, lse `[...]`, natural log.
+
+    `out = sum_s exp(lse_s - lse) out_s` with `lse = logaddexp(lse_a, lse_b)`; a set without keys has lse -inf.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    base = lse.masked_fill(lse == -torch.inf, 0)
+    return out_a * (lse_a - base).exp()[..., None] + out_b * (lse_b - base).exp()[..., None], lse
