@@ -1,5 +1,6 @@
-"""Generation of text from token ids."""
+"""Generation from token ids (`engine`) and from text (`text`)."""
 
 from mla_compile.engine.engine import Completion, Engine
+from mla_compile.engine.text import Checkpoint, TextStream, fitting_engine, generate, warm_up
 
-__all__ = ["Completion", "Engine"]
+__all__ = ["Checkpoint", "Completion", "Engine", "TextStream", "fitting_engine", "generate", "warm_up"]

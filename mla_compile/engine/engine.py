@@ -23,11 +23,13 @@ class Completion:
     token_ids: the generated tokens, a stop id included where one ended the row.
     finish_reason: "stop" (a stop id), "length" (max_new_tokens or the model's length), None while it runs.
     num_steps: verify steps that the row took part in; prefill gave the first token without one.
+    text: of the tokens, special ones left out; None where no tokenizer decoded them.
     """
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     num_steps: int = 0
+    text: str | None = None
 
     @property
     def acceptance_length(self) -> float | None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 lib = torch.library.Library("mla_compile", "DEF")
+implementations: dict[str, Callable[..., Any]] = {}
+"""The Python function behind each op, by the op's name."""
 
 
 def define_op(
@@ -23,6 +25,7 @@ def define_op(
     name = schema.split("(", 1)[0]
 
     def register(implementation: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
+        implementations[name] = implementation
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         lib.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mla_compile::{name}", fake, lib=lib)

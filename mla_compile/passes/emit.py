@@ -36,7 +36,12 @@ class _Emitter(GraphAppendingTracer):
     def proxy(self, node: fx.Node) -> Proxy:
         return _GraphProxy(node, self)
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
+    def wrap(self, value: Any) -> Any:
+        return self.proxy(value) if isinstance(value, fx.Node) else value
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any
+    ) -> fx.Node:
         key = (target, repr(args), repr(kwargs)) if target in _SHARED else None
         if key in self.shared:
             return self.shared[key]
@@ -47,6 +52,10 @@ class _Emitter(GraphAppendingTracer):
         if key is not None:
             self.shared[key] = node
         return node
+
+
+def _unwrap(value: Any) -> Any:
+    return value.node if isinstance(value, Proxy) else value
 
 
 def fake_mode_of(node: fx.Node) -> Any:
@@ -87,8 +96,8 @@ def inline(
     emitter = _Emitter(graph, {} if shared is None else shared)
     emitter.origin = origin
     with graph.inserting_before(origin):
-        result = function(*fx.map_arg(args, emitter.proxy))
-    nodes = fx.node.map_aggregate(result, lambda x: x.node if isinstance(x, Proxy) else x)
+        result: Any = function(*fx.node.map_aggregate(args, emitter.wrap))
+    nodes = fx.node.map_aggregate(result, _unwrap)
     returned = nodes if isinstance(nodes, (tuple, list)) else (nodes,)
     for node in reversed(emitter.emitted):
         if node.target is operator.getitem and not node.users and node not in returned:

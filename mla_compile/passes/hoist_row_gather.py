@@ -12,6 +12,7 @@ stops where somebody else needs all rows: at the latest where the layer appends 
 the kept tokens as rows of one query token, each with the keys that it saw before (`flatten_to_single`).
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,15 @@ from torch import fx
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import decode_op, flatten_to_single
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
-from mla_compile.passes.rowwise import RESHAPES, first_value, row_inputs
+from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
 from mla_compile.torch_internals import is_mutable, statically_known_true
+
+_OPERATORS_IN_PLACE = {
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+    *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem),
+    *(operator.ilshift, operator.irshift),
+}
+"""What `x += y` and `x[i] = y` become. By name, `and_` and `or_` would look like them."""
 
 
 def hoist_row_gather(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
@@ -54,8 +62,9 @@ def _hoist(gather: fx.Node) -> bool:
 
 def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Source and row ids of a gather of rows."""
-    named = dict(zip(("input", "dim", "index"), gather.args, strict=False)) | gather.kwargs
-    source, ids = named["input"], named["index"]
+    named: dict[str, Any] = dict(zip(("input", "dim", "index"), gather.args, strict=False)) | gather.kwargs
+    source: fx.Node = named["input"]
+    ids: fx.Node = named["index"]
     if named["dim"] != 0 or source is ids or first_value(source) is None or first_value(ids) is None:
         return None
     return source, ids
@@ -64,7 +73,7 @@ def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, list[fx.Node]]:
     """The nodes that the gather can climb over, last first, each with its inputs that carry rows."""
     reducible: dict[fx.Node, list[fx.Node]] = {}
-    appended_later: set[fx.Node] = set()
+    appended_later: set[Any] = set()
     node = gather.prev
     while node.op != "root" and not _mutates(node):
         if node.target is append_op:
@@ -72,7 +81,7 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
         carriers = None
         if node.users and all(_reduced_in(user, node, gather, source, reducible) for user in node.users):
             carriers = row_inputs(node, rows)
-        if carriers and not (node.target is decode_op and node.args[2] in appended_later):
+        if carriers and appended_later.isdisjoint(node.all_input_nodes):
             reducible[node] = carriers
         node = node.prev
     return reducible
@@ -93,9 +102,12 @@ def _mutates(node: fx.Node) -> bool:
     """
     if is_mutable(node.target):
         return node.target is not append_op
+    if getattr(node.target, "__module__", "") == "_operator":
+        return node.target in _OPERATORS_IN_PLACE
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return node.op in ("call_function", "call_method") and (in_place or name == "setitem" or "out" in node.kwargs)
+    flagged = any(value is True for value in (node.kwargs.get("inplace"), *node.args[1:]))
+    return node.op in ("call_function", "call_method") and (in_place or flagged or "out" in node.kwargs)
 
 
 def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.Node, list[fx.Node]]) -> None:
@@ -116,20 +128,23 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
         return reduced[node]
 
     for node in reversed(reducible):
-        carriers = set(reducible[node])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, c=carriers: rows_of(n) if n in c else n)
+        kept = {carrier: rows_of(carrier) for carrier in reducible[node]}
+        args, kwargs = _substitute((node.args, node.kwargs), kept)
         if node.target is decode_op:
             args = _single_token_rows(gather, ids, args)
         elif node.target in RESHAPES:
-            sizes = args[1:] if not isinstance(args[1], (tuple, list)) else args[1]
-            count = sizes[0] if sizes[0] == -1 else _count(gather, ids)
-            args = (args[0], (count, *sizes[1:]))
+            first, *others = reshape_sizes(node)
+            args = (args[0], (first if first == -1 else _count(gather, ids), *others))
         reduced[node] = place(node, node.target, tuple(args), kwargs, node.op)
 
     gather.replace_all_uses_with(rows_of(source))
     graph.erase_node(gather)
     for node in reducible:
         graph.erase_node(node)
+
+
+def _substitute(args: Any, nodes: dict[fx.Node, fx.Node]) -> Any:
+    return fx.map_arg(args, lambda node: nodes.get(node, node))
 
 
 def _single_token_rows(gather: fx.Node, ids: fx.Node, args: Any) -> tuple[Any, ...]:

@@ -16,7 +16,9 @@ PASSES: list[Pass] = [
 ]
 
 
-def run(gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None) -> fx.GraphModule:
+def run(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
+) -> fx.GraphModule:
     """Run `passes` (all of `PASSES` by default) on a Dynamo graph, in place."""
     for graph_pass in PASSES if passes is None else passes:
         gm = graph_pass(gm, example_inputs)

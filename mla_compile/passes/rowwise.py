@@ -1,7 +1,7 @@
 """Which nodes of a Dynamo graph work row by row along dimension 0, and which of their inputs carry the rows."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,18 @@ def first_value(node: fx.Node) -> Any:
 def row_inputs(node: fx.Node, rows: Any) -> _Carriers:
     """The inputs whose row i alone decides row i of the result, or None where the node is not known to be row-wise."""
     rule = _RULES.get(node.target)
-    if rule is None or not _has_rows(node, rows):
+    if rule is None or not node.args or not _has_rows(node, rows):
         return None
     carriers = rule(node, rows)
-    return carriers if carriers and all(_has_rows(c, rows) for c in carriers) else None
+    device = first_value(node).device  # a gather does not cross devices
+    aligned = carriers and all(_has_rows(c, rows) and first_value(c).device == device for c in carriers)
+    return carriers if aligned else None
+
+
+def reshape_sizes(node: fx.Node) -> Sequence[Any]:
+    """The sizes of `x.view(2, 3)` or `x.view((2, 3))`."""
+    sizes = node.args[1:]
+    return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
 
 
 def _has_rows(node: Any, rows: Any) -> bool:
@@ -48,12 +56,28 @@ def _first_argument(node: fx.Node, rows: Any) -> _Carriers:
     return [node.args[0]] if isinstance(node.args[0], fx.Node) else None
 
 
-def _all_tensors(node: fx.Node, rows: Any) -> _Carriers:
-    return node.all_input_nodes
+def _last_dim(node: fx.Node, rows: Any) -> _Carriers:
+    """The op works along the last dimension, or the last ones (`normalized_shape`), of its first argument."""
+    source = node.args[0]
+    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
+    worked_on = len(shape) if isinstance(shape, (tuple, list)) else 1
+    return [source] if isinstance(source, fx.Node) and worked_on < first_value(source).dim() else None
+
+
+def _reshape(node: fx.Node, rows: Any) -> _Carriers:
+    """Sizes, not a dtype: where the leading size stays, every row is reshaped by itself."""
+    given = all(isinstance(size, (int, fx.Node)) for size in reshape_sizes(node))
+    return _first_argument(node, rows) if reshape_sizes(node) and given else None
 
 
 def _first(count: int) -> Callable[[fx.Node, Any], _Carriers]:
-    return lambda node, rows: list(node.args[:count])
+    """The op's first `count` arguments; one passed by name is not looked for."""
+
+    def rule(node: fx.Node, rows: Any) -> _Carriers:
+        carriers = [n for n in node.args[:count] if isinstance(n, fx.Node)]
+        return carriers if len(carriers) == count else None
+
+    return rule
 
 
 def _along(position: int, default: int | None) -> Callable[[fx.Node, Any], _Carriers]:
@@ -73,13 +97,16 @@ def _einsum(node: fx.Node, rows: Any) -> _Carriers:
     """The first operand's leading label is the result's, and no other operand has it."""
     inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
     first, *others = inputs.split(",")
-    row_wise = bool(output) and first[0] == output[0] and not any(first[0] in labels for labels in others)
+    label = first[:1]
+    elsewhere = "".join((first[1:], *others))
+    row_wise = label.isalpha() and output.startswith(label) and label not in elsewhere
     return [node.args[1]] if row_wise and isinstance(node.args[1], fx.Node) else None
 
 
 def _getitem(node: fx.Node, rows: Any) -> _Carriers:
     """An element of a tuple of results, or an index that leaves dimension 0 whole."""
-    source, index = node.args
+    source: Any = node.args[0]
+    index: Any = node.args[1]
     if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), (tuple, list)):
         return [source]
     first = index[0] if isinstance(index, tuple) and index else None
@@ -89,18 +116,27 @@ def _getitem(node: fx.Node, rows: Any) -> _Carriers:
 
 
 _RULES: dict[Any, Callable[[fx.Node, Any], _Carriers]] = {
-    **dict.fromkeys((operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow), _pointwise),
-    **dict.fromkeys((operator.invert, operator.and_, operator.or_, operator.ge, operator.lt), _pointwise),
-    **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div, torch.rsqrt, torch.sigmoid, torch.where), _pointwise),
-    **dict.fromkeys((F.silu, F.gelu, F.relu, torch.sin, torch.cos), _pointwise),
-    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "pow", "square", "rsqrt", "sigmoid", "sin", "cos"), _pointwise),
-    **dict.fromkeys(("to", "type", "type_as", "float", "double", "bool", "masked_fill", "contiguous"), _pointwise),
-    **dict.fromkeys((F.linear, torch.rms_norm, F.layer_norm, F.embedding, *RESHAPES), _first_argument),
-    **dict.fromkeys((torch.mean, torch.sum, torch.softmax, F.softmax, "mean", "sum", "softmax"), _along(1, None)),
-    **dict.fromkeys((torch.unsqueeze, "unsqueeze", torch.gather, "gather", torch.scatter, "scatter"), _along(1, None)),
+    **dict.fromkeys((operator.add, operator.sub, operator.mul, operator.truediv, operator.pow), _pointwise),
+    **dict.fromkeys(
+        (operator.and_, operator.or_, operator.ge, operator.gt, operator.le, operator.lt), _pointwise
+    ),
+    **dict.fromkeys((operator.eq, operator.ne, operator.neg, operator.invert, torch.where), _pointwise),
+    **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div, torch.rsqrt, torch.sigmoid), _pointwise),
+    **dict.fromkeys((torch.sin, torch.cos, F.silu, F.gelu, F.relu), _pointwise),
+    **dict.fromkeys(("add", "sub", "mul", "div", "neg", "pow", "square", "rsqrt", "sigmoid"), _pointwise),
+    **dict.fromkeys(("sin", "cos", "masked_fill", "contiguous", "clamp"), _pointwise),
+    **dict.fromkeys(("to", "type", "type_as", "float", "double", "bfloat16", "half", "bool"), _pointwise),
+    # Dynamo inlines `F.rms_norm` down to `torch.rms_norm`.
+    **dict.fromkeys((F.linear, F.rms_norm, torch.rms_norm, F.layer_norm), _last_dim),
+    **dict.fromkeys((torch.mean, torch.sum, "mean", "sum"), _along(1, None)),
+    **dict.fromkeys((torch.softmax, F.softmax, "softmax"), _along(1, None)),
+    **dict.fromkeys((torch.gather, "gather", torch.scatter, "scatter"), _along(1, None)),
+    **dict.fromkeys((torch.unsqueeze, "unsqueeze"), _along(1, None)),
     **dict.fromkeys((torch.cat, "unflatten", torch.unflatten, "flatten", torch.flatten), _along(1, 0)),
     **dict.fromkeys((torch.topk, "topk"), _along(2, -1)),
     **dict.fromkeys((torch.split, "split", torch.chunk, "chunk"), _along(2, 0)),
+    **dict.fromkeys(RESHAPES, _reshape),
+    F.embedding: _first_argument,
     operator.getitem: _getitem,
     torch.einsum: _einsum,
     moe_experts_op: _first(3),

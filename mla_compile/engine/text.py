@@ -1,0 +1,218 @@
+"""Text in, text out: a checkpoint's tokenizer and stop ids around the engine."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tokenizers.decoders import DecodeStream
+
+from mla_compile.engine.engine import Completion, Engine
+from mla_compile.errors import MLAError
+from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
+from mla_compile.speculate import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "shipped"
+DEFAULT_DRAFTS = 3
+"""Tokens drafted per step where the checkpoint has an MTP layer and nobody said how many."""
+MAX_ROWS = 8
+"""Prompts that decode at once, unless there are fewer."""
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model with what turns text into its token ids and back.
+
+    tokenizer: None where the directory holds none; prompts are token ids then.
+    stop_ids: the end-of-sequence ids that the checkpoint names.
+    """
+
+    model: MLAForCausalLM
+    tokenizer: "PreTrainedTokenizerBase | None"
+    stop_ids: list[int]
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path = SHIPPED_MODEL,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        mtp: bool | None = None,
+    ) -> "Checkpoint":
+        """Load a directory in Hugging Face format; the arguments and errors are those of `load_model`."""
+        tokenizer = load_tokenizer(path)
+        model = load_model(path, dtype=dtype, device=device, mtp=mtp)
+        return cls(model, tokenizer, _stop_ids(Path(path), model))
+
+    def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
+        """Token ids of a prompt, checked against the model; errors call the prompt `name`.
+
+        Raises:
+            MLAError: an empty prompt, text without a tokenizer, an id outside the vocabulary, a prompt that leaves no
+                position for a new token.
+        """
+        if isinstance(prompt, str):
+            token_ids = self._tokenize(prompt, name)
+        else:
+            token_ids = list(prompt)
+        vocab_size, limit = self.model.arch.vocab_size, self.model.config.max_position_embeddings
+        if not token_ids:
+            raise MLAError(name, "at least one token", "an empty prompt")
+        for token in token_ids:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
+        if len(token_ids) >= limit:
+            expected = f"fewer tokens than the model's max_position_embeddings = {limit}"
+            raise MLAError(name, expected, len(token_ids), "shorten the prompt")
+        return token_ids
+
+    def _tokenize(self, prompt: str, name: str) -> list[int]:
+        if self.tokenizer is None:
+            raise MLAError(name, "token ids, as the checkpoint has no tokenizer", "text")
+        if not prompt:  # a tokenizer may make a start token of it
+            raise MLAError(name, "at least one token", "an empty prompt")
+        token_ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """Text of a completion, special tokens left out; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)  # a list for a batch of sequences only
+        return text
+
+
+def _stop_ids(directory: Path, model: MLAForCausalLM) -> list[int]:
+    """End-of-sequence ids: those of generation_config.json where it names any, else the config's."""
+    file, found = directory / "generation_config.json", None
+    if file.exists():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise MLAError(str(file), "a readable JSON object", error) from error
+    if found is None:
+        found = model.config.eos_token_id
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(token, int) for token in ids):
+        raise MLAError("eos_token_id", "an integer or a list of them", found)
+    return ids
+
+
+class TextStream:
+    """Text of a growing completion, piece by piece; together the pieces are `Checkpoint.decode` of all its tokens."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        # Withholds the bytes of a character that is not complete yet.
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._num_seen = 0
+        self._text = ""
+
+    def feed(self, completion: Completion) -> str:
+        """What the completion's new tokens add to the text."""
+        pieces = []
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # the few without one give all text at the end
+        for token in completion.token_ids[self._num_seen :] if backend else []:
+            pieces.append(self._stream.step(backend, token) or "")
+        self._num_seen = len(completion.token_ids)
+        self._text += "".join(pieces)
+        if completion.finish_reason is not None:
+            whole = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            pieces.append(str(whole)[len(self._text) :])
+        return "".join(pieces)
+
+
+def fitting_engine(
+    checkpoint: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int | None = None,
+    max_new_tokens: int = 128,
+    compile: bool = True,
+) -> Engine:
+    """An engine just large enough to complete these prompts.
+
+    num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer, else none.
+    """
+    model = checkpoint.model
+    if num_speculative_tokens is None:
+        num_speculative_tokens = DEFAULT_DRAFTS if model.mtp is not None else 0
+    longest = max(map(len, prompts), default=1)
+    return Engine(
+        model,
+        num_speculative_tokens=num_speculative_tokens,
+        max_rows=max(1, min(MAX_ROWS, len(prompts))),
+        max_model_len=min(longest + max(1, max_new_tokens), model.config.max_position_embeddings),
+        compile=compile,
+    )
+
+
+def warm_up(engine: Engine, sampling: SamplingParams, stop_ids: Sequence[int]) -> float:
+    """Take one step, so that later ones with this kind of sampling are compiled; returns the seconds it took."""
+    start = time.perf_counter()
+    # As many stop ids as later, since shapes are compiled in; none of them is ever sampled.
+    engine.generate([[0]], max_new_tokens=2, sampling=sampling, stop_ids=[-1] * len(stop_ids))
+    return time.perf_counter() - start
+
+
+def generate(
+    prompts: Sequence[Prompt],
+    *,
+    model: str | Path = SHIPPED_MODEL,
+    num_speculative_tokens: int | None = None,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    compile: bool = True,
+) -> list[Completion]:
+    """Complete prompts with a checkpoint.
+
+        >>> generate(["In the beginning"], max_new_tokens=16)[0].text
+
+    It loads and compiles on each call: to complete more prompts later, keep a `load_model` and an `Engine`.
+
+    Args:
+        prompts: texts, or token ids `[tokens]` each.
+        model: a directory in Hugging Face format; by default the small model that comes with the package.
+        num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer, else 0. The tokens are
+            the same whatever it is.
+        max_new_tokens: at most so many tokens a prompt.
+        sampling: for all prompts, or one for each; greedy by default.
+        dtype, device: of weights and caches.
+        compile: False runs everything eagerly.
+
+    Returns:
+        One completion per prompt, in order; it ends after an end-of-sequence id of the checkpoint, after
+        `max_new_tokens`, or at the model's `max_position_embeddings`.
+
+    Raises:
+        MLAError: a bad argument, prompt or checkpoint, named, before anything runs.
+    """
+    if isinstance(prompts, str):
+        raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
+    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=_wants_mtp(num_speculative_tokens))
+    token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    engine = fitting_engine(
+        checkpoint,
+        token_ids,
+        num_speculative_tokens=num_speculative_tokens,
+        max_new_tokens=max_new_tokens,
+        compile=compile,
+    )
+    completions = engine.generate(
+        token_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=checkpoint.stop_ids
+    )
+    for completion in completions:
+        completion.text = checkpoint.decode(completion.token_ids)
+    return completions

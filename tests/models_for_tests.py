@@ -1,0 +1,48 @@
+"""Tiny random models with an MTP layer."""
+
+from functools import cache
+
+import torch
+from transformers import DeepseekV3Config
+
+from mla_compile.models import MLAForCausalLM
+
+VOCAB = 40
+
+
+@cache
+def tiny_config() -> DeepseekV3Config:
+    return DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=12,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+
+
+def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> MLAForCausalLM:
+    torch.manual_seed(seed)
+    model = MLAForCausalLM(tiny_config(), mtp=True).to(dtype)
+    # Random weights of this size leave logits nearly flat; sharper ones make tokens depend on the context.
+    model.embed_tokens.weight.mul_(2)
+    return model
+
+
+def poison_caches(model: MLAForCausalLM) -> None:
+    """NaN in every page: whatever is read before it was written shows."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("kv_cache"):
+            buffer.fill_(torch.nan)

@@ -1,0 +1,207 @@
+"""Op contracts (schema, fake, mutation) and the errors that bad input gets."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from mla_compile import MLABatch, MLAError, mla_append, mla_attention, mla_decode, mla_prefill, prefill_segment
+from tests.cases import Case, make_case
+
+ops = torch.ops.mla_compile
+
+
+def attention_args(case: Case) -> tuple:
+    d, p = case.batch.decode, case.batch.prefill
+    decode = (d.seq_lens, d.block_table, d.slot_mapping, d.q_lens) if d else (None,) * 4
+    prefill = (p.cu_seqlens_q, p.seq_lens, p.block_table, p.slot_mapping, p.host_lens) if p else (None,) * 5
+    return (*case.args()[:7], *decode, *prefill, d.q_len if d else 1, case.softmax_scale)
+
+
+def decode_kwargs(case: Case) -> dict:
+    d = case.batch.decode
+    tokens, heads = case.q_nope.shape[:2]
+    return {
+        "q_latent": torch.randn(tokens, heads, case.w_uk.shape[2]),
+        "q_pe": case.q_pe,
+        "kv_cache": case.kv_cache,
+        "block_table": d.block_table,
+        "seq_lens": d.seq_lens,
+        "q_len": d.q_len,
+        "softmax_scale": 0.2,
+        "q_lens": d.q_lens,
+    }
+
+
+def prefill_kwargs(case: Case) -> dict:
+    p = case.batch.prefill
+    tokens, heads, nope = case.q_nope.shape
+    return {
+        "q_nope": case.q_nope,
+        "q_pe": case.q_pe,
+        "k_nope": torch.randn(tokens, heads, nope),
+        "k_pe": case.k_pe,
+        "v": torch.randn(tokens, heads, case.w_uv.shape[2]),
+        "kv_cache": case.kv_cache,
+        "w_uk": case.w_uk,
+        "w_uv": case.w_uv,
+        "cu_seqlens_q": p.cu_seqlens_q,
+        "seq_lens": p.seq_lens,
+        "block_table": p.block_table,
+        "host_lens": p.host_lens,
+        "softmax_scale": 0.2,
+    }
+
+
+def append_kwargs(case: Case) -> dict:
+    slots = case.batch.decode.slot_mapping
+    return {"kv_c": case.kv_c, "k_pe": case.k_pe, "kv_cache": case.kv_cache, "slot_mapping": slots}
+
+
+DECODE = {"decode": [3, 6], "q_len": 2, "q_lens": [2, 1], "poison": False}
+PREFILL = {"prefill": [(3, 0), (2, 5)], "poison": False}
+
+
+@pytest.mark.parametrize(
+    "shape", [DECODE, PREFILL, {**DECODE, **PREFILL}], ids=["decode", "prefill", "mixed"]
+)
+def test_the_unified_op_keeps_its_contract(shape: dict) -> None:
+    opcheck(ops.mla_attention.default, attention_args(make_case(**shape)))
+
+
+def test_append_keeps_its_contract() -> None:
+    opcheck(ops.mla_append.default, tuple(append_kwargs(make_case(**DECODE)).values()))
+
+
+def test_decode_keeps_its_contract() -> None:
+    kwargs = decode_kwargs(make_case(**DECODE))
+    order = ("q_latent", "q_pe", "kv_cache", "block_table", "seq_lens", "q_lens", "q_len", "softmax_scale")
+    opcheck(ops.mla_decode.default, tuple(kwargs[name] for name in order))
+
+
+def test_prefill_keeps_its_contract() -> None:
+    opcheck(ops.mla_prefill.default, tuple(prefill_kwargs(make_case(**PREFILL)).values()))
+
+
+def test_append_with_no_valid_slot_leaves_the_cache_alone() -> None:
+    case = make_case([3, 6])
+    before = case.kv_cache.clone()
+    mla_append(case.kv_c, case.k_pe, case.kv_cache, torch.full((2,), -1))
+    torch.testing.assert_close(case.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+Change = Callable[[dict], dict]
+
+
+def changed(name: str, change: Callable) -> Change:
+    return lambda kwargs: {**kwargs, name: change(kwargs[name])}
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, dim=1)[:, ::2]
+
+
+BAD_APPEND = {
+    "kv_c of rank 3": ("kv_c", changed("kv_c", lambda x: x[None])),
+    "an integer kv_c": ("kv_c", changed("kv_c", lambda x: x.long())),
+    "k_pe of another dtype": ("k_pe", changed("k_pe", lambda x: x.double())),
+    "k_pe of fewer tokens": ("k_pe", changed("k_pe", lambda x: x[:-1])),
+    "a cache of another width": ("kv_cache", changed("kv_cache", lambda x: x[..., :-1].contiguous())),
+    "a strided cache": ("kv_cache", changed("kv_cache", strided)),
+    "a cache without pages": ("kv_cache", changed("kv_cache", lambda x: x[:0])),
+    "a page size of 0": ("kv_cache", changed("kv_cache", lambda x: x[:, :0])),
+    "int32 slots": ("slot_mapping", changed("slot_mapping", lambda x: x.int())),
+    "too few slots": ("slot_mapping", changed("slot_mapping", lambda x: x[:-1])),
+    "a slot past the cache": ("slot_mapping", changed("slot_mapping", lambda x: x + 10_000)),
+    "a slot below -1": ("slot_mapping", changed("slot_mapping", lambda x: x - 10_000)),
+    "something that is no tensor": ("kv_c", changed("kv_c", lambda x: x.tolist())),
+    "slots on another device": ("slot_mapping", changed("slot_mapping", lambda x: x.to("meta"))),
+}
+BAD_DECODE = {
+    "heads that differ": ("q_pe", changed("q_pe", lambda x: x[:, :-1])),
+    "tokens that differ": ("q_pe", changed("q_pe", lambda x: x[:-1])),
+    "a cache of another dtype": ("kv_cache", changed("kv_cache", lambda x: x.double())),
+    "a cache of rank 2": ("kv_cache", changed("kv_cache", lambda x: x.flatten(0, 1))),
+    "a strided cache": ("kv_cache", changed("kv_cache", strided)),
+    "q_len 0": ("q_len", changed("q_len", lambda _: 0)),
+    "q_len that does not divide the tokens": ("q_len", changed("q_len", lambda _: 3)),
+    "int64 seq_lens": ("seq_lens", changed("seq_lens", lambda x: x.long())),
+    "seq_lens of rank 2": ("seq_lens", changed("seq_lens", lambda x: x[None])),
+    "negative seq_lens": ("seq_lens", changed("seq_lens", lambda x: -x)),
+    "a block table too short for seq_lens": ("seq_lens", changed("seq_lens", lambda x: x + 100)),
+    "a block table of other rows": ("block_table", changed("block_table", lambda x: x[:-1])),
+    "an int64 block table": ("block_table", changed("block_table", lambda x: x.long())),
+    "a block table without columns": ("block_table", changed("block_table", lambda x: x[:, :0])),
+    "a page that the cache does not have": ("block_table", changed("block_table", lambda x: x + 10_000)),
+    "q_lens of other rows": ("q_lens", changed("q_lens", lambda x: x[:-1])),
+    "int64 q_lens": ("q_lens", changed("q_lens", lambda x: x.long())),
+}
+BAD_PREFILL = {
+    "w_uk of other heads": ("w_uk", changed("w_uk", lambda x: x[:-1])),
+    "w_uk of another nope width": ("w_uk", changed("w_uk", lambda x: x[:, :-1])),
+    "w_uv of another latent width": ("w_uv", changed("w_uv", lambda x: x[:, :-1])),
+    "k_nope of another width": ("k_nope", changed("k_nope", lambda x: x[..., :-1])),
+    "v of fewer tokens": ("v", changed("v", lambda x: x[:-1])),
+    "k_pe of another width": ("k_pe", changed("k_pe", lambda x: x[:, :-1])),
+    "cu_seqlens_q without the first 0": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x[1:])),
+    "host_lens on a device": ("host_lens", changed("host_lens", lambda x: x.to("meta"))),
+    "host_lens of one line": ("host_lens", changed("host_lens", lambda x: x[:1])),
+    "host_lens of other tokens": ("host_lens", changed("host_lens", lambda x: x + 1)),
+    "sequences shorter than their queries": ("host_lens", changed("host_lens", lambda x: x * torch.tensor([[1], [0]], dtype=torch.int32))),
+}
+
+
+def named(table: dict) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("name", "change"), table.values(), ids=table.keys())
+
+
+def refuse(op: Callable, kwargs: dict, name: str) -> None:
+    cache = kwargs["kv_cache"].clone()
+    with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):
+        op(**kwargs)
+    assert torch.equal(cache, kwargs["kv_cache"])
+
+
+@named(BAD_APPEND)
+def test_append_refuses(name: str, change: Change) -> None:
+    refuse(mla_append, change(append_kwargs(make_case(**DECODE))), name)
+
+
+@named(BAD_DECODE)
+def test_decode_refuses(name: str, change: Change) -> None:
+    refuse(mla_decode, change(decode_kwargs(make_case(**DECODE))), name)
+
+
+@named(BAD_PREFILL)
+def test_prefill_refuses(name: str, change: Change) -> None:
+    refuse(mla_prefill, change(prefill_kwargs(make_case(**PREFILL))), name)
+
+
+def test_attention_refuses_a_batch_of_no_segments_or_of_other_tokens() -> None:
+    case = make_case(**DECODE)
+    for batch, message in (
+        (MLABatch(), "^batch: expected a decode segment"),
+        (MLABatch(decode=replace(case.batch.decode, q_len=4)), "^batch.decode.q_len: expected"),
+        (make_case([3, 6, 2], q_len=2).batch, "^(batch|q_nope)"),
+        (MLABatch(decode=replace(case.batch.decode, seq_lens=case.batch.decode.seq_lens + 99)), "seq_lens"),
+    ):
+        with pytest.raises(MLAError, match=message):
+            mla_attention(*case.args()[:7], batch, 0.2)
+
+
+def test_a_wrong_shape_is_refused_while_compiling_too() -> None:
+    case = make_case(**DECODE)
+    compiled = torch.compile(mla_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="w_uk: expected size 3 \\(heads of q_nope\\)"):
+        compiled(*case.args()[:5], case.w_uk[:-1], case.w_uv, case.batch, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("lens", "cached", "message"),
+    [([3], [0, 0], "one entry per row"), ([0, 3], [0, 0], "chunk length >= 1"), ([3, 3], [0, 99], "at most 8 tokens")],
+)
+def test_prefill_segments_that_cannot_be_are_refused(lens: list[int], cached: list[int], message: str) -> None:
+    with pytest.raises(MLAError, match=message):
+        prefill_segment(lens, cached, torch.zeros(2, 2, dtype=torch.int32), page_size=4)

@@ -1,0 +1,91 @@
+"""Noise keyed by (seed, position, id), and the sampler built on it."""
+
+import math
+
+import pytest
+import torch
+
+from mla_compile import MLAError
+from mla_compile.speculate import SamplingParams
+from mla_compile.speculate.sampling import gumbel_noise, sample
+
+
+def draw(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
+    """`count` tokens from the same logits, at `count` positions."""
+    p = SamplingParams(**params)
+    rows = lambda value, dtype: torch.full((1,), value, dtype=dtype)  # noqa: E731
+    return sample(
+        logits.expand(1, count, -1),
+        torch.arange(count)[None],
+        rows(p.seed, torch.int64),
+        rows(p.temperature, torch.float32),
+        rows(p.top_k, torch.int32),
+        rows(p.top_p, torch.float32),
+    )[0]
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel_noise(torch.tensor([5]), torch.arange(500)[None], 1000).double().flatten()
+    assert abs(noise.mean() - 0.5772) < 0.01
+    assert abs(noise.var() - math.pi**2 / 6) < 0.02
+    uniform = torch.exp(-torch.exp(-noise))
+    counts = torch.histc(uniform, bins=20, min=0, max=1) / noise.numel()
+    assert (counts - 0.05).abs().max() < 2e-3
+
+
+def test_noise_differs_by_seed_position_and_id_and_is_uncorrelated() -> None:
+    noise = gumbel_noise(torch.tensor([[0], [1], [2**40], [2**62]]), torch.arange(300).expand(4, -1), 200)
+    series = noise.reshape(4, -1).double()
+    pairs = torch.corrcoef(series) - torch.eye(4)
+    assert pairs.abs().max() < 0.02
+    by_position, by_id = noise[0].double(), noise[0].T.double()
+    assert (torch.corrcoef(by_position[:50]) - torch.eye(50)).abs().max() < 0.4
+    assert (torch.corrcoef(by_id[:50]) - torch.eye(50)).abs().max() < 0.3
+
+
+def test_noise_of_a_position_does_not_depend_on_the_shape_it_is_asked_in() -> None:
+    whole = gumbel_noise(torch.tensor([[3], [9]]), torch.arange(8).expand(2, -1), 50)
+    assert torch.equal(gumbel_noise(torch.tensor([9]), torch.tensor([6]), 50), whole[1, 6:7])
+
+
+def test_samples_follow_the_softmax_of_scaled_logits() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
+    tokens = draw(logits, 40_000, temperature=0.8, seed=1)
+    frequency = torch.bincount(tokens, minlength=5) / 40_000
+    assert (frequency - (logits / 0.8).softmax(-1)).abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [({"top_k": 2}, {1, 3}), ({"top_p": 0.5}, {3}), ({"top_p": 0.85}, {1, 3}), ({"top_k": 3, "top_p": 0.97}, {0, 1, 3})],
+    ids=str,
+)
+def test_top_k_and_top_p_keep_the_most_likely_ids(params: dict, kept: set[int]) -> None:
+    logits = torch.tensor([0.10, 0.25, 0.02, 0.62, 0.01]).log()
+    assert set(draw(logits, 4000, temperature=1.0, **params).tolist()) == kept
+
+
+def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
+    logits = torch.randn(1, 1, 50)
+    assert (draw(logits, 100, temperature=0.0, seed=3) == logits.argmax()).all()
+    assert (draw(logits, 100, temperature=1.0, top_p=1e-9, seed=3) == logits.argmax()).all()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_p": math.nan},
+        {"seed": -1},
+        {"seed": 2**63},
+    ],
+    ids=str,
+)
+def test_bad_parameters_are_refused_by_name(bad: dict) -> None:
+    with pytest.raises(MLAError, match=next(iter(bad))):
+        SamplingParams(**bad)

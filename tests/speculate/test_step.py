@@ -1,0 +1,245 @@
+"""The speculative step, eagerly, on a tiny random model in float64."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from mla_compile import MLAError
+from mla_compile.engine import Engine
+from mla_compile.models import MLAForCausalLM
+from mla_compile.ops.library import implementations
+from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
+from tests.host_sync import HostSyncError, NoHostSync
+from tests.models_for_tests import VOCAB, poison_caches, tiny_model
+from tests.speculate.from_scratch import PAGE, FromScratch
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def model() -> MLAForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def oracle(model: MLAForCausalLM) -> FromScratch:
+    return FromScratch(copy.deepcopy(model))
+
+
+class Started:
+    """Prompts after prefill: an engine's state, open to a test's fingers."""
+
+    def __init__(self, model: MLAForCausalLM, k: int, *, max_new_tokens: int = 40, stop_ids: tuple[int, ...] = ()):
+        self.engine = Engine(
+            model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
+        )
+        poison_caches(model)
+        params = [SamplingParams()] * len(PROMPTS)
+        self.state = self.engine._fill_state(PROMPTS, max_new_tokens, params, list(stop_ids))
+        self.step = self.engine._decoders[False]
+        self.step.start(self.state, self.engine._prefill(self.step, PROMPTS, self.state))
+        self.texts = [[*p, t] for p, t in zip(PROMPTS, self.state.last_token.tolist(), strict=True)]
+
+    def propose(self, continuations: list[list[int]], accept: list[int]) -> None:
+        """Drafts of which the target will accept exactly `accept[row]`."""
+        for row, count in enumerate(accept):
+            done = len(self.texts[row]) - len(PROMPTS[row])
+            true = continuations[row][done : done + self.step.k]
+            wrong = [(t + 1) % VOCAB for t in true[count:]]
+            self.state.drafts[row] = torch.tensor(true[:count] + wrong)
+
+    def run(self) -> list[list[int]]:
+        self.step(self.state)
+        emitted = [row[2 : 2 + row[0]] for row in self.state.report.tolist()]
+        for text, tokens in zip(self.texts, emitted, strict=True):
+            text += tokens
+        return emitted
+
+
+@pytest.fixture(scope="module")
+def continuations(oracle: FromScratch) -> list[list[int]]:
+    return [oracle.continuation(prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("k", range(6))
+def test_greedy_tokens_are_those_of_a_forward_from_scratch_per_token(
+    model: MLAForCausalLM, continuations: list[list[int]], k: int
+) -> None:
+    engine = Engine(model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
+    poison_caches(model)
+    out = engine.generate(PROMPTS, max_new_tokens=40)
+    assert [c.token_ids for c in out] == continuations
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9}], ids=str)
+def test_sampled_tokens_are_the_same_for_every_number_of_drafts(model: MLAForCausalLM, params: dict) -> None:
+    sampling = [SamplingParams(temperature=t, seed=s, **params) for t, s in ((0.7, 1), (1.5, 2), (0.0, 3), (1.0, 2**62))]
+    outputs = []
+    for k in (0, 1, 3, 5):
+        engine = Engine(
+            model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
+        )
+        outputs.append([c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=30, sampling=sampling)])
+    assert all(out == outputs[0] for out in outputs)
+    assert len({tuple(tokens) for tokens in outputs[0]}) == 4
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_drafts_equal_a_run_from_scratch_after_every_acceptance_count(
+    model: MLAForCausalLM, oracle: FromScratch, continuations: list[list[int]], k: int
+) -> None:
+    started = Started(model, k)
+    for text, drafts in zip(started.texts, started.state.drafts.tolist(), strict=True):
+        assert drafts == oracle.drafts(text, k)
+    # Each row sees every count, in an order of its own: a stale latent of one count would spoil a later draft.
+    orders = list(itertools.permutations(range(k + 1)))
+    plan = [orders[row * 5 % len(orders)] * 2 for row in range(4)]
+    for counts in zip(*plan, strict=True):
+        started.propose(continuations, list(counts))
+        emitted = started.run()
+        assert [len(tokens) - 1 for tokens in emitted] == list(counts)
+        for text, drafts in zip(started.texts, started.state.drafts.tolist(), strict=True):
+            assert drafts == oracle.drafts(text, k), f"after accepting {counts}"
+
+
+def test_rejecting_2_0_1_3_of_3_drafts_samples_the_drafter_at_1_3_2_0(
+    model: MLAForCausalLM, oracle: FromScratch, continuations: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Started(model, 3)
+    started.propose(continuations, [1, 3, 2, 0])
+    calls = []
+    forward_mtp = model.forward_mtp
+
+    def spy(tokens, hidden, positions, batch):
+        calls.append((batch.decode.q_len, tokens.numel()))
+        return forward_mtp(tokens, hidden, positions, batch)
+
+    monkeypatch.setattr(model, "forward_mtp", spy)
+    before = started.state.num_cached.tolist()
+    started.run()
+    assert calls == [(4, 16), (1, 4), (1, 4)]
+    assert [n - b - 1 for n, b in zip(started.state.num_cached.tolist(), before, strict=True)] == [1, 3, 2, 0]
+    monkeypatch.undo()
+    for text, drafts in zip(started.texts, started.state.drafts.tolist(), strict=True):
+        assert drafts == oracle.drafts(text, 3)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_stop_token_inside_accepted_drafts_cuts_exactly_there(
+    model: MLAForCausalLM, continuations: list[list[int]], place: int
+) -> None:
+    started = Started(model, 3)
+    row = 3
+    stop = continuations[row][1 + place]
+    assert stop not in continuations[row][1 : 1 + place], "this row's text must not have it earlier"
+    started.state.stop_ids[row] = stop
+    started.propose(continuations, [3, 3, 3, 3])
+    emitted = started.run()
+    assert emitted[row] == continuations[row][1 : 2 + place]
+    assert started.state.active.tolist()[row] is False
+    assert started.run()[row] == []
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 9))
+def test_the_length_limit_inside_accepted_drafts_cuts_exactly_there(
+    model: MLAForCausalLM, continuations: list[list[int]], max_new_tokens: int
+) -> None:
+    started = Started(model, 3, max_new_tokens=max_new_tokens)
+    while started.state.active.any():
+        started.propose([c + [0] * 8 for c in continuations], [3, 3, 3, 3])
+        started.run()
+    for prompt, text, expected in zip(PROMPTS, started.texts, continuations, strict=True):
+        assert text[len(prompt) :] == expected[:max_new_tokens]
+
+
+def caches(model: MLAForCausalLM) -> list[torch.Tensor]:
+    return [b for name, b in model.named_buffers() if name.endswith("kv_cache")]
+
+
+def test_nothing_is_written_outside_a_rows_own_positions(
+    model: MLAForCausalLM, continuations: list[list[int]]
+) -> None:
+    started = Started(model, 3, max_new_tokens=6)
+    while started.state.active.any():
+        started.propose([c + [0] * 8 for c in continuations], [3, 1, 0, 2])
+        started.run()
+    for cache, depth in zip(caches(model), (2, 2, 2), strict=True):
+        written = cache.view(-1, cache.shape[-1]).isfinite().all(-1)
+        for row, prompt in enumerate(PROMPTS):
+            table = started.state.block_table[row]
+            slots = (table[:, None] * PAGE + torch.arange(PAGE)).view(-1)
+            # Neither the last token (position max_len - 1) nor anything after it has a latent.
+            assert not written[slots[len(prompt) + 6 - 1 :]].any(), depth
+        assert not written[:PAGE].any(), "page 0 is nobody's"
+
+
+def test_an_inactive_row_reads_and_writes_nothing_whatever_its_state_holds(model: MLAForCausalLM) -> None:
+    started = Started(model, 3)
+    started.state.active[1:3] = False
+    before = [cache.clone() for cache in caches(model)]
+    started.state.num_cached[1:3] = 2**20
+    started.state.block_table[1:3] = 2**30
+    started.run()
+    for cache, old in zip(caches(model), before, strict=True):
+        changed = (cache.nan_to_num(7) != old.nan_to_num(7)).any(-1).nonzero()[:, 0].unique().tolist()
+        assert set(changed) <= set(started.state.block_table[[0, 3]].flatten().tolist())
+    assert started.state.report[1:3, 0].tolist() == [0, 0]
+    assert started.state.num_cached[1:3].tolist() == [2**20] * 2
+
+
+def test_a_padded_bucket_gives_the_tokens_of_the_rows_alone(model: MLAForCausalLM, continuations: list[list[int]]) -> None:
+    engine = Engine(model, num_speculative_tokens=2, max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
+    poison_caches(model)
+    assert [c.token_ids for c in engine.generate(PROMPTS[:3], max_new_tokens=20)] == [c[:20] for c in continuations[:3]]
+    assert [c.token_ids for c in engine.generate(PROMPTS[1:2], max_new_tokens=20)] == [continuations[1][:20]]
+    assert [c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=20)] == [c[:20] for c in continuations]
+
+
+def test_an_all_inactive_bucket_runs_on_a_cache_of_two_pages(model: MLAForCausalLM) -> None:
+    model.allocate_cache(2, PAGE)
+    poison_caches(model)
+    state = DecodeState.allocate(8, 3, max_pages=16)
+    SpeculativeDecoder(model, 3, page_size=PAGE)(state)
+    assert not state.report[:, 0].any()
+    assert all(cache.isnan().all() for cache in caches(model))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_step_never_waits_for_the_device(k: int, sampled: bool) -> None:
+    """On meta tensors, which take every branch of a device's tensors and have no values to read."""
+    model = tiny_model().to("meta")
+    model.allocate_cache(9, PAGE)
+    state = DecodeState.allocate(4, k, max_pages=2, device="meta")
+    step = SpeculativeDecoder(model, k, page_size=PAGE, sampled=sampled)
+    with NoHostSync():
+        step.start(state, torch.empty(4, 32, dtype=torch.float64, device="meta"))
+        step(state)
+
+
+def test_the_host_sync_check_sees_reads_boolean_indexing_and_copies() -> None:
+    x = torch.arange(3)
+    reads = (lambda: int(x[0]), lambda: x.nonzero(), lambda: x[x > 1], lambda: bool(x.any()), lambda: x.to("meta"))
+    for read in reads:
+        with pytest.raises(HostSyncError), NoHostSync():
+            read()
+
+
+def test_the_ops_implementations_never_wait_for_the_device() -> None:
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache, slots, ids = meta(9, PAGE, 24), meta(8, dtype=torch.int64), meta(8, 2, dtype=torch.int64)
+    table, lens = meta(2, 4, dtype=torch.int32), meta(2, dtype=torch.int32)
+    with NoHostSync():
+        implementations["mla_append"](meta(8, 16), meta(8, 8), cache, slots)
+        out, lse = implementations["mla_decode"](meta(8, 3, 16), meta(8, 3, 8), cache, table, lens, lens, 4, 0.1)
+        experts = implementations["moe_experts"](meta(8, 16), meta(8, 2), ids, meta(4, 24, 16), meta(4, 16, 12))
+    assert (out.shape, lse.shape, experts.shape) == ((8, 3, 16), (8, 3), (8, 16))
+
+
+def test_a_negative_number_of_drafts_is_refused(model: MLAForCausalLM) -> None:
+    with pytest.raises(MLAError, match="num_speculative_tokens"):
+        SpeculativeDecoder(model, -1, page_size=PAGE)
