@@ -1,17 +1,26 @@
 """MLA attention and MTP speculative decoding, native to `torch.compile`."""
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment, decode_segment, prefill_segment
+from mla_compile.engine import Completion, Engine, generate
 from mla_compile.errors import MLAError
+from mla_compile.models import load_model, load_tokenizer
 from mla_compile.ops import mla_append, mla_attention, mla_decode, mla_prefill
+from mla_compile.speculate import SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Completion",
     "DecodeSegment",
+    "Engine",
     "MLABatch",
     "MLAError",
     "PrefillSegment",
+    "SamplingParams",
     "decode_segment",
+    "generate",
+    "load_model",
+    "load_tokenizer",
     "mla_append",
     "mla_attention",
     "mla_decode",

@@ -4,11 +4,11 @@ Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `impor
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 
 def statically_known_true(condition: Any) -> bool:
@@ -41,8 +41,7 @@ def lower_with_inductor(
     """Compile a Dynamo graph with Inductor under the given config options."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=options)
-    return compiled
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
 
 
 def cpp_compiler() -> str | None:
@@ -69,3 +68,72 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
 def is_mutable(op: object) -> bool:
     """Whether an op overload writes to one of its arguments, by its schema."""
     return isinstance(op, torch._ops.OpOverload) and bool(op._schema.is_mutable)
+
+
+class _Captured(Exception):
+    """Ends a compile once its graph has been seen."""
+
+
+def capture_graph(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, Sequence[Any]] | None:
+    """The Dynamo graph of `function(*args, **kwargs)` and its fake inputs, of a call that never runs.
+
+    Nothing stays behind: the compile is given up inside the backend, so no code is cached, and the frame that is
+    compiled is ours, so that what the caller has compiled keeps its own. Sizes are dynamic only where they are
+    marked, whatever was captured before. None where the call has no tensor operation at all.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: the call has a graph break, which it explains.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    seen: list[tuple[fx.GraphModule, Sequence[Any]]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append((gm, example_inputs))
+        raise _Captured
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    patches = {"automatic_dynamic_shapes": False, "suppress_errors": False, "disable": False}
+    with config.patch(patches), torch.compiler.set_stance("default"):
+        try:
+            torch.compile(call, backend=backend, fullgraph=True)(*args, **kwargs)
+        except BackendCompilerFailed as failure:
+            if not isinstance(failure.inner_exception, _Captured):
+                raise
+    return seen[0] if seen else None
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compile` was given, where `function` is its result."""
+    for name in ("_orig_mod", "_torchdynamo_orig_callable"):
+        function = getattr(function, name, function)
+    return function
+
+
+def recorded_cuda_graphs(device_index: int) -> list[int]:
+    """Of every CUDA graph recorded on a device: how many of its input tensors are copied on each replay."""
+    from torch._inductor import cudagraph_trees
+
+    manager = cudagraph_trees.get_container(device_index).tree_manager
+    pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
+    copied = []
+    while pending:
+        node = pending.pop()
+        copied.append(len(node.non_static_input_idx))
+        pending += [child for children in node.children.values() for child in children]
+    return copied
+
+
+def compile_counters() -> dict[str, int]:
+    """Since the last `torch._dynamo.reset`: graphs compiled and graphs that CUDA graphs were refused for."""
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+    }

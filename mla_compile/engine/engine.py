@@ -64,12 +64,18 @@ class Engine:
         compile: bool = True,
         mode: str | None = "reduce-overhead",
     ) -> None:
-        for name, value in (("max_rows", max_rows), ("max_model_len", max_model_len), ("page_size", page_size)):
+        for name, value in (
+            ("max_rows", max_rows),
+            ("max_model_len", max_model_len),
+            ("page_size", page_size),
+        ):
             if value < 1:
                 raise MLAError(name, "an integer >= 1", value)
         if num_speculative_tokens > 0 and model.mtp is None:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
-            raise MLAError("num_speculative_tokens", "0 for a model without MTP layers", num_speculative_tokens, mend)
+            raise MLAError(
+                "num_speculative_tokens", "0 for a model without MTP layers", num_speculative_tokens, mend
+            )
         self.model = model
         self.k = num_speculative_tokens
         self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
@@ -140,7 +146,10 @@ class Engine:
             if len(prompt) >= self.max_model_len:
                 mend = "shorten the prompt or raise max_model_len"
                 raise MLAError(
-                    f"prompts[{i}]", f"fewer than max_model_len = {self.max_model_len} tokens", len(prompt), mend
+                    f"prompts[{i}]",
+                    f"fewer than max_model_len = {self.max_model_len} tokens",
+                    len(prompt),
+                    mend,
                 )
             for token in prompt:
                 if not 0 <= token < vocab_size:
@@ -231,7 +240,9 @@ class Engine:
         state.drafts.zero_()
         return state
 
-    def _prefill(self, decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], state: DecodeState) -> Tensor:
+    def _prefill(
+        self, decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], state: DecodeState
+    ) -> Tensor:
         """Run the prompts in chunks; hidden states of their last tokens, `[rows of the bucket, hidden_size]`."""
         weight = self.model.embed_tokens.weight
         last_hidden = weight.new_zeros(state.num_cached.shape[0], weight.shape[1])
@@ -242,7 +253,10 @@ class Engine:
             following = [f + [0] * (len(c) - len(f)) for c, f in zip(chunks, following, strict=True)]
             index = torch.tensor(rows, device=self.device)
             segment, positions = prefill_segment(
-                [len(c) for c in chunks], [start] * len(rows), state.block_table[index], page_size=self.page_size
+                [len(c) for c in chunks],
+                [start] * len(rows),
+                state.block_table[index],
+                page_size=self.page_size,
             )
             token_ids, next_token_ids = (
                 torch.tensor(sum(ids, []), device=self.device) for ids in (chunks, following)

@@ -60,15 +60,15 @@ class Checkpoint:
             MLAError: an empty prompt, text without a tokenizer, an id outside the vocabulary, a prompt that leaves no
                 position for a new token.
         """
-        if isinstance(prompt, str):
-            token_ids = self._tokenize(prompt, name)
-        else:
-            token_ids = list(prompt)
+        try:
+            token_ids = self._tokenize(prompt, name) if isinstance(prompt, str) else list(prompt)
+        except TypeError as error:
+            raise MLAError(name, "text or a list of token ids", repr(prompt)) from error
         vocab_size, limit = self.model.arch.vocab_size, self.model.config.max_position_embeddings
         if not token_ids:
             raise MLAError(name, "at least one token", "an empty prompt")
         for token in token_ids:
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
+            if type(token) is not int or not 0 <= token < vocab_size:
                 raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
         if len(token_ids) >= limit:
             expected = f"fewer tokens than the model's max_position_embeddings = {limit}"
@@ -120,16 +120,14 @@ class TextStream:
 
     def feed(self, completion: Completion) -> str:
         """What the completion's new tokens add to the text."""
-        pieces = []
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)  # the few without one give all text at the end
-        for token in completion.token_ids[self._num_seen :] if backend else []:
-            pieces.append(self._stream.step(backend, token) or "")
-        self._num_seen = len(completion.token_ids)
-        self._text += "".join(pieces)
-        if completion.finish_reason is not None:
-            whole = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-            pieces.append(str(whole)[len(self._text) :])
-        return "".join(pieces)
+        new = completion.token_ids[self._num_seen :]
+        self._num_seen += len(new)
+        piece = "".join(self._stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in new)
+        self._text += piece
+        if completion.finish_reason is None:
+            return piece
+        whole = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        return piece + whole[len(self._text) :]
 
 
 def fitting_engine(
@@ -201,7 +199,8 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=_wants_mtp(num_speculative_tokens))
+    mtp = False if num_speculative_tokens == 0 else None
+    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     engine = fitting_engine(
         checkpoint,

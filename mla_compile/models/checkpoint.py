@@ -16,8 +16,9 @@ from mla_compile.models.safetensor_files import SafetensorFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors' words
 _FLOAT8 = "F8_E4M3"
+_FLOAT8_SCALE = "F8_E8M0"
 _LISTED = 8  # tensors named per kind of mistake
 
 
@@ -40,15 +41,19 @@ def load_model(
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
-            tensors (all in one error), several MTP layers, or none where `mtp` asks for one.
+            tensors (all in one error), several MTP layers, or none where `mtp` asks for one; a dtype that is not
+            floating, a device that this machine lacks.
     """
     directory = Path(path)
+    _check_target(dtype, device)
     raw = _read_json(directory)
     block = fp8.block_size_of(raw)
     config = _config(directory)
     files = SafetensorFiles(directory)
+    if mtp is not False:
+        mtp = _has_mtp(files, config, directory, wanted=mtp)
     with torch.device("meta"):
-        model = MLAForCausalLM(config, mtp=False if mtp is False else _has_mtp(files, config, directory, mtp))
+        model = MLAForCausalLM(config, mtp=mtp)
     _check(model, files, directory, block)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -79,6 +84,15 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
             str(directory), "a tokenizer that transformers can read", _first_line(error)
         ) from error
     return tokenizer
+
+
+def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
+    if not dtype.is_floating_point:
+        raise MLAError("dtype", "a floating dtype", dtype)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
+        raise MLAError("device", "a device of this machine", device, _first_line(error)) from error
 
 
 def _read_json(directory: Path) -> dict[str, Any]:
@@ -115,7 +129,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _has_mtp(
-    files: SafetensorFiles, config: "PreTrainedConfig", directory: Path, wanted: bool | None
+    files: SafetensorFiles, config: "PreTrainedConfig", directory: Path, *, wanted: bool | None
 ) -> bool:
     layers = layers_past_trunk(files.entries, config.num_hidden_layers)
     if len(layers) > 1:
@@ -132,12 +146,16 @@ def _check(
 ) -> None:
     """Compare a checkpoint's headers with what the model (on the meta device) wants."""
     required = {name: tuple(slot.shape) for name, slot in slots(model, files.entries).items()}
-    quantized = [name for name in required if name in files.entries and files.entries[name].dtype == _FLOAT8]
+    quantized = [
+        name
+        for name, shape in required.items()
+        if (entry := files.entries.get(name)) and entry.dtype == _FLOAT8 and entry.shape == shape
+    ]
     if quantized and block is None:
         expected = "quantization_config with weight_block_size, as some tensors are float8"
         raise MLAError(str(directory / "config.json"), expected, "none")
     if block is not None:
-        required |= {n + fp8.SCALE_SUFFIX: fp8.scale_shape(files.entries[n].shape, block) for n in quantized}
+        required |= {n + fp8.SCALE_SUFFIX: fp8.scale_shape(required[n], block) for n in quantized}
     known = required | shared_copies(model)
     missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in files.entries]
     extra, misshapen = [], []
@@ -147,7 +165,7 @@ def _check(
             continue
         if name not in known:
             extra.append(f"{name} {entry}")
-        elif entry.shape != known[name] or not entry.dtype.startswith((*_FLOATS, "F8")):
+        elif entry.shape != known[name] or entry.dtype not in _accepted_dtypes(name):
             misshapen.append(f"{name} (float {list(known[name])} expected, {entry} found)")
     mistakes = [
         f"{len(names)} {kind}: {_shorten(names)}"
@@ -158,6 +176,10 @@ def _check(
         raise MLAError(
             str(directory), f"the tensors of its {model.config.model_type} config", "; ".join(mistakes)
         )
+
+
+def _accepted_dtypes(name: str) -> tuple[str, ...]:
+    return (*_FLOATS, _FLOAT8_SCALE if name.endswith(fp8.SCALE_SUFFIX) else _FLOAT8)
 
 
 def _shorten(names: list[str]) -> str:

@@ -39,9 +39,9 @@ def block_size_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of a weight's scales: one for each block of its last two dimensions, border blocks included."""
-    *lead, rows, columns = weight_shape
-    return (*lead, -(-rows // block[0]), -(-columns // block[1]))
+    """Shape of a matrix's scales, or a stack's: one for each block of the last two dimensions, cut ones included."""
+    blocks = [-(-size // step) for size, step in zip(weight_shape[-2:], block)]
+    return (*weight_shape[:-2], *blocks)
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:

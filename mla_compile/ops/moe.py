@@ -50,12 +50,15 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 def _has_grouped_mm(x: Tensor, intermediate: int) -> bool:
     """Whether `F.grouped_mm` multiplies these operands without reading the group sizes on the host.
 
-    On CUDA that is bfloat16 in rows of whole 16-byte units; other dtypes take a host loop there. On the CPU, where
-    nothing is lost by reading sizes, it lacks float64 alone.
+    It wants rows of whole 16-byte units. On CUDA its kernels are for bfloat16 on Hopper and data-centre Blackwell;
+    elsewhere it loops on the host, which a captured graph refuses. On the CPU, where reading sizes costs nothing, it
+    lacks float64 alone.
     """
-    if x.device.type == "cpu":
-        return x.dtype != torch.float64
-    return x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and intermediate % 8 == 0
+    if any(size * x.element_size() % 16 for size in (x.shape[1], intermediate)):
+        return False
+    if x.is_cuda:
+        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    return x.device.type == "cpu" and x.dtype != torch.float64
 
 
 def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:

@@ -81,5 +81,12 @@ class DecodeState:
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
         return state
 
+    def num_rows(self) -> int:
+        """The bucket's rows; tells the compiler, which gives each tensor a size of its own, that all agree."""
+        rows = self.num_cached.shape[0]
+        for tensor in self.tensors():
+            torch._check(tensor.shape[0] == rows)
+        return rows
+
     def tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]

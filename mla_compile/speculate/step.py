@@ -93,7 +93,7 @@ class SpeculativeDecoder(nn.Module):
     @torch.no_grad()
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
-        rows, q_len = state.num_cached.shape[0], self.k + 1
+        rows, q_len = state.num_rows(), self.k + 1
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
         q_lens = torch.where(state.active, room.clamp(0, q_len), 0)

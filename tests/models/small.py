@@ -168,14 +168,14 @@ class Session:
         self.pages_per_row = -(-max_len // PAGE_SIZE)
         model.allocate_cache(1 + rows * self.pages_per_row, PAGE_SIZE)
         order = torch.randperm(rows * self.pages_per_row, generator=torch.Generator().manual_seed(3)) + 1
-        self.block_table = order.view(rows, -1).to(torch.int32)
+        self.block_table = order.view(rows, -1).to(model.norm.weight.device, torch.int32)
 
     def prefill(self, chunk_lens: list[int], num_cached: list[int]) -> tuple[MLABatch, Tensor]:
         segment, positions = prefill_segment(chunk_lens, num_cached, self.block_table, page_size=PAGE_SIZE)
         return MLABatch(prefill=segment), positions
 
     def decode(self, num_cached: list[int], q_len: int) -> tuple[MLABatch, Tensor]:
-        cached = torch.tensor(num_cached, dtype=torch.int32)
+        cached = torch.tensor(num_cached, dtype=torch.int32, device=self.block_table.device)
         segment, positions = decode_segment(cached, self.block_table, q_len=q_len, page_size=PAGE_SIZE)
         return MLABatch(decode=segment), positions
 

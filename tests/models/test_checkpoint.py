@@ -119,6 +119,14 @@ def test_weights_take_the_dtype_asked_for_and_correction_biases_stay_float32(che
     assert model.rotary.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("dtype", torch.int8), ("device", "mars"), ("device", "cuda:97")]
+)
+def test_weights_go_to_floats_on_a_device_of_this_machine(checkpoint, name, value):
+    with pytest.raises(MLAError, match=f"^{name}: expected a "):
+        load_model(checkpoint, **{name: value})
+
+
 def test_old_rotary_buffers_are_passed_over(copy):
     add_shard(copy, "old.safetensors", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
     load_model(copy)

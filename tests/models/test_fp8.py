@@ -96,6 +96,16 @@ def test_a_block_fp8_checkpoint_loads_dequantised(checkpoint, dtype):
     torch.testing.assert_close(model.norm.weight, plain["model.norm.weight"].to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_float8_of_another_kind_or_of_a_vector_is_refused(copy, dtype):
+    weights = load_file(copy / "weights.safetensors")
+    name = "model.norm.weight" if dtype == torch.float8_e4m3fn else "lm_head.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, copy / "weights.safetensors")
+    with pytest.raises(MLAError, match=name):
+        load_model(copy)
+
+
 def test_a_missing_or_misshapen_scale_is_listed(copy):
     scales = load_file(copy / "scales.safetensors")
     del scales["model.layers.0.self_attn.o_proj.weight_scale_inv"]

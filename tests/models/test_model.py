@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.decorators import mark_unbacked
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3RotaryEmbedding
 
 from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM
@@ -24,7 +24,7 @@ def random_model(**changes) -> MLAForCausalLM:
 def both_hidden(model: MLAForCausalLM, length: int = 12) -> torch.Tensor:
     """Hidden states of the trunk and the MTP layer after one prompt."""
     batch, positions = Session(model, rows=1).prefill([length], [0])
-    tokens = torch.arange(length) * 7 % 97
+    tokens = torch.arange(length, device=positions.device) * 7 % 97
     hidden = model(tokens, positions, batch)
     return torch.cat([hidden, model.forward_mtp(tokens.roll(-1), hidden, positions, batch)])
 
@@ -45,6 +45,13 @@ def test_bfloat16_is_close_to_float32():
     assert relative_error(half.float(), single) < 0.05
 
 
+@pytest.mark.gpu
+def test_cuda_and_cpu_agree():
+    model = random_model()
+    on_cpu = both_hidden(model)
+    assert relative_error(both_hidden(model.cuda()).cpu(), on_cpu) < 1e-4
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_norm_rounds_as_transformers_does(dtype):
     ours, theirs = RMSNorm(64, 1e-5), DeepseekV3RMSNorm(64, 1e-5)
@@ -62,6 +69,14 @@ def test_rotation_is_complex_multiplication(interleave):
     expected = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
     rotated = rotate(x, angles.cos(), angles.sin(), interleave=interleave)
     torch.testing.assert_close(rotated, torch.cat([expected.real, expected.imag], dim=-1))
+
+
+def test_angles_of_far_positions_are_those_of_transformers():
+    config = v3_config(rope_parameters=dict(YARN))
+    positions = torch.tensor([0, 1, 255, 257, 163_839])
+    cos, sin = DeepseekV3RotaryEmbedding(config)(torch.zeros(1), positions[None])
+    ours = RotaryEmbedding(Rope.from_config(config))(positions)
+    torch.testing.assert_close(torch.cat(ours, dim=-1), torch.cat([cos[0, :, :4], sin[0, :, :4]], dim=-1))
 
 
 def test_frequencies_survive_a_change_of_dtype_and_an_empty_device():

@@ -1,0 +1,122 @@
+"""The MTP iteration as a CUDA graph, on the shipped model: is it captured, is it right, is the GPU kept busy?
+
+    python -m benchmarks.mtp_iteration --output benchmarks/results/mtp_iteration.json
+
+Prints, and writes as JSON, for each number of drafts k: graphs compiled over several row buckets, CUDA graphs
+recorded and how many tensors each replay copies in, the first of 500+ greedy tokens that differs from one-token
+eager decoding in float32 (none, it is hoped), wall time and kernel time of an iteration.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from mla_compile.engine import Engine
+from mla_compile.models import load_model
+from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.speculate import DecodeState
+from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
+
+BUCKETS = (4, 1, 2, 8, 3, 4)
+TOKENS = 512
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Different texts of different lengths, so that rows accept differently."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [5 + 7 * i for i in range(count)]
+    return [torch.randint(1, 2000, (n,), generator=generator).tolist() for n in lengths]
+
+
+def first_difference(a: list[list[int]], b: list[list[int]]) -> str | None:
+    for row, (x, y) in enumerate(zip(a, b, strict=True)):
+        for i, (s, t) in enumerate(zip(x, y, strict=True)):
+            if s != t:
+                return f"row {row}, token {i}: {s} and {t}"
+    return None
+
+
+def iteration_times(step: Any, state: DecodeState, iterations: int = 60) -> dict[str, float]:
+    """Median wall time of back-to-back iterations, kernel time per iteration, and CPU time to launch one, us."""
+    for _ in range(5):
+        step(state)
+    torch.cuda.synchronize()
+    launch = []
+    start = time.perf_counter()
+    for _ in range(iterations):
+        before = time.perf_counter()
+        step(state)
+        launch.append(time.perf_counter() - before)
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - start) / iterations
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        for _ in range(10):
+            step(state)
+        torch.cuda.synchronize()
+    kernels = sum(e.self_device_time_total for e in trace.key_averages()) / 10
+    return {"wall_us": wall * 1e6, "kernel_us": kernels, "launch_us": statistics.median(launch) * 1e6}
+
+
+def measure(k: int, dtype: torch.dtype, expected: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = load_model(SHIPPED_MODEL, dtype=dtype, device="cuda")
+    engine = Engine(model, num_speculative_tokens=k, max_rows=8, max_model_len=1024)
+    tokens: list[list[int]] = []
+    started = time.perf_counter()
+    engine.generate(prompts(4), max_new_tokens=8)
+    compile_s = time.perf_counter() - started
+    for rows in BUCKETS:
+        completions = engine.generate(prompts(rows), max_new_tokens=TOKENS)
+        if rows == max(BUCKETS):
+            tokens = [c.token_ids for c in completions]
+            acceptance = statistics.mean(c.acceptance_length or 1 for c in completions)
+    state = engine._states[max(BUCKETS), 1]
+    state.num_cached.fill_(256)
+    state.max_len.fill_(1024)
+    state.active.fill_(True)
+    row = {
+        "k": k,
+        "dtype": str(dtype).removeprefix("torch."),
+        "rows": max(BUCKETS),
+        "acceptance_length": round(acceptance, 3),
+        "first_compile_s": round(compile_s, 1),
+        **compile_counters(),
+        "buckets": sorted(set(BUCKETS)),
+        "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
+        **{name: round(value, 1) for name, value in iteration_times(engine._steps[False], state).items()},
+    }
+    if expected is not None:
+        row["first_difference"] = first_difference(tokens, expected)
+    return row, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--k", type=int, nargs="*", default=[0, 1, 3, 5])
+    args = parser.parse_args()
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
+    plain = Engine(model, max_rows=8, max_model_len=1024, compile=False)
+    expected = [c.token_ids for c in plain.generate(prompts(max(BUCKETS)), max_new_tokens=TOKENS)]
+    rows = []
+    for k in args.k:
+        row, _ = measure(k, torch.float32, expected)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    row, _ = measure(3, torch.bfloat16, None)
+    print(json.dumps(row), flush=True)
+    rows.append(row)
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    if args.output:
+        args.output.write_text(json.dumps({"machine": machine, "tokens": TOKENS, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

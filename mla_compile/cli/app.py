@@ -1,0 +1,60 @@
+"""The commands, and what becomes of a user's mistake: one line on stderr and exit code 2, never a traceback."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from mla_compile.cli.demo import demo
+from mla_compile.cli.environment import env
+from mla_compile.cli.generate import generate
+from mla_compile.errors import MLAError
+
+# typer's base class of mistakes in flags, which it exports under no name of its own.
+_UsageError: type[BaseException] = typer.BadParameter.__mro__[1]
+
+
+class OneLineErrors(TyperGroup):
+    """Commands whose errors are one line long, and whom Ctrl-C ends with exit code 130."""
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **settings: Any
+    ) -> Any:
+        if not settings.pop("standalone_mode", True):
+            return super().main(args, prog_name, standalone_mode=False, **settings)
+        try:
+            sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
+        except _UsageError as error:
+            _fail(f"{error.format_message()} (see --help)", 2)  # type: ignore[attr-defined]
+        except MLAError as error:
+            _fail(str(error), 2)
+        except (KeyboardInterrupt, typer.Abort):
+            _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    typer.echo(f"mla-compile: {line}", err=True)
+    sys.exit(code)
+
+
+app = typer.Typer(
+    name="mla-compile",
+    cls=OneLineErrors,
+    help="MLA attention and MTP speculative decoding, native to torch.compile.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback is a bug of ours: the plain one is what a report needs
+)
+for command in (generate, env, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    """The `mla-compile` command."""
+    for stream in (sys.stdout, sys.stderr):
+        # Generated text may hold what the terminal's encoding lacks.
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    app()

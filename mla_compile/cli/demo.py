@@ -1,0 +1,113 @@
+"""`mla-compile demo`: the same text with and without speculation, side by side."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from mla_compile.cli.machine import cannot_compile
+from mla_compile.cli.progress import progress
+from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine, warm_up
+from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
+from mla_compile.speculate import SamplingParams
+
+PROMPTS = ("In the beginning", "def test_")
+GREEDY = SamplingParams()
+
+
+@dataclass
+class Run:
+    """One pass over the prompts. Times in seconds; `decoding` starts after each prompt's first token, which prefill
+    gives, and `token_ids` has one list for each prompt."""
+
+    compiling: float | None
+    decoding: float
+    num_steps: int
+    token_ids: list[list[int]]
+
+    @property
+    def num_decoded(self) -> int:
+        return sum(len(ids) - 1 for ids in self.token_ids)
+
+
+def demo(
+    *,
+    model: Annotated[
+        Path,
+        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    ] = SHIPPED_MODEL,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 128,
+    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
+) -> None:
+    """Complete two prompts without and with speculation, on the CPU, greedily, in float32; compare tokens and speed.
+
+    Exit code 1 if the tokens differ.
+    """
+    console = Console()
+    if compile and (why_not := cannot_compile()):
+        console.print(f"{why_not}; running without compilation, slowly", style="yellow", highlight=False)
+        compile = False
+    checkpoint = Checkpoint.load(model, mtp=True)
+    prompts = [checkpoint.encode(prompt) for prompt in PROMPTS]
+    runs = {}
+    for k in (0, DEFAULT_DRAFTS):
+        console.print(f"\n{_title(k)}", style="bold", highlight=False)
+        engine = fitting_engine(
+            checkpoint, prompts, num_speculative_tokens=k, max_new_tokens=max_new_tokens, compile=compile
+        )
+        runs[k] = _run(engine, checkpoint, prompts, max_new_tokens, console, compile=compile)
+    same = len({str(run.token_ids) for run in runs.values()}) == 1
+    console.print(_table(runs), f"identical tokens: {'yes' if same else 'NO'}", highlight=False)
+    if not same:
+        raise typer.Exit(1)
+
+
+def _title(k: int) -> str:
+    return f"{k} drafts a step" if k else "one token a step"
+
+
+def _run(
+    engine: Engine,
+    checkpoint: Checkpoint,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    console: Console,
+    *,
+    compile: bool,
+) -> Run:
+    """Complete the prompts one after another, the text shown as it comes."""
+    assert checkpoint.tokenizer is not None  # `encode` made ids of the prompts
+    run = Run(None, 0.0, 0, [])
+    if compile:
+        with progress("compiling the step", console):
+            run.compiling = warm_up(engine, GREEDY, checkpoint.stop_ids)
+    for text, prompt in zip(PROMPTS, prompts):
+        console.out(text, style="bold cyan", highlight=False, end="")
+        stream, start = TextStream(checkpoint.tokenizer), 0.0
+        for (completion,) in engine.stream(
+            [prompt], max_new_tokens=max_new_tokens, stop_ids=checkpoint.stop_ids
+        ):
+            start = start or time.perf_counter()
+            console.out(stream.feed(completion), highlight=False, end="")
+        run.decoding += time.perf_counter() - start
+        run.num_steps += completion.num_steps
+        run.token_ids.append(completion.token_ids)
+        console.out("\n")
+    return run
+
+
+def _table(runs: dict[int, Run]) -> Table:
+    table = Table(*["", *map(_title, runs)])
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("tokens/s", *[f"{run.num_decoded / run.decoding:.1f}" for run in runs.values()])
+    table.add_row("acceptance length", *[f"{run.num_decoded / run.num_steps:.2f}" for run in runs.values()])
+    times = [run.compiling for run in runs.values()]
+    table.add_row("time to compile", *["not compiled" if t is None else f"{t:.1f} s" for t in times])
+    return table

@@ -1,0 +1,149 @@
+"""`mla-compile generate`: complete prompts with a checkpoint."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from typer import Option
+
+from mla_compile.cli.machine import cannot_compile, pick_device
+from mla_compile.cli.progress import progress
+from mla_compile.cli.requests import Request, check_text, read_requests, result_line, whole_file
+from mla_compile.engine import Checkpoint, Completion, TextStream, fitting_engine, warm_up
+from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
+from mla_compile.errors import MLAError
+from mla_compile.speculate import SamplingParams
+
+
+def generate(
+    *,
+    model: Annotated[
+        Path,
+        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    ] = SHIPPED_MODEL,
+    prompt: Annotated[
+        str | None, Option(metavar="TEXT", help="A prompt; its completion is streamed.")
+    ] = None,
+    input_file: Annotated[
+        Path | None,
+        Option(
+            "--input",
+            metavar="FILE",
+            help='Prompts, one a line: {"prompt": TEXT} or {"prompt_token_ids": [ID, ...]}.',
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        Option("--output", metavar="FILE", help="Where the JSON lines go.", show_default="stdout"),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            min=0,
+            help="Tokens drafted per step; the completions are the same whatever K is.",
+            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer, else 0",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens per completion at most.")] = 128,
+    temperature: Annotated[
+        float, Option(metavar="T", help="0 is greedy; the next three apply above 0.")
+    ] = 0.0,
+    top_k: Annotated[int, Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, Option(metavar="P", help="Sample from the likeliest tokens that sum to probability P.")
+    ] = 1.0,
+    seed: Annotated[int, Option(metavar="N", help="The same seed gives the same tokens.")] = 0,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
+    device: Annotated[
+        str | None,
+        Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
+    ] = None,
+    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
+) -> None:
+    """Complete prompts with a checkpoint.
+
+    The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
+    line each, in order: token_ids, text, finish_reason ("stop" or "length") and acceptance_length.
+    """
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    requests = _requests(prompt, input_file, output_file)
+    place = pick_device(device)
+    compile = compile and _can_compile(place)
+    with _writer(output_file, streamed=prompt is not None) as write:
+        mtp = False if num_speculative_tokens == 0 else None
+        checkpoint = Checkpoint.load(model, dtype=getattr(torch, dtype), device=place, mtp=mtp)
+        prompts = [checkpoint.encode(request.prompt, request.name) for request in requests]
+        engine = fitting_engine(
+            checkpoint,
+            prompts,
+            num_speculative_tokens=num_speculative_tokens,
+            max_new_tokens=max_new_tokens,
+            compile=compile,
+        )
+        if compile:
+            with _on_terminal("compiling the step"):
+                warm_up(engine, sampling, checkpoint.stop_ids)
+        updates = engine.stream(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=checkpoint.stop_ids
+        )
+        if prompt is not None:
+            completions = _show(prompt, updates, checkpoint)
+        else:
+            with _on_terminal(f"completing {len(prompts)} prompts"):
+                *_, completions = updates
+        for completion in completions:
+            completion.text = checkpoint.decode(completion.token_ids)
+        write(result_line(completion) for completion in completions)
+
+
+def _requests(prompt: str | None, input_file: Path | None, output_file: Path | None) -> list[Request]:
+    if (prompt is None) == (input_file is None):
+        got = "neither" if prompt is None else "both"
+        raise MLAError("--prompt, --input", "one of them", got)
+    if prompt is not None:
+        check_text(prompt, "--prompt")
+        return [Request(prompt, "--prompt")]
+    assert input_file is not None
+    if output_file is not None and input_file.resolve() == output_file.resolve():
+        raise MLAError("--output", "another file than --input", output_file)
+    return read_requests(input_file)
+
+
+def _can_compile(device: torch.device) -> bool:
+    why_not = cannot_compile() if device.type == "cpu" else None
+    if why_not is not None:
+        typer.echo(f"mla-compile: {why_not}; running without compilation, slowly", err=True)
+    return why_not is None
+
+
+def _writer(
+    output_file: Path | None, *, streamed: bool
+) -> AbstractContextManager[Callable[[Iterable[str]], None]]:
+    """Where the JSON lines go: to the file, else to stdout unless the text itself went there."""
+    if output_file is not None:
+        return whole_file(output_file)
+    return nullcontext(lambda lines: None if streamed else typer.echo("\n".join(lines)))
+
+
+def _on_terminal(what: str) -> AbstractContextManager[None]:
+    """A progress line for a person; scripts see on stderr nothing but errors."""
+    console = Console(stderr=True)
+    return progress(what, console) if console.is_terminal else nullcontext()
+
+
+def _show(prompt: str, updates: Iterable[list[Completion]], checkpoint: Checkpoint) -> list[Completion]:
+    """Print the text of the only completion while it grows; a terminal shows the prompt before it."""
+    assert checkpoint.tokenizer is not None  # or the prompt could not have been encoded
+    console, stream = Console(), TextStream(checkpoint.tokenizer)
+    if console.is_terminal:
+        console.out(prompt, style="dim", highlight=False, end="")
+    completions: list[Completion] = []
+    for completions in updates:
+        console.out(stream.feed(completions[0]), highlight=False, end="")
+    console.out()
+    return completions

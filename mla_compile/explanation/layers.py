@@ -1,0 +1,236 @@
+"""Find every attention call of a graph before and after the passes, and what became of it."""
+
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import torch
+from torch import fx
+
+from mla_compile.explanation.shapes import Shapes, module_path, op_name, rows_of
+from mla_compile.ops.append import append_op
+from mla_compile.ops.attention import attention_op
+from mla_compile.ops.decode import decode_op
+from mla_compile.ops.prefill import prefill_op
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Shapes of a decode segment. `tokens` reach `mla_decode`, of `all_tokens` that the batch decodes."""
+
+    rows: str
+    q_len: str
+    tokens: str
+    all_tokens: str
+    q_nope: str
+    q_pe: str
+    q_latent: str
+    out: str
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.tokens != self.all_tokens
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Shapes of a prefill segment."""
+
+    chunks: str
+    tokens: str
+    q_nope: str
+    q_pe: str
+    kv_c: str
+    k_nope: str
+    v: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention call: the shapes of the unified op, and of the segments that stand for it after the passes."""
+
+    name: str
+    tokens: str
+    q_nope: str
+    q_pe: str
+    kv_c: str
+    k_pe: str
+    kv_cache: str
+    w_uk: str
+    w_uv: str
+    out: str
+    decode: Decode | None
+    prefill: Prefill | None
+
+    @property
+    def result(self) -> str:
+        """The shape after the passes: that of `out`, or of the rows of it that a gather keeps."""
+        return self.decode.out if self.decode and not self.prefill else self.out
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring attention calls that differ in their names only."""
+
+    names: tuple[str, ...]
+    layer: Layer
+
+    @property
+    def title(self) -> str:
+        """`layers.0-9.self_attn: 10 calls, all the same`."""
+        first, last, number = self.names[0], self.names[-1], len(self.names)
+        if number == 1:
+            return first
+        before, after = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
+        differ = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+        if len(before) == len(after) and len(differ) < 2:
+            for i in differ:
+                before[i] = f"{before[i]}-{after[i]}"
+            name = "".join(before)
+        else:
+            name = f"{first} ... {last}"
+        return f"{name}: {number} calls, all the same"
+
+
+@dataclass(frozen=True)
+class Move:
+    """A gather that climbed: the ops that now run on `kept` of `rows` rows, and how many there are of each."""
+
+    rows: str
+    kept: str
+    ops: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Layers:
+    groups: list[Group]
+    moves: list[Move]
+    hints: dict[str, int]
+    """What a symbolic size was in the captured call, where that is known."""
+
+
+@dataclass
+class _Call:
+    """The nodes of one attention call in a split graph."""
+
+    append: fx.Node
+    decode: fx.Node | None = None
+    prefill: fx.Node | None = None
+
+
+def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
+    """Pair the unified ops of the first graph with the segments in the later ones, in order."""
+    first, *_, last = graphs.values()
+    unified = list(first.graph.find_nodes(op="call_function", target=attention_op))
+    split = next((gm for gm in graphs.values() if _calls(gm)), last)
+    shapes = Shapes()
+    layers = [
+        _layer(shapes, f"call {i}", *nodes)
+        for i, nodes in enumerate(zip(unified, _calls(split), _calls(last), strict=True))
+    ]
+    moves = list(_moves(shapes, list(graphs.values())))
+    return Layers(list(_fold(layers)), moves, shapes.hints)
+
+
+def _fold(layers: list[Layer]) -> Iterator[Group]:
+    for layer, same in groupby(layers, key=lambda layer: replace(layer, name="")):
+        yield Group(tuple(one.name for one in same), layer)
+
+
+def _calls(gm: fx.GraphModule) -> list[_Call]:
+    """An append opens a call; the segments that read the same cache, up to its next append, belong to it."""
+    calls: list[_Call] = []
+    current: dict[fx.node.Argument, _Call] = {}
+    for node in gm.graph.nodes:
+        if node.target is append_op:
+            calls.append(_Call(node))
+            current[node.args[2]] = calls[-1]
+        elif node.target is decode_op:
+            current[node.args[2]].decode = node
+        elif node.target is prefill_op:
+            current[node.args[5]].prefill = node
+    return calls
+
+
+def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, final: _Call) -> Layer:
+    q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv = (shapes.shape(n) for n in unified.all_input_nodes[:7])
+    return Layer(
+        name=module_path(unified) or default_name,
+        tokens=shapes.rows(unified),
+        q_nope=q_nope,
+        q_pe=q_pe,
+        kv_c=kv_c,
+        k_pe=k_pe,
+        kv_cache=kv_cache,
+        w_uk=w_uk,
+        w_uv=w_uv,
+        out=shapes.shape(unified),
+        decode=_decode(shapes, split.decode, final.decode),
+        prefill=_prefill(shapes, final.prefill),
+    )
+
+
+def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> Decode | None:
+    if before is None or after is None:
+        return None
+    q_latent, q_pe, *_ = after.all_input_nodes
+    return Decode(
+        rows=shapes.rows(before.all_input_nodes[4]),
+        q_len=shapes.size(_value(before.args[6])),
+        tokens=shapes.rows(after),
+        all_tokens=shapes.rows(before),
+        q_nope=shapes.shape(_einsum_operand(q_latent)),
+        q_pe=shapes.shape(q_pe),
+        q_latent=shapes.shape(q_latent),
+        out=shapes.shape(_up_projected(after)),
+    )
+
+
+def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
+    if node is None:
+        return None
+    q_nope, q_pe, k_nope, _, v, _, _, _, _, seq_lens, *_ = node.all_input_nodes
+    return Prefill(
+        chunks=shapes.rows(seq_lens),
+        tokens=shapes.rows(q_nope),
+        q_nope=shapes.shape(q_nope),
+        q_pe=shapes.shape(q_pe),
+        kv_c=shapes.shape(_einsum_operand(k_nope)),
+        k_nope=shapes.shape(k_nope),
+        v=shapes.shape(v),
+        out=shapes.shape(node),
+    )
+
+
+def _value(argument: fx.node.Argument) -> object:
+    return argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
+
+
+def _einsum_operand(node: fx.Node) -> fx.Node:
+    """What `absorb` or `expand` multiplied, or the node itself where a pass has fused that away."""
+    return node.all_input_nodes[0] if node.target is torch.einsum else node
+
+
+def _up_projected(decode: fx.Node) -> fx.Node:
+    """The einsum with w_uv that follows a decode op."""
+    for out in decode.users:
+        if out.target is operator.getitem and out.args[1] == 0:
+            return next((user for user in out.users if user.target is torch.einsum), out)
+    return decode
+
+
+def _moves(shapes: Shapes, graphs: list[fx.GraphModule]) -> Iterator[Move]:
+    """Between two graphs: the gathers that vanished, and the row-wise nodes that vanished with them."""
+    for before, after in pairwise(graphs):
+        left = {node.name for node in after.graph.nodes}
+        gone = [node for node in before.graph.nodes if node.name not in left and rows_of(node) is not None]
+        gathers = [node for node in gone if op_name(node) == "index_select"]
+        for (rows, kept), _ in groupby(
+            gathers, key=lambda g: (shapes.rows(g.all_input_nodes[0]), shapes.rows(g))
+        ):
+            moved = [n for n in gone if n not in gathers and shapes.size(rows_of(n)) == rows]
+            names = [op_name(node) for node in moved if node.target is not operator.getitem]
+            yield Move(rows, kept, {name: names.count(name) for name in dict.fromkeys(names)})

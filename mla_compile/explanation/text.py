@@ -1,0 +1,95 @@
+"""The explanation in words."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import fx
+
+from mla_compile.explanation.layers import Decode, Group, Layers, Move, Prefill
+from mla_compile.explanation.shapes import op_name
+
+
+def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
+    """Layers, moved gathers and node counts, a block each."""
+    return "\n\n".join("\n".join(block) for block in _blocks(graphs, layers)) + "\n"
+
+
+def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[str]]:
+    calls = sum(len(group.names) for group in layers.groups)
+    yield [f"{_count(calls, 'attention call')}; passes: {', '.join(list(graphs)[1:])}", *_symbols(layers)]
+    if not calls:
+        yield ["The graph has no mla_attention, so the split pass leaves it as it is."]
+    for group in layers.groups:
+        yield list(_group(group))
+    if layers.moves:
+        yield [
+            "gathers moved up, so that row-wise work runs on the kept rows only",
+            *map(_move, layers.moves),
+        ]
+    yield list(_counts(graphs))
+
+
+def _symbols(layers: Layers) -> list[str]:
+    hints = [f"{name} = {hint}" for name, hint in layers.hints.items() if name.isalnum()]
+    return [f"dynamic sizes, as they were in this call: {', '.join(hints)}"] if hints else []
+
+
+def _group(group: Group) -> Iterator[str]:
+    layer = group.layer
+    decode, prefill = layer.decode, layer.prefill
+    yield group.title
+    parts = ([_decode_tokens(decode)] if decode else []) + ([_prefill_tokens(prefill)] if prefill else [])
+    yield f"  tokens   {layer.tokens} = {' + '.join(parts)}"
+    arguments = f"q_nope {layer.q_nope}, q_pe {layer.q_pe}, kv_c {layer.kv_c}, k_pe {layer.k_pe}"
+    yield f"  before   mla_attention({arguments}) -> {layer.out}"
+    yield f"  append   mla_append   kv_c {layer.kv_c}, k_pe {layer.k_pe} -> kv_cache {layer.kv_cache}"
+    if decode and prefill:
+        yield f"  split    q, kv into {decode.all_tokens} decode and {prefill.tokens} prefill tokens"
+    if decode:
+        if decode.is_reduced:
+            yield f"  gather   index_select {decode.tokens} of {decode.all_tokens} tokens: only they are used later"
+        yield f"  decode   absorb       q_nope {decode.q_nope} @ w_uk {layer.w_uk} -> q_latent {decode.q_latent}"
+        yield f"           mla_decode   q_latent {decode.q_latent}, q_pe {decode.q_pe} -> {decode.q_latent}"
+        yield f"           up-project   {decode.q_latent} @ w_uv {layer.w_uv} -> {decode.out}"
+    if prefill:
+        yield f"  prefill  expand       kv_c {prefill.kv_c} -> k_nope {prefill.k_nope}, v {prefill.v}"
+        yield f"           mla_prefill  q_nope {prefill.q_nope}, q_pe {prefill.q_pe} -> {prefill.out}"
+    if decode and prefill:
+        yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
+
+
+def _decode_tokens(decode: Decode) -> str:
+    return f"{decode.all_tokens} decode ({_count(decode.rows, 'row')} x q_len {decode.q_len})"
+
+
+def _prefill_tokens(prefill: Prefill) -> str:
+    return f"{prefill.tokens} prefill ({_count(prefill.chunks, 'chunk')})"
+
+
+def _move(move: Move) -> str:
+    ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in move.ops.items())
+    return textwrap.fill(f"  {move.rows} -> {move.kept} rows: {ops}", 110, subsequent_indent="    ")
+
+
+def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:
+    """A table of the ops whose number a pass has changed."""
+    columns = [
+        Counter(op_name(node) for node in gm.graph.nodes if node.op.startswith("call_"))
+        for gm in graphs.values()
+    ]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    changed = [name for name in names if len({column[name] for column in columns}) > 1]
+    changed.sort(key=lambda name: (not name.startswith("mla_"), name))
+    table = [["op", *graphs]]
+    table += [[name, *(str(column[name] or "-") for column in columns)] for name in changed]
+    table += [["all nodes", *(str(len(gm.graph.nodes)) for gm in graphs.values())]]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    yield "nodes after each pass"
+    for name, *counts in table:
+        cells = [count.rjust(width) for count, width in zip(counts, widths[1:], strict=True)]
+        yield "  " + "  ".join([name.ljust(widths[0]), *cells])
+
+
+def _count(number: int | str, noun: str) -> str:
+    return f"{number} {noun}" + ("" if str(number) == "1" else "s")

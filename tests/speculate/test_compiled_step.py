@@ -1,0 +1,19 @@
+"""The step under `torch.compile(backend="mla")`: one graph for all buckets, the tokens of eager decoding."""
+
+import torch
+
+from mla_compile.engine import Engine
+from mla_compile.torch_internals import compile_counters
+from tests.models_for_tests import tiny_model
+
+
+def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_decoding() -> None:
+    torch._dynamo.utils.counters.clear()
+    settings = {"max_rows": 8, "max_model_len": 64, "page_size": 4}
+    engine = Engine(tiny_model(torch.float32), num_speculative_tokens=2, **settings)
+    plain = Engine(tiny_model(torch.float32), compile=False, **settings)
+    for rows in (2, 1, 4, 8, 3):
+        prompts = [list(range(1, 2 + row)) for row in range(rows)]
+        compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
+        assert [c.token_ids for c in compiled] == [c.token_ids for c in expected], f"{rows} rows"
+    assert compile_counters()["graphs"] == 1

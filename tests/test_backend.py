@@ -1,0 +1,94 @@
+"""`torch.compile(model, backend="mla")` on a user's own module."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mla_compile import MLABatch, MLAError, mla_attention
+from mla_compile.backend import resolve_settings
+from mla_compile.passes import PASSES
+from mla_compile.torch_internals import compile_counters, inductor_modes
+from tests.cases import Case, make_case
+
+
+class OwnModule(nn.Module):
+    """What a user writes: projections of their own around one call of the unified op."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.register_buffer("kv_cache", case.kv_cache.clone())
+        self.register_buffer("w_uk", case.w_uk)
+        self.register_buffer("w_uv", case.w_uv)
+        self.o_proj = nn.Linear(15, 8)
+
+    def forward(self, q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, batch: MLABatch) -> Tensor:
+        out = mla_attention(q_nope, q_pe, kv_c, k_pe, self.kv_cache, self.w_uk, self.w_uv, batch, 0.2)
+        return torch.tanh(self.o_proj(out.flatten(1)))
+
+
+MIXED = {"decode": [3, 6], "q_len": 2, "prefill": [(3, 2)], "poison": False}
+
+
+def check(**compile_kwargs: object) -> None:
+    case = make_case(**MIXED)
+    eager = OwnModule(case)
+    compiled = torch.compile(copy.deepcopy(eager), backend="mla", fullgraph=True, **compile_kwargs)
+    inputs = (case.q_nope, case.q_pe, case.kv_c, case.k_pe, case.batch)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), eager(*inputs))
+    torch.testing.assert_close(compiled.kv_cache, eager.kv_cache)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_a_users_module_compiles_without_a_graph_break_in_mode(mode: str) -> None:
+    check(mode=mode)
+
+
+def test_inductors_options_and_our_passes_are_taken() -> None:
+    seen = []
+
+    def my_pass(gm: torch.fx.GraphModule, example_inputs: object) -> torch.fx.GraphModule:
+        seen.extend(node.name for node in gm.graph.nodes if "mla_" in node.name)
+        return gm
+
+    check(options={"epilogue_fusion": False, "passes": [*PASSES, my_pass]})
+    assert seen == ["mla_append_default", "mla_decode_default", "mla_prefill_default"]
+
+
+def test_the_entry_point_names_the_backend() -> None:
+    assert "mla" in torch.compiler.list_backends()
+
+
+def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
+    for mode, options in inductor_modes().items():
+        assert resolve_settings(mode, None) == {"graph_partition": True, **options}
+    assert resolve_settings(None, {"graph_partition": False}) == {"graph_partition": False}
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("fastest", None, "^mode: expected one of default, "),
+        (None, {"epilog_fusion": True}, "^options: .*got epilog_fusion"),
+        (None, {"passes": "split"}, r"^options\['passes'\]: expected a list of functions"),
+        (None, {"passes": [3]}, r"^options\['passes'\]"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(mode: str | None, options: dict | None, message: str) -> None:
+    with pytest.raises(MLAError, match=message):
+        resolve_settings(mode, options)
+
+
+def test_a_bad_option_stops_the_compile_instead_of_falling_back() -> None:
+    case = make_case(**MIXED)
+    compiled = torch.compile(OwnModule(case), backend="mla", options={"no_such_option": 1})
+    with pytest.raises(Exception, match="no_such_option"):
+        compiled(case.q_nope, case.q_pe, case.kv_c, case.k_pe, case.batch)
+
+
+def test_a_module_without_mla_compiles_as_with_inductor() -> None:
+    module, x = nn.Linear(4, 3), torch.randn(2, 4)
+    torch.testing.assert_close(torch.compile(module, backend="mla", fullgraph=True)(x), module(x))
+    assert compile_counters()["graphs"] >= 1
