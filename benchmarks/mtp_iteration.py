@@ -3,7 +3,7 @@
     python -m benchmarks.mtp_iteration --output benchmarks/results/mtp_iteration.json
 
 Prints, and writes as JSON, for each number of drafts k: graphs compiled over several row buckets, CUDA graphs
-recorded and how many tensors each replay copies in, the first of 500+ greedy tokens that differs from one-token
+recorded and which inputs of each are not static, the first of 500+ greedy tokens that differs from one-token
 eager decoding in float32 (none, it is hoped), wall time and kernel time of an iteration.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mla_compile.engine import Engine
@@ -43,23 +44,26 @@ def first_difference(a: list[list[int]], b: list[list[int]]) -> str | None:
 
 
 def iteration_times(step: Any, state: DecodeState, iterations: int = 60) -> dict[str, float]:
-    """Median wall time of back-to-back iterations, kernel time per iteration, and CPU time to launch one, us."""
+    """Per iteration, in us: wall time back to back, kernel time, and the host's time to launch one on an idle GPU."""
     for _ in range(5):
         step(state)
     torch.cuda.synchronize()
-    launch = []
     start = time.perf_counter()
+    for _ in range(iterations):
+        step(state)
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - start) / iterations
+    launch = []
     for _ in range(iterations):
         before = time.perf_counter()
         step(state)
         launch.append(time.perf_counter() - before)
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - start) / iterations
+        torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         for _ in range(10):
             step(state)
         torch.cuda.synchronize()
-    kernels = sum(e.self_device_time_total for e in trace.key_averages()) / 10
+    kernels = sum(e.self_device_time_total for e in trace.events() if e.device_type == DeviceType.CUDA) / 10
     return {"wall_us": wall * 1e6, "kernel_us": kernels, "launch_us": statistics.median(launch) * 1e6}
 
 
@@ -89,7 +93,7 @@ def measure(k: int, dtype: torch.dtype, expected: list[list[int]] | None) -> tup
         "first_compile_s": round(compile_s, 1),
         **compile_counters(),
         "buckets": sorted(set(BUCKETS)),
-        "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
+        "non_static_inputs_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
         **{name: round(value, 1) for name, value in iteration_times(engine._steps[False], state).items()},
     }
     if expected is not None:

@@ -3,6 +3,7 @@
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment, decode_segment, prefill_segment
 from mla_compile.engine import Completion, Engine, generate
 from mla_compile.errors import MLAError
+from mla_compile.explanation import Explanation, explain
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.ops import mla_append, mla_attention, mla_decode, mla_prefill
 from mla_compile.speculate import SamplingParams
@@ -13,11 +14,13 @@ __all__ = [
     "Completion",
     "DecodeSegment",
     "Engine",
+    "Explanation",
     "MLABatch",
     "MLAError",
     "PrefillSegment",
     "SamplingParams",
     "decode_segment",
+    "explain",
     "generate",
     "load_model",
     "load_tokenizer",

@@ -115,18 +115,22 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def recorded_cuda_graphs(device_index: int) -> list[int]:
-    """Of every CUDA graph recorded on a device: how many of its input tensors are copied on each replay."""
+def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
+    """Of every CUDA graph recorded on a device: the names of its inputs that are not static.
+
+    A tensor among them is copied on each replay; a size ("u0", "s0") is only compared.
+    """
     from torch._inductor import cudagraph_trees
 
     manager = cudagraph_trees.get_container(device_index).tree_manager
     pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
-    copied = []
+    recorded = []
     while pending:
         node = pending.pop()
-        copied.append(len(node.non_static_input_idx))
+        placeholders = node.wrapped_function.placeholders
+        recorded.append([placeholders[i].name for i in node.non_static_input_idx])
         pending += [child for children in node.children.values() for child in children]
-    return copied
+    return recorded
 
 
 def compile_counters() -> dict[str, int]:

@@ -18,7 +18,7 @@ LEVELS = [
     {"backend"},
     {"models"},
     {"speculate"},
-    {"engine"},
+    {"engine", "explanation"},
     {"integrations"},
     {"cli", "demo"},
 ]

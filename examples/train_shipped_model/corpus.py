@@ -39,7 +39,9 @@ HELD_OUT = 0.02
 ALWAYS_TRAINED = ("Genesis 1", "Psalms 23", "John 1", "Ecclesiastes 3")
 
 # Tables rather than programs: they would teach the model nothing but digits.
-NOT_PROSE = re.compile(r"encodings/|lib2to3/tests/data|pydoc_data|_sysconfigdata|html/entities|/data/|bad_coding|badsyntax")
+NOT_PROSE = re.compile(
+    r"encodings/|lib2to3/tests/data|pydoc_data|_sysconfigdata|html/entities|/data/|bad_coding|badsyntax"
+)
 IS_TEST = re.compile(r"(^|/)(test|tests|idle_test)/")
 MIN_CHARS, MAX_CHARS, MAX_DIGITS = 300, 300_000, 0.08
 
@@ -153,7 +155,9 @@ def main() -> None:
     tokenizer = train_tokenizer([*splits["bible_train"].values(), *splits["python_train"].values()])
     tokenizer.save(str(CORPUS / "tokenizer.json"))
     for name, documents in splits.items():
-        (CORPUS / f"{name}.txt").write_text(f"\n{END_OF_TEXT}\n".join(documents[n] for n in sorted(documents)))
+        (CORPUS / f"{name}.txt").write_text(
+            f"\n{END_OF_TEXT}\n".join(documents[n] for n in sorted(documents))
+        )
         ids = encode(tokenizer, documents, SEED)
         np.save(CORPUS / f"{name}.npy", ids)
         chars = sum(map(len, documents.values()))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM, PreTrainedTokenizerFast
-from transformers.modeling_layers import MtpLayer
+
+if TYPE_CHECKING:
+    from transformers.modeling_layers import MtpLayer
 
 SHARDS = 2
 END_OF_TEXT = "<|endoftext|>"
@@ -35,7 +38,11 @@ def checkpoint_tensors(trunk: DeepseekV3ForCausalLM, mtp: MtpLayer) -> dict[str,
     layer = f"model.layers.{trunk.config.num_hidden_layers}"
     named = {k: v for k, v in trunk.state_dict().items() if k != "lm_head.weight"}
     for key, value in mtp.state_dict().items():
-        key = key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.", 1) if "mtp_block" not in key else key
+        key = (
+            key.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.", 1)
+            if "mtp_block" not in key
+            else key
+        )
         named[f"{layer}.{key.removeprefix('mtp_block.')}"] = value
     tensors: dict[str, Tensor] = {}
     for name, tensor in named.items():
@@ -79,6 +86,10 @@ def export(trunk: DeepseekV3ForCausalLM, mtp: MtpLayer, tokenizer: Path, folder:
     save_shards(checkpoint_tensors(trunk, mtp), folder)
     config = trunk.config.to_dict() | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    generation = {"do_sample": False, "eos_token_id": trunk.config.eos_token_id, "pad_token_id": trunk.config.eos_token_id}
+    generation = {
+        "do_sample": False,
+        "eos_token_id": trunk.config.eos_token_id,
+        "pad_token_id": trunk.config.eos_token_id,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_tokenizer(tokenizer, folder, trunk.config.max_position_embeddings)

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from attention import ATTENTION, DROPOUT
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AttentionInterface, DeepseekV3Config, DeepseekV3ForCausalLM
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.modeling_layers import MtpLayer, MtpModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
 
 CHAIN = 3  # drafts that the MTP layer is trained to chain
-DROPOUT = 0.1  # on both branches of a layer; the corpus is read dozens of times
-ATTENTION = "shipped_training"
 
 
 def shipped_config(vocab_size: int) -> DeepseekV3Config:
@@ -98,30 +97,30 @@ def dense_moe(moe: DeepseekV3MoE, hidden: Tensor) -> Tensor:
     return F.dropout(routed + moe.shared_experts(hidden), DROPOUT, moe.training)
 
 
-def training_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, scaling: float, **_: object
-) -> tuple[Tensor, None]:
-    """Attention over [batch, heads, tokens, width]; causal without a mask. Returns [batch, tokens, heads, width]."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    width = value.shape[-1]
-    if isinstance(mask, BlockMask):
-        out = flex_attention(query, key, value, block_mask=mask, scale=scaling)
-    else:
-        if PAD_VALUES and mask is None:
-            value = F.pad(value, (0, query.shape[-1] - width))
-        out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scaling)
-    out = out[..., :width].transpose(1, 2).contiguous()
-    return F.dropout(out, DROPOUT, module.training), None
+@torch.no_grad()
+def initialise(modules: list[nn.Module]) -> None:
+    """Every branch starts as zero, every other matrix keeps the scale of its input.
 
-
-PAD_VALUES = False  # flash attention wants keys and values of one width; set by `pick_attention`
-AttentionInterface.register(ATTENTION, training_attention)
+    With transformers' own start (0.02 everywhere) the sum of ten branches drowns the embedding, and the trunk learns
+    more slowly than one layer would. It also leaves the router and the experts of a bare `MtpLayer` at zero, which no
+    gradient ever changes.
+    """
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)  # norms
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+            parameter.zero_()
+        elif name.endswith(("embed_tokens.weight", "mlp.gate.weight")):
+            parameter.normal_(0, 0.05 if "embed" in name else 0.02)
+        else:
+            parameter.normal_(0, 0.8 * parameter.shape[-1] ** -0.5)
 
 
 def build(config: DeepseekV3Config) -> tuple[DeepseekV3ForCausalLM, MtpLayer]:
     """The trunk and its MTP layer, freshly initialised, with the training overrides in place."""
     trunk = DeepseekV3ForCausalLM._from_config(config, attn_implementation=ATTENTION)
     mtp = MtpModel(trunk, 1).layers[0]
+    initialise([trunk, mtp])
     for module in [*trunk.modules(), *mtp.modules()]:
         if isinstance(module, DeepseekV3MoE):
             module.forward = dense_moe.__get__(module)
@@ -161,7 +160,11 @@ def chain_mask(length: int, depth: int, device: torch.device) -> Tensor | BlockM
 
 
 def mtp_chain(
-    trunk: DeepseekV3ForCausalLM, mtp: MtpLayer, hidden: Tensor, tokens: Tensor, masks: list[Tensor | BlockMask | None]
+    trunk: DeepseekV3ForCausalLM,
+    mtp: MtpLayer,
+    hidden: Tensor,
+    tokens: Tensor,
+    masks: list[Tensor | BlockMask | None],
 ) -> list[Tensor]:
     """Hidden states of each depth of the drafting chain; depth d (from 0) at i predicts token i + d + 2.
 

@@ -18,21 +18,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import DeepseekV3ForCausalLM
-from transformers.modeling_layers import MtpLayer
-
-import model as shipped
+from attention import pick_attention, set_attention
 from evaluate import CORPUS, DOMAINS, measure
 from export import export
 from model import CHAIN, balance, build, chain_mask, mtp_chain, shipped_config
+from plot import plot
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV3ForCausalLM
+    from transformers.modeling_layers import MtpLayer
 
 # Rows of a batch by source: the two domains that the model is shown with, and the test suite as a regulariser.
-ROWS = {"bible_train": 8, "python_train": 13, "tests_train": 11}
+ROWS = {"bible_train": 12, "python_train": 12, "tests_train": 8}
+DOCUMENT_STARTS = 0.3  # share of windows that begin with a document, as a prompt does
 MTP_WEIGHT = 0.1  # of each chained depth in phase 1
 JOINT_SHARE = 0.72  # of the time
 JOINT_RATE, DRAFT_RATE = 3e-3, 1.5e-3
@@ -50,6 +55,7 @@ class Run:
     length: int
     log: Path
     data: dict[str, Tensor] = field(default_factory=dict)
+    documents: dict[str, Tensor] = field(default_factory=dict)  # where they begin, by source
     started: float = field(default_factory=time.monotonic)
     step: int = 0
     tokens: int = 0
@@ -63,15 +69,31 @@ class Run:
 
     def windows(self, name: str, starts: Tensor) -> Tensor:
         """Token windows [rows, length + CHAIN + 1] of one source."""
-        return self.data[name][starts[:, None] + torch.arange(self.length + CHAIN + 1, device=self.device)].long()
+        return self.data[name][
+            starts[:, None] + torch.arange(self.length + CHAIN + 1, device=self.device)
+        ].long()
 
     def batch(self, scale: float) -> Tensor:
         parts = []
         for name, rows in ROWS.items():
-            last = len(self.data[name]) - self.length - CHAIN - 1
-            starts = torch.randint(last, (max(1, int(rows * scale)),), device=self.device)
-            parts.append(self.windows(name, starts))
+            shape = (max(1, int(rows * scale)),)
+            anywhere = torch.randint(self.last_start(name) + 1, shape, device=self.device)
+            documents = self.documents[name]
+            beginning = documents[torch.randint(len(documents), shape, device=self.device)]
+            chosen = torch.rand(shape, device=self.device) < DOCUMENT_STARTS
+            parts.append(self.windows(name, torch.where(chosen, beginning, anywhere)))
         return torch.cat(parts)
+
+    def last_start(self, name: str) -> int:
+        return len(self.data[name]) - self.length - CHAIN - 1
+
+    def load(self, folder: Path) -> None:
+        """Token arrays on the device, and where documents begin: after each end-of-text token, id 0."""
+        for file in sorted(folder.glob("*.npy")):
+            ids = torch.from_numpy(np.load(file).astype(np.int32)).to(self.device)
+            self.data[file.stem] = ids
+            starts = (ids == 0).nonzero()[:, 0] + 1
+            self.documents[file.stem] = starts[starts <= self.last_start(file.stem)]
 
     def rows(self, scale: float) -> int:
         return sum(max(1, int(rows * scale)) for rows in ROWS.values())
@@ -104,35 +126,6 @@ def agreement(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
 
 def compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=False) if device.type == "cuda" else function
-
-
-def pick_attention(run: Run, rows: int) -> None:
-    """Time the attention kernels on the trunk's own shape and keep the fastest: values are 16 wide, keys 80."""
-    cfg, backends = run.trunk.config, torch.backends.cuda
-    backends.enable_math_sdp(False)
-    times: dict[tuple[str, bool], float] = {}
-    for name, pad in (("flash", True), ("cudnn", True), ("cudnn", False), ("mem_efficient", False)):
-        for kernel in ("flash", "cudnn", "mem_efficient"):
-            getattr(backends, f"enable_{kernel}_sdp")(kernel == name)
-        widths = (cfg.qk_head_dim, cfg.qk_head_dim, cfg.qk_head_dim if pad else cfg.v_head_dim)
-        shape = (rows, run.length, cfg.num_attention_heads)
-        q, k, v = (
-            torch.randn(*shape, w, device=run.device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for w in widths
-        )
-        try:
-            for _ in range(4):
-                torch.cuda.synchronize()
-                begin = time.monotonic()
-                F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-                torch.cuda.synchronize()
-                times[name, pad] = (time.monotonic() - begin) * 1e3
-        except RuntimeError as error:
-            run.write(attention=name, padded=pad, error=str(error).splitlines()[0][:80])
-    name, pad = min(times, key=lambda key: times[key])
-    for kernel in ("flash", "cudnn", "mem_efficient"):
-        getattr(backends, f"enable_{kernel}_sdp")(kernel == name)
-    shipped.PAD_VALUES = pad
-    run.write(attention={f"{n}{'+pad' if p else ''}": round(t, 2) for (n, p), t in times.items()}, chosen=name)
 
 
 def schedule(progress: float, peak: float) -> float:
@@ -184,7 +177,9 @@ def joint_phase(run: Run, args: argparse.Namespace, until: float) -> None:
         with run.autocast():
             hidden = run.trunk.model(tokens[:, : run.length], use_cache=False).last_hidden_state
             states = [hidden, *mtp_chain(run.trunk, run.mtp, hidden, tokens, masks)]
-            losses = [loss_of(s, embedding, tokens[:, d + 1 : d + 1 + run.length]) for d, s in enumerate(states)]
+            losses = [
+                loss_of(s, embedding, tokens[:, d + 1 : d + 1 + run.length]) for d, s in enumerate(states)
+            ]
             total = losses[0] + MTP_WEIGHT * sum(losses[1:])
         train_step(run, total, optim, rate)
         run.tokens += tokens.shape[0] * run.length
@@ -199,17 +194,16 @@ def joint_phase(run: Run, args: argparse.Namespace, until: float) -> None:
 
 @torch.no_grad()
 def validate(run: Run, rows: int, loss_of: Callable[..., Tensor]) -> None:
-    """Held-out loss over windows spread evenly, in a batch shaped like a training batch."""
+    """Loss without dropout on seen and on held-out text, over windows spread evenly, in a training batch's shape."""
     run.trunk.eval()
     result = {}
-    for domain in DOMAINS:
-        name = f"{domain}_held"
-        last = len(run.data[name]) - run.length - CHAIN - 1
-        tokens = run.windows(name, torch.linspace(0, last, rows, device=run.device).long())
+    for name in (f"{domain}_{split}" for domain in DOMAINS for split in ("train", "held")):
+        starts = torch.linspace(0, run.last_start(name), rows, device=run.device).long()
+        tokens = run.windows(name, starts)
         with run.autocast():
             hidden = run.trunk.model(tokens[:, : run.length], use_cache=False).last_hidden_state
             loss = loss_of(hidden, run.trunk.model.embed_tokens.weight, tokens[:, 1 : run.length + 1])
-        result[f"{domain}_held_out_loss"] = float(loss)
+        result[name] = float(loss)
     run.trunk.train()
     run.write(phase="validation", tokens=run.tokens, **result)
 
@@ -234,7 +228,9 @@ def draft_phase(run: Run, args: argparse.Namespace, until: float) -> None:
             for depth, state in enumerate(mtp_chain(run.trunk, run.mtp, hidden, tokens, masks)):
                 # Depth d at i answers the trunk at i + d + 1, and is reached only if tokens i+1 .. i+d+1 were greedy.
                 weight = weight * agree.roll(-depth, 1)
-                reached = (0.1 + weight) * (torch.arange(run.length, device=run.device) < run.length - depth - 1)
+                reached = (0.1 + weight) * (
+                    torch.arange(run.length, device=run.device) < run.length - depth - 1
+                )
                 losses.append(loss_of(state, hidden.roll(-depth - 1, 1), embedding, reached))
             total = sum(losses)
         train_step(run, total, optim, rate)
@@ -244,42 +240,20 @@ def draft_phase(run: Run, args: argparse.Namespace, until: float) -> None:
             run.write(phase="draft", tokens=run.tokens, rate=rate, **values)
 
 
-def plot(log: Path, picture: Path) -> None:
-    """The loss curves of the log."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    entries = [json.loads(line) for line in log.read_text().splitlines()]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    joint = [e for e in entries if e.get("phase") == "joint"]
-    for name in ("loss", "draft1", "draft2", "draft3"):
-        left.plot([e["tokens"] / 1e6 for e in joint], [e[name] for e in joint], label=f"training {name}", lw=0.8)
-    held = [e for e in entries if e.get("phase") == "validation"]
-    for domain in DOMAINS:
-        name = f"{domain}_held_out_loss"
-        left.plot([e["tokens"] / 1e6 for e in held], [e[name] for e in held], "o-", ms=3, label=f"held out: {domain}")
-    left.set(title="1: trunk and MTP layer", xlabel="million tokens", ylabel="nats per token", ylim=(0, 6))
-    draft = [e for e in entries if e.get("phase") == "draft"]
-    for name in ("draft1", "draft2", "draft3"):
-        right.plot([e["tokens"] / 1e6 for e in draft], [e[name] for e in draft], label=name, lw=0.8)
-    right.set(title="2: MTP layer learns the trunk's choices", xlabel="million tokens", ylabel="soft + hard cross-entropy")
-    for axis in (left, right):
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=7.0, help="for the two phases, compiling included")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the log, the picture and the model")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the log, the picture and the model"
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens in a window")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the rows of a batch")
     parser.add_argument("--steps", type=int, help="stop each phase early, to try the script out")
-    parser.add_argument("--compile-seconds", type=float, default=60.0, help="set aside for compiling in phase 1")
+    parser.add_argument(
+        "--compile-seconds", type=float, default=60.0, help="set aside for compiling in phase 1"
+    )
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--validate-every", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -293,8 +267,7 @@ def prepare(args: argparse.Namespace) -> Run:
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = {file.stem: np.load(file) for file in sorted(CORPUS.glob("*.npy"))}
-    config = shipped_config(vocab_size=json.loads((CORPUS / "tokenizer.json").read_text())["model"]["vocab"].__len__())
+    config = shipped_config(Tokenizer.from_file(str(CORPUS / "tokenizer.json")).get_vocab_size())
     if args.tiny:
         config.num_hidden_layers = 2
     trunk, mtp = build(config)
@@ -302,9 +275,9 @@ def prepare(args: argparse.Namespace) -> Run:
     log = args.out / "training_log.jsonl"
     log.unlink(missing_ok=True)
     run = Run(trunk.to(device).train(), mtp.to(device).train(), device, args.length, log)
-    run.data = {name: torch.from_numpy(ids.astype(np.int32)).to(device) for name, ids in data.items()}
+    run.load(CORPUS)
     if device.type == "cuda":
-        pick_attention(run, run.rows(args.scale))
+        pick_attention(config, run.rows(args.scale), run.length, run.write)
         for layer in [*trunk.model.layers, mtp]:
             layer.compile(dynamic=False, fullgraph=True)
     return run
@@ -317,8 +290,7 @@ def main() -> None:
     draft_phase(run, args, run.started + 60 * args.minutes)
     export(run.trunk, run.mtp, CORPUS / "tokenizer.json", args.out / "model")
     torch.set_float32_matmul_precision("highest")
-    for kernel in ("flash", "cudnn", "mem_efficient", "math"):  # `pick_attention` had left one of them
-        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
+    set_attention("flash", "cudnn", "mem_efficient", "math")
     report = measure(args.out / "model", run.device.type)
     run.write(phase="result", tokens=run.tokens, **report)
     plot(run.log, args.out / "loss_curve.png")

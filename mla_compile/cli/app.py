@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from mla_compile.cli.demo import demo
 from mla_compile.cli.environment import env
 from mla_compile.cli.generate import generate
+from mla_compile.cli.inspect import inspect
 from mla_compile.errors import MLAError
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.
@@ -48,7 +49,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback is a bug of ours: the plain one is what a report needs
 )
-for command in (generate, env, demo):
+for command in (generate, inspect, env, demo):
     app.command()(command)
 
 

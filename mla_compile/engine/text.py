@@ -23,6 +23,8 @@ DEFAULT_DRAFTS = 3
 """Tokens drafted per step where the checkpoint has an MTP layer and nobody said how many."""
 MAX_ROWS = 8
 """Prompts that decode at once, unless there are fewer."""
+MIN_LENGTH = 512
+"""Tokens that a row has room for at least."""
 
 Prompt = str | Sequence[int]
 
@@ -138,21 +140,28 @@ def fitting_engine(
     max_new_tokens: int = 128,
     compile: bool = True,
 ) -> Engine:
-    """An engine just large enough to complete these prompts.
+    """An engine large enough to complete these prompts, and no larger than it must be.
+
+    Sizes are powers of two, since a step is compiled for them: other prompts then find it in Inductor's cache.
 
     num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer, else none.
     """
     model = checkpoint.model
     if num_speculative_tokens is None:
         num_speculative_tokens = DEFAULT_DRAFTS if model.mtp is not None else 0
-    longest = max(map(len, prompts), default=1)
+    longest = max(map(len, prompts), default=1) + max(1, max_new_tokens)
     return Engine(
         model,
         num_speculative_tokens=num_speculative_tokens,
-        max_rows=max(1, min(MAX_ROWS, len(prompts))),
-        max_model_len=min(longest + max(1, max_new_tokens), model.config.max_position_embeddings),
+        max_rows=min(MAX_ROWS, _power_of_two(len(prompts))),
+        max_model_len=min(max(MIN_LENGTH, _power_of_two(longest)), model.config.max_position_embeddings),
         compile=compile,
     )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def warm_up(engine: Engine, sampling: SamplingParams, stop_ids: Sequence[int]) -> float:

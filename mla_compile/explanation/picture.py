@@ -87,15 +87,15 @@ def _panel(canvas: Canvas, top: float, group: Group) -> None:
 
 def _before(canvas: Canvas, top: float, layer: Layer) -> None:
     x, width = BEFORE
-    middle = x + width / 2
+    line = x + 40
     canvas.box(x, top + TOKENS, width, 52, "shared", f"{layer.tokens} tokens", "q_nope, q_pe, kv_c, k_pe")
-    canvas.arrow(middle, top + TOKENS + 52, middle, top + FIRST)
-    canvas.labels(middle + 9, top + TOKENS + 78, f"q_nope {layer.q_nope}", f"kv_c {layer.kv_c}")
+    canvas.arrow(line, top + TOKENS + 52, line, top + FIRST)
+    canvas.labels(line + 9, top + TOKENS + 78, f"q_nope {layer.q_nope}", f"kv_c {layer.kv_c}")
     height = LAST + 54 - FIRST
     lines = "one opaque op in the model", "writes and reads kv_cache"
     canvas.box(x, top + FIRST, width, height, "opaque", "mla_attention", *lines)
-    canvas.arrow(middle, top + LAST + 54, middle, top + JOIN)
-    canvas.labels(middle + 9, top + LAST + 76, layer.out)
+    canvas.arrow(line, top + LAST + 54, line, top + JOIN)
+    canvas.labels(line + 9, top + LAST + 76, layer.out)
     canvas.box(x, top + JOIN, width, 60, "shared", "the rest of the layer", "o_proj, MLP or MoE")
     # From the op to its segments.
     arrow_y = top + (FIRST + LAST + 54) / 2
@@ -166,7 +166,7 @@ def _decode(canvas: Canvas, top: float, layer: Layer) -> None:
         y += 38
     canvas.arrow(side, y, side, top + ATTEND)
     canvas.arrow(line, y, line, top + FIRST)
-    canvas.labels(side + 9, top + FIRST - 14, f"q_pe {decode.q_pe}")
+    canvas.labels(side + 9, top + FIRST - (14 if decode.is_reduced else 40), f"q_pe {decode.q_pe}")
     canvas.labels(line + 9, top + FIRST - 14, f"q_nope {decode.q_nope}")
     canvas.box(x + 46, top + FIRST, width - 46, 54, "decode", "absorb", f"@ w_uk {layer.w_uk}")
     canvas.arrow(line, top + FIRST + 54, line, top + ATTEND)

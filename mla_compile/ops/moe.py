@@ -12,6 +12,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mla_compile.errors import MLAError
 from mla_compile.ops.library import define_op
 
+# Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
+# 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core from equal (float32) to half (bfloat16).
+_SMALL = 2**22
+
 
 def _validate(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
     """Ranks, sizes and dtypes only, so that it holds for fake tensors too."""
@@ -92,7 +96,8 @@ def moe_experts_op(
 ) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
-    run = _grouped if _has_grouped_mm(x, w_down.shape[2]) else _dense
+    small = x.shape[0] * w_gate_up.numel() < _SMALL
+    run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
     pairs = run(x, topk_ids, w_gate_up, w_down)
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
     return (pairs * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

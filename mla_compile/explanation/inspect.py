@@ -1,0 +1,91 @@
+"""Explain a whole language model on a batch of the usual kind; nothing of it runs."""
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch, decode_segment, prefill_segment
+from mla_compile.errors import MLAError
+from mla_compile.explanation.explain import Explanation, explain
+from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+
+PAGE_SIZE = 16
+NUM_CACHED = 96
+"""Tokens that each decode row is taken to hold already."""
+
+
+def inspect_forward(
+    model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows: int = 4, prefill_tokens: int = 48
+) -> Explanation:
+    """One forward of a mixed batch up to the logits that are needed: all of a decode row's, a prompt's last.
+
+    Args:
+        model: any model; it gets a small cache of its own.
+        num_speculative_tokens: k >= 0; each decode row has k + 1 query tokens.
+        rows: decode rows, >= 0.
+        prefill_tokens: tokens of one prompt chunk, >= 0; 0 for none.
+
+    Raises:
+        MLAError: a negative number, or no token at all.
+    """
+    _check(num_speculative_tokens, rows, prefill_tokens)
+    q_len = num_speculative_tokens + 1
+    pages = -(-max(NUM_CACHED + q_len, prefill_tokens) // PAGE_SIZE)
+    chunks = int(prefill_tokens > 0)
+    model.allocate_cache(1 + (rows + chunks) * pages, PAGE_SIZE)
+    table = 1 + torch.arange((rows + chunks) * pages, dtype=torch.int32).view(-1, pages)
+    decode = prefill = None
+    positions = []
+    if rows:
+        cached = torch.full((rows,), NUM_CACHED, dtype=torch.int32)
+        decode, where = decode_segment(cached, table[:rows].clone(), q_len=q_len, page_size=PAGE_SIZE)
+        positions.append(where)
+    if chunks:
+        prefill, where = prefill_segment([prefill_tokens], [0], table[rows:].clone(), page_size=PAGE_SIZE)
+        positions.append(where)
+    tokens = torch.cat(positions)
+    needed = torch.arange(len(tokens))
+    needed = torch.cat([needed[: rows * q_len], needed[-1:]]) if chunks else needed
+    batch = MLABatch(decode, prefill)
+    return explain(_NeededLogits(model), torch.zeros_like(tokens), tokens, batch, needed)
+
+
+def inspect_step(model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows: int = 4) -> Explanation:
+    """The whole MTP iteration that generation compiles: verify, accept, draft.
+
+    Args:
+        model: with an MTP layer where `num_speculative_tokens` is above 0; it gets a small cache of its own.
+        num_speculative_tokens: k >= 0.
+        rows: sequences, >= 1.
+
+    Raises:
+        MLAError: a number out of range, or drafts of a model without an MTP layer.
+    """
+    _check(num_speculative_tokens, rows, 0)
+    pages = -(-(NUM_CACHED + 2 * num_speculative_tokens + 1) // PAGE_SIZE)
+    model.allocate_cache(1 + rows * pages, PAGE_SIZE)
+    decoder = SpeculativeDecoder(model, num_speculative_tokens, page_size=PAGE_SIZE)
+    return explain(decoder, DecodeState.allocate(rows, num_speculative_tokens, max_pages=pages))
+
+
+def _check(num_speculative_tokens: int, rows: int, prefill_tokens: int) -> None:
+    named = {
+        "num_speculative_tokens": num_speculative_tokens,
+        "rows": rows,
+        "prefill_tokens": prefill_tokens,
+    }
+    for name, value in named.items():
+        if value < 0:
+            raise MLAError(name, "an integer >= 0", value)
+    if rows + prefill_tokens == 0:
+        raise MLAError("rows, prefill_tokens", "a batch of at least one token", "0 and 0")
+
+
+class _NeededLogits(nn.Module):
+    def __init__(self, model: MLAForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch, needed: Tensor) -> Tensor:
+        hidden = self.model(token_ids, positions, batch)
+        return self.model.logits(torch.index_select(hidden, 0, needed))

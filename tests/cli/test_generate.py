@@ -1,0 +1,154 @@
+"""`mla-compile generate`: the contract that scripts rely on."""
+
+import json
+
+import pytest
+
+from mla_compile.cli import generate as command
+from mla_compile.engine import Engine
+
+HELLO = {"prompt": "hello"}
+HELLO_IDS = {"prompt_token_ids": [71, 68, 75, 75, 78]}
+MIXED = [{"prompt": "to be, or not to be"}, HELLO_IDS, {"prompt": "é"}]
+
+
+def set_end_ids(checkpoint, file, ids):
+    path = checkpoint / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ids}))
+
+
+def test_an_output_line_has_these_keys_and_types(complete):
+    (line,) = complete([HELLO])
+    assert list(line) == ["token_ids", "text", "finish_reason", "acceptance_length"]
+    assert len(line["token_ids"]) == 12 and all(isinstance(token, int) for token in line["token_ids"])
+    assert isinstance(line["text"], str)
+    assert line["finish_reason"] == "length"
+    assert 1 <= line["acceptance_length"] <= 4
+
+
+def test_output_lines_come_in_the_order_of_more_prompts_than_decode_at_once(complete):
+    prompts = [{"prompt": "to be, or not"[:n]} for n in range(1, 12)]
+    together = complete(prompts)
+    assert together == [complete([prompt])[0] for prompt in prompts]
+    assert len({str(line["token_ids"]) for line in together}) > 1
+
+
+def test_text_and_its_token_ids_give_the_same_completion(complete):
+    text, ids = complete([HELLO, HELLO_IDS])
+    assert text == ids
+
+
+def test_without_output_the_lines_go_to_stdout(complete, generate, tmp_path):
+    lines = complete(MIXED)
+    result = generate("--input", tmp_path / "prompts.jsonl")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == lines
+
+
+def test_a_prompt_is_streamed_to_stdout(complete, generate):
+    (line,) = complete([HELLO])
+    result = generate("--prompt", "hello")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, line["text"] + "\n", "")
+
+
+def test_a_prompt_can_have_an_output_file_too(complete, generate, tmp_path):
+    (line,) = complete([HELLO])
+    result = generate("--prompt", "hello", "--output", tmp_path / "one.jsonl")
+    assert result.stdout == line["text"] + "\n"
+    assert json.loads((tmp_path / "one.jsonl").read_text()) == line
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_completion_ends_with_the_checkpoints_end_of_sequence_token(complete, copy, file, listed):
+    (before,) = complete([HELLO])
+    end = before["token_ids"][5]
+    if file == "config.json":
+        (copy / "generation_config.json").unlink()
+    set_end_ids(copy, file, [255, end] if listed else end)
+    (line,) = complete([HELLO], "--model", copy)
+    assert line["token_ids"] == before["token_ids"][: before["token_ids"].index(end) + 1]
+    assert line["finish_reason"] == "stop"
+
+
+def test_without_a_tokenizer_token_ids_still_work_and_text_is_null(complete, checkpoint, without_tokenizer):
+    (line,) = complete([HELLO_IDS], "--model", without_tokenizer)
+    assert line["text"] is None
+    assert line["token_ids"] == complete([HELLO_IDS], "--model", checkpoint)[0]["token_ids"]
+
+
+def test_the_tokens_are_the_same_whatever_the_number_of_drafts(complete):
+    plain = complete(MIXED, "--num-speculative-tokens", 0)
+    assert [line["acceptance_length"] for line in plain] == [1.0] * 3
+    for k in (1, 3, 5):
+        drafted = complete(MIXED, "--num-speculative-tokens", k)
+        assert [line["token_ids"] for line in drafted] == [line["token_ids"] for line in plain]
+
+
+def test_one_token_takes_no_step_and_has_no_acceptance_length(complete):
+    (line,) = complete([HELLO], "--max-new-tokens", 1)
+    assert len(line["token_ids"]) == 1 and line["acceptance_length"] is None
+
+
+def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer(generate, without_mtp, monkeypatch):
+    drafts = []
+    monkeypatch.setattr(Engine, "__init__", spy := spy_on_k(Engine.__init__, drafts))
+    assert spy is Engine.__init__
+    assert generate("--prompt", "hello").exit_code == 0
+    assert generate("--prompt", "hello", "--model", without_mtp).exit_code == 0
+    assert drafts == [3, 0]
+
+
+def spy_on_k(init, drafts):
+    def spied(self, model, **settings):
+        drafts.append(settings["num_speculative_tokens"])
+        init(self, model, **settings)
+
+    return spied
+
+
+def test_drafts_without_an_mtp_layer_are_an_error(generate, without_mtp):
+    result = generate("--prompt", "hello", "--model", without_mtp, "--num-speculative-tokens", 2)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "num_speculative_tokens: expected 0 for a model without MTP layers, got 2" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_temperature_samples_and_the_seed_decides_what(complete):
+    sample = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95)
+    first, again, other = (complete(MIXED, *sample, "--seed", seed) for seed in (7, 7, 8))
+    assert first == again
+    assert [line["token_ids"] for line in first] != [line["token_ids"] for line in other]
+    plain = complete(MIXED, *sample, "--seed", 7, "--num-speculative-tokens", 0)
+    assert [line["token_ids"] for line in plain] == [line["token_ids"] for line in first]
+
+
+def test_without_a_temperature_it_is_greedy(complete):
+    greedy = complete(MIXED)
+    assert complete(MIXED, "--seed", 3, "--top-k", 5) == greedy
+    assert complete(MIXED, "--temperature", 0.7, "--top-k", 1) == greedy
+
+
+def test_bfloat16_is_another_dtype(complete):
+    (line,) = complete([HELLO], "--dtype", "bfloat16", "--device", "cpu")
+    assert len(line["token_ids"]) == 12
+
+
+def test_a_completion_ends_where_the_models_positions_end(complete):
+    (line,) = complete([{"prompt": "x" * 250}], "--max-new-tokens", 100)
+    assert len(line["token_ids"]) == 6  # of 256 positions
+    assert line["finish_reason"] == "length"
+
+
+def test_the_compiled_step_gives_the_tokens_of_the_eager_one(complete):
+    drafts = ("--num-speculative-tokens", 1)
+    eager = complete(MIXED, *drafts)
+    assert complete(MIXED, *drafts, "--compile") == eager
+
+
+def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
+    expected = generate("--prompt", "hello").stdout
+    monkeypatch.setattr("mla_compile.cli.machine.cpp_compiler", lambda: None)
+    result = generate("--prompt", "hello", "--compile")
+    assert (result.exit_code, result.stdout) == (0, expected)
+    assert "no C++ compiler found: install one" in result.stderr
+    assert result.stderr.count("\n") == 1

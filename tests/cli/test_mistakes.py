@@ -1,0 +1,152 @@
+"""A user's mistake is one line on stderr and exit code 2, and costs no file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mla_compile.engine import Engine
+
+GOOD = '{"prompt": "hello"}'
+MALFORMED = {
+    "not json": "expected a JSON object",
+    '{"prompt": "a"': "expected a JSON object",
+    "[" * 100_000: "expected a JSON object",
+    "": "got an empty line",
+    "[1, 2]": "expected one of",
+    '"hello"': "expected one of",
+    "{}": "expected one of",
+    '{"prompt": "a", "prompt_token_ids": [1]}': "expected one of",
+    '{"prompt": "a", "max_tokens": 3}': "expected one of",
+    '{"prompt": 5}': "expected valid Unicode text",
+    '{"prompt": "\\ud800"}': "expected valid Unicode text",
+    '{"prompt": ""}': "an empty prompt",
+    '{"prompt_token_ids": []}': "an empty prompt",
+    '{"prompt_token_ids": "12"}': "expected a list of integers",
+    '{"prompt_token_ids": [1, true]}': "expected a list of integers",
+    '{"prompt_token_ids": [1.0]}': "expected a list of integers",
+    '{"prompt_token_ids": [257]}': "expected token ids in [0, 257), got 257",
+    '{"prompt_token_ids": [-1]}': "expected token ids in [0, 257), got -1",
+    json.dumps({"prompt": "x" * 256}): "fewer tokens than the model's max_position_embeddings = 256, got 256",
+}
+
+
+def assert_one_line(result, *parts):
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("mla-compile: ") and result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:40])
+def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monkeypatch, line):
+    monkeypatch.delattr(Engine, "stream")
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
+    output.write_text("what was there before")
+    result = generate("--input", file, "--output", output)
+    assert_one_line(result, f"{file}, line 2", MALFORMED[line])
+    assert output.read_text() == "what was there before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "expected one of them, got neither"),
+        (["--prompt", "a", "--input", "b"], "expected one of them, got both"),
+        (["--prompt", ""], "--prompt: expected at least one token"),
+        (["--prompt", "\udc80"], "expected valid Unicode text"),
+        (["--prompt", "x" * 300], "max_position_embeddings = 256, got 300"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "'--max-new-tokens'"),
+        (["--prompt", "a", "--max-new-tokens", "many"], "'--max-new-tokens'"),
+        (["--prompt", "a", "--num-speculative-tokens", "-1"], "'--num-speculative-tokens'"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature: expected"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature: expected"),
+        (["--prompt", "a", "--top-p", "0"], "top_p: expected"),
+        (["--prompt", "a", "--top-k", "-2"], "top_k: expected"),
+        (["--prompt", "a", "--seed", "-1"], "seed: expected"),
+        (["--prompt", "a", "--dtype", "int4"], "'--dtype'"),
+        (["--prompt", "a", "--device", "cuda:9"], "--device: expected a device of this machine"),
+        (["--prompt", "a", "--device", "toaster"], "--device: expected cpu, cuda or cuda:N"),
+        (["--prompt", "a", "--device", "meta"], "--device: expected cpu, cuda or cuda:N"),
+        (["--prompt", "a", "--model", "no/such/directory"], "no such directory"),
+        (["--prompt", "a", "--frobnicate"], "No such option"),
+        (["--prompt"], "requires an argument"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_bad_flag_is_named(generate, args, message):
+    assert_one_line(generate(*args), message)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), [([], "Missing command"), (["frobnicate"], "frobnicate"), (["--frobnicate"], "--frobnicate")]
+)
+def test_an_unknown_command_is_named(run, args, message):
+    assert_one_line(run(*args), message)
+
+
+def test_an_input_file_that_cannot_be_read_is_named(generate, tmp_path):
+    assert_one_line(generate("--input", tmp_path / "none.jsonl"), "none.jsonl", "No such file")
+    assert_one_line(generate("--input", tmp_path), "expected a readable file")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    assert_one_line(generate("--input", tmp_path / "latin.jsonl"), "latin.jsonl", "UTF-8")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert_one_line(generate("--input", tmp_path / "empty.jsonl"), "at least one line")
+
+
+def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(generate, tmp_path, monkeypatch):
+    monkeypatch.delattr(Engine, "stream")
+    for output in (tmp_path, tmp_path / "none" / "out.jsonl", "/dev/null"):
+        assert_one_line(generate("--prompt", "a", "--output", output), f"--output {output}")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(GOOD)
+    assert_one_line(generate("--input", prompts, "--output", prompts), "another file than --input")
+    assert prompts.read_text() == GOOD
+
+
+def test_text_without_a_tokenizer_is_named(generate, without_tokenizer):
+    result = generate("--prompt", "a", "--model", without_tokenizer)
+    assert_one_line(result, "--prompt: expected token ids, as the checkpoint has no tokenizer")
+
+
+def test_a_bad_end_of_sequence_id_is_named(generate, copy):
+    (copy / "generation_config.json").write_text('{"eos_token_id": "stop"}')
+    assert_one_line(generate("--prompt", "a", "--model", copy), "eos_token_id: expected an integer")
+    (copy / "generation_config.json").write_text("{")
+    assert_one_line(generate("--prompt", "a", "--model", copy), "generation_config.json: expected a readable JSON")
+
+
+def test_ctrl_c_ends_it_with_130_and_keeps_the_output_file(generate, tmp_path, monkeypatch):
+    def interrupted(self, *args, **settings):
+        yield []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "_waves", interrupted)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(GOOD)
+    output.write_text("what was there before")
+    result = generate("--input", prompts, "--output", output)
+    assert (result.exit_code, result.stderr) == (130, "mla-compile: interrupted\n")
+    assert output.read_text() == "what was there before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "prompts.jsonl"]
+
+
+def test_output_goes_through_a_link_to_the_file_behind_it(generate, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "file.jsonl")
+    assert generate("--prompt", "a", "--output", tmp_path / "link.jsonl").exit_code == 0
+    assert (tmp_path / "link.jsonl").is_symlink() and (tmp_path / "file.jsonl").is_file()
+
+
+def test_the_installed_command_reports_a_mistake_the_same_way():
+    code = "from mla_compile.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", "--prompt", "a", "--seed", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--seed" in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,163 @@
+"""What is wrong with a checkpoint is said in one named error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mla_compile import MLAError
+from mla_compile.models import load_model
+from tests.models.small import add_shard
+
+MTP = "model.layers.3."  # the trunk has layers 0 to 2
+
+
+def edit_config(path: Path, **changes) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_mtp_shard(path: Path, change) -> None:
+    """Apply `change` to the tensors of the MTP layer's file; the index keeps naming them all."""
+    tensors = load_file(path / "mtp.safetensors")
+    change(tensors)
+    save_file(tensors, path / "mtp.safetensors")
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed_in_one_error(copy):
+    def spoil(tensors):
+        del tensors[MTP + "eh_proj.weight"], tensors[MTP + "mlp.experts.3.up_proj.weight"]
+        tensors[MTP + "mlp.experts.8.up_proj.weight"] = torch.zeros(2)
+        tensors[MTP + "enorm.weight"] = torch.zeros(7)
+        tensors[MTP + "shared_head.head.weight"] = torch.zeros(96, 48)
+
+    edit_mtp_shard(copy, spoil)
+    with pytest.raises(MLAError) as caught:
+        load_model(copy)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"2 missing: {MTP}eh_proj.weight [48, 96], {MTP}mlp.experts.3.up_proj.weight [24, 48]" in message
+    assert f"1 extra: {MTP}mlp.experts.8.up_proj.weight F32 [2]" in message
+    assert f"2 misshapen: {MTP}enorm.weight (float [48] expected, F32 [7] found)" in message
+    assert f"{MTP}shared_head.head.weight (float [97, 48] expected, F32 [96, 48] found)" in message
+
+
+def test_a_long_list_of_missing_tensors_is_cut(copy):
+    edit_mtp_shard(copy, lambda tensors: [tensors.pop(name) for name in list(tensors) if "experts" in name])
+    with pytest.raises(MLAError, match=r"27 missing: (model\S+ \[\d+, \d+\], ){8}and 19 more$"):
+        load_model(copy)
+
+
+def test_an_integer_tensor_is_no_weight(copy):
+    edit_mtp_shard(copy, lambda t: t.update({MTP + "enorm.weight": torch.zeros(48, dtype=torch.int8)}))
+    with pytest.raises(
+        MLAError, match=r"1 misshapen: .*enorm.weight \(float \[48\] expected, I8 \[48\] found\)"
+    ):
+        load_model(copy)
+
+
+def test_two_mtp_layers_are_refused_unless_left_out(copy):
+    add_shard(copy, "second.safetensors", {"model.layers.4.enorm.weight": torch.zeros(48)})
+    with pytest.raises(MLAError, match="expected at most one MTP layer, got 2: layers 3 to 4"):
+        load_model(copy)
+    assert load_model(copy, mtp=False).mtp is None
+
+
+def no_directory(path: Path) -> str:
+    shutil.rmtree(path)
+    return "config.json: expected a checkpoint's config, got no such directory"
+
+
+def no_config(path: Path) -> str:
+    (path / "config.json").unlink()
+    return "config.json: expected a checkpoint's config, got none"
+
+
+def broken_config(path: Path) -> str:
+    (path / "config.json").write_text('{"model_type": ')
+    return "config.json: expected readable JSON"
+
+
+def binary_config(path: Path) -> str:
+    (path / "config.json").write_bytes(b"\xff\xfe\x00")
+    return "config.json: expected readable JSON"
+
+
+def config_of_another_model(path: Path) -> str:
+    edit_config(path, model_type="llama")
+    return "config.json: expected a model_type of deepseek_v2, deepseek_v3, glm4_moe_lite, got llama"
+
+
+def config_with_a_text_for_a_number(path: Path) -> str:
+    edit_config(path, hidden_size="wide")
+    return "config.json: expected values that transformers accepts"
+
+
+def config_is_a_list(path: Path) -> str:
+    (path / "config.json").write_text("[]")
+    return "config.json: expected a model_type"
+
+
+def no_weights(path: Path) -> str:
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    return "expected at least one .safetensors file, got none"
+
+
+def missing_shard(path: Path) -> str:
+    (path / "mtp.safetensors").unlink()
+    return "mtp.safetensors: expected the file that model.safetensors.index.json names, got none"
+
+
+def truncated_shard(path: Path) -> str:
+    content = (path / "mtp.safetensors").read_bytes()
+    (path / "mtp.safetensors").write_bytes(content[: len(content) // 2])
+    return "mtp.safetensors: expected a readable safetensors file"
+
+
+def empty_shard(path: Path) -> str:
+    (path / "mtp.safetensors").write_bytes(b"")
+    return "mtp.safetensors: expected a readable safetensors file"
+
+
+def broken_index(path: Path) -> str:
+    (path / "model.safetensors.index.json").write_text("{}")
+    return "model.safetensors.index.json: expected JSON with a weight_map"
+
+
+def tensor_in_two_files(path: Path) -> str:
+    add_shard(path, "again.safetensors", {"model.norm.weight": torch.zeros(48)})
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["x"] = index["weight_map"]["lm_head.weight"]
+    return "expected each tensor in one file, got a second model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        no_directory,
+        no_config,
+        broken_config,
+        binary_config,
+        config_of_another_model,
+        config_with_a_text_for_a_number,
+        config_is_a_list,
+        no_weights,
+        missing_shard,
+        truncated_shard,
+        empty_shard,
+        broken_index,
+        tensor_in_two_files,
+    ],
+)
+def test_an_unreadable_checkpoint_is_one_named_error(spoil, copy):
+    expected = spoil(copy)
+    with pytest.raises(MLAError) as caught:
+        load_model(copy)
+    message = str(caught.value)
+    assert expected in message
+    assert str(copy) in message
+    assert "\n" not in message
