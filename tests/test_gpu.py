@@ -1,0 +1,59 @@
+"""On a CUDA device: the ops, and the step as a captured graph."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_compile import MLABatch, SamplingParams, mla_attention
+from mla_compile.engine import Engine
+from mla_compile.ops.reference import mla_attention_reference
+from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
+from tests.cases import Case, make_case, relative_error
+from tests.models_for_tests import poison_caches, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+def on_cuda(case: Case) -> tuple:
+    def move(segment):
+        if segment is None:
+            return None
+        tensors = {k: v.cuda() for k, v in vars(segment).items() if torch.is_tensor(v) and k != "host_lens"}
+        return replace(segment, **tensors)
+
+    batch = MLABatch(move(case.batch.decode), move(case.batch.prefill))
+    return (*(x.cuda() for x in case.args()[:7]), batch, case.softmax_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_mixed_batch_on_poisoned_pages_equals_the_definition(dtype: torch.dtype) -> None:
+    case = make_case([5, 3, 8], [(5, 3), (2, 0)], q_len=4, q_lens=[4, 0, 2], dtype=dtype)
+    expected = mla_attention_reference(*case.clone().args())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    assert relative_error(mla_attention(*on_cuda(case)).cpu(), expected) < tolerance
+
+
+def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> list[list[int]]:
+    prompts = [[(7 * row + i) % 40 for i in range(1 + 3 * row)] for row in range(rows)]
+    sampling = [replace(params, seed=params.seed + row) for row in range(rows)]
+    out = engine.generate(prompts, max_new_tokens=tokens, sampling=sampling)
+    return [c.token_ids for c in out]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str)
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, params: SamplingParams) -> None:
+    """Large -> small -> large buckets, padded ones, with NaN in every page, page 0 included, before each batch."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4}
+    captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **settings)
+    plain = Engine(tiny_model(torch.float64).cuda(), compile=False, **settings)
+    for rows in (8, 1, 3, 8):
+        poison_caches(captured.model)
+        assert generate(captured, rows, params, 200) == generate(plain, rows, params, 200), f"{rows} rows"
+    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
+    recorded = recorded_cuda_graphs(torch.cuda.current_device())
+    assert len(recorded) >= 3
+    assert all(not name.startswith(("arg", "state", "l_")) for names in recorded for name in names), recorded
