@@ -19,8 +19,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mla_compile.engine import Engine
-from mla_compile.models import load_model
 from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.models import load_model
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 
@@ -67,7 +67,9 @@ def iteration_times(step: Any, state: DecodeState, iterations: int = 60) -> dict
     return {"wall_us": wall * 1e6, "kernel_us": kernels, "launch_us": statistics.median(launch) * 1e6}
 
 
-def measure(k: int, dtype: torch.dtype, expected: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+def measure(
+    k: int, dtype: torch.dtype, expected: list[list[int]] | None
+) -> tuple[dict[str, Any], list[list[int]]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = load_model(SHIPPED_MODEL, dtype=dtype, device="cuda")
@@ -102,7 +104,9 @@ def measure(k: int, dtype: torch.dtype, expected: list[list[int]] | None) -> tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--k", type=int, nargs="*", default=[0, 1, 3, 5])
     args = parser.parse_args()
@@ -119,7 +123,9 @@ def main() -> None:
     rows.append(row)
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     if args.output:
-        args.output.write_text(json.dumps({"machine": machine, "tokens": TOKENS, "rows": rows}, indent=1) + "\n")
+        args.output.write_text(
+            json.dumps({"machine": machine, "tokens": TOKENS, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

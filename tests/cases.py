@@ -73,10 +73,15 @@ def make_case(
         valid = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
         rows = len(decode)
         num_cached = torch.tensor(decode, dtype=torch.int32)
-        d, _ = decode_segment(num_cached, table[:rows].clone(), q_len=q_len, page_size=page_size, q_lens=valid)
+        d, _ = decode_segment(
+            num_cached, table[:rows].clone(), q_len=q_len, page_size=page_size, q_lens=valid
+        )
     if prefill:
         p, _ = prefill_segment(
-            [c for c, _ in prefill], [n for _, n in prefill], table[len(decode) :].clone(), page_size=page_size
+            [c for c, _ in prefill],
+            [n for _, n in prefill],
+            table[len(decode) :].clone(),
+            page_size=page_size,
         )
     tokens = len(decode) * q_len + sum(c for c, _ in prefill)
     return Case(
@@ -93,4 +98,6 @@ def make_case(
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Largest difference over the largest expected magnitude; NaN where either holds one."""
-    return float((got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
+    return float(
+        (got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)
+    )

@@ -41,7 +41,9 @@ def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> 
     return [c.token_ids for c in out]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str
+)
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, params: SamplingParams) -> None:
     """Large -> small -> large buckets, padded ones, with NaN in every page, page 0 included, before each batch."""

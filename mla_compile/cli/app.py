@@ -28,17 +28,17 @@ class OneLineErrors(TyperGroup):
         try:
             sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
         except _UsageError as error:
-            _fail(f"{error.format_message()} (see --help)", 2)  # type: ignore[attr-defined]
+            _fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
         except MLAError as error:
-            _fail(str(error), 2)
+            _fail(str(error))
         except (KeyboardInterrupt, typer.Abort):
-            _fail("interrupted", 130)
+            sys.exit(130)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str) -> None:
     line = " ".join(message.split())
     typer.echo(f"mla-compile: {line}", err=True)
-    sys.exit(code)
+    sys.exit(2)
 
 
 app = typer.Typer(

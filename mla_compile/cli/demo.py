@@ -88,17 +88,17 @@ def _run(
         with progress("compiling the step", console):
             run.compiling = warm_up(engine, GREEDY, checkpoint.stop_ids)
     for text, prompt in zip(PROMPTS, prompts):
-        console.out(text, style="bold cyan", highlight=False, end="")
+        typer.secho(text, nl=False, bold=True)
         stream, start = TextStream(checkpoint.tokenizer), 0.0
         for (completion,) in engine.stream(
             [prompt], max_new_tokens=max_new_tokens, stop_ids=checkpoint.stop_ids
         ):
             start = start or time.perf_counter()
-            console.out(stream.feed(completion), highlight=False, end="")
+            typer.echo(stream.feed(completion), nl=False)
         run.decoding += time.perf_counter() - start
         run.num_steps += completion.num_steps
         run.token_ids.append(completion.token_ids)
-        console.out("\n")
+        typer.echo("\n")
     return run
 
 

@@ -1,5 +1,6 @@
 """`mla-compile generate`: complete prompts with a checkpoint."""
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -139,11 +140,11 @@ def _on_terminal(what: str) -> AbstractContextManager[None]:
 def _show(prompt: str, updates: Iterable[list[Completion]], checkpoint: Checkpoint) -> list[Completion]:
     """Print the text of the only completion while it grows; a terminal shows the prompt before it."""
     assert checkpoint.tokenizer is not None  # or the prompt could not have been encoded
-    console, stream = Console(), TextStream(checkpoint.tokenizer)
-    if console.is_terminal:
-        console.out(prompt, style="dim", highlight=False, end="")
+    stream = TextStream(checkpoint.tokenizer)
+    if sys.stdout.isatty():
+        typer.secho(prompt, nl=False, dim=True)
     completions: list[Completion] = []
     for completions in updates:
-        console.out(stream.feed(completions[0]), highlight=False, end="")
-    console.out()
+        typer.echo(stream.feed(completions[0]), nl=False)
+    typer.echo()
     return completions

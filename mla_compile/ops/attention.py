@@ -60,8 +60,7 @@ def lower_mla_attention(
     Only `is None`, shapes and torch functions are used, so the arguments may be graph proxies. Both split sizes
     come from metadata shapes: slicing at a symbolic bound would make unbacked symbols.
     """
-    has_decode, has_prefill = decode_slot_mapping is not None, prefill_slot_mapping is not None
-    if has_decode and has_prefill:
+    if decode_slot_mapping is not None and prefill_slot_mapping is not None:
         sizes = [decode_slot_mapping.shape[0], prefill_slot_mapping.shape[0]]
         append_op(kv_c, k_pe, kv_cache, torch.cat([decode_slot_mapping, prefill_slot_mapping]))
         decode_q_nope, prefill_q_nope = torch.split(q_nope, sizes)
@@ -69,13 +68,14 @@ def lower_mla_attention(
         _, prefill_kv_c = torch.split(kv_c, sizes)
         _, prefill_k_pe = torch.split(k_pe, sizes)
     else:
-        append_op(kv_c, k_pe, kv_cache, decode_slot_mapping if has_decode else prefill_slot_mapping)
+        slot_mapping = prefill_slot_mapping if decode_slot_mapping is None else decode_slot_mapping
+        append_op(kv_c, k_pe, kv_cache, slot_mapping)
         decode_q_nope = prefill_q_nope = q_nope
         decode_q_pe = prefill_q_pe = q_pe
         prefill_kv_c, prefill_k_pe = kv_c, k_pe
 
     outputs = []
-    if has_decode:
+    if decode_slot_mapping is not None:
         q_latent = torch.einsum("thn,hnl->thl", decode_q_nope, w_uk)
         latent_out, _ = decode_op(
             q_latent,
@@ -88,7 +88,7 @@ def lower_mla_attention(
             softmax_scale,
         )
         outputs.append(torch.einsum("thl,hlv->thv", latent_out, w_uv))
-    if has_prefill:
+    if prefill_slot_mapping is not None:
         k_nope = torch.einsum("tl,hnl->thn", prefill_kv_c, w_uk)
         v = torch.einsum("tl,hlv->thv", prefill_kv_c, w_uv)
         outputs.append(

@@ -163,7 +163,18 @@ def mla_prefill(
     """
     if not torch.compiler.is_compiling():
         validate.prefill(
-            q_nope, q_pe, k_nope, k_pe, v, kv_cache, w_uk, w_uv, cu_seqlens_q, seq_lens, block_table, host_lens
+            q_nope,
+            q_pe,
+            k_nope,
+            k_pe,
+            v,
+            kv_cache,
+            w_uk,
+            w_uv,
+            cu_seqlens_q,
+            seq_lens,
+            block_table,
+            host_lens,
         )
         validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
         validate.host_lens(host_lens, q_nope.shape[0])

@@ -38,7 +38,9 @@ def mla_attention_reference(
     """What `mla_attention` must return, float64 `[tokens, heads, v_head_dim]`; writes the new latents to `kv_cache`."""
     segments = [s for s in (batch.decode, batch.prefill) if s is not None]
     flat = kv_cache.view(-1, kv_cache.shape[2])
-    for slot, latent in zip(torch.cat([s.slot_mapping for s in segments]), torch.cat([kv_c, k_pe], -1), strict=True):
+    for slot, latent in zip(
+        torch.cat([s.slot_mapping for s in segments]), torch.cat([kv_c, k_pe], -1), strict=True
+    ):
         if slot >= 0:
             flat[slot] = latent
 

@@ -23,7 +23,9 @@ def _show(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def _tensor(name: str, x: Tensor, layout: str, *, dtype: torch.dtype | None = None, like: Tensor | None = None) -> None:
+def _tensor(
+    name: str, x: Tensor, layout: str, *, dtype: torch.dtype | None = None, like: Tensor | None = None
+) -> None:
     """Check type, rank (the number of words in `layout`), dtype, and device against `like`."""
     words = f"[{layout}]"
     if not isinstance(x, Tensor):
@@ -57,7 +59,9 @@ def _floats(**tensors: tuple[Tensor, str]) -> None:
 
 def _cache(kv_cache: Tensor, width: int, of: str) -> None:
     if not kv_cache.is_contiguous():
-        raise MLAError("kv_cache", "a contiguous tensor", f"strides {kv_cache.stride()}", "call .contiguous() once")
+        raise MLAError(
+            "kv_cache", "a contiguous tensor", f"strides {kv_cache.stride()}", "call .contiguous() once"
+        )
     if statically_known_true(kv_cache.shape[1] < 1) or statically_known_true(kv_cache.shape[0] < 1):
         raise MLAError("kv_cache", "num_pages >= 1 and page_size >= 1", list(kv_cache.shape))
     _size("kv_cache", kv_cache, 2, width, of)
@@ -211,7 +215,9 @@ def lengths(name: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) 
     if low < 0:
         raise MLAError(name, "lengths >= 0", low)
     if high > capacity:
-        expected = f"at most {capacity} tokens (block_table has {block_table.shape[1]} pages of {kv_cache.shape[1]})"
+        expected = (
+            f"at most {capacity} tokens (block_table has {block_table.shape[1]} pages of {kv_cache.shape[1]})"
+        )
         raise MLAError(name, expected, high, "widen block_table")
     used = torch.arange(block_table.shape[1]) * kv_cache.shape[1] < seq_lens[:, None]
     pages = block_table[used]
@@ -235,7 +241,9 @@ def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
     if decode is not None:
         prefix = "batch.decode."
         _rows(prefix, decode.seq_lens, decode.block_table, kv_cache)
-        _tensor(f"{prefix}slot_mapping", decode.slot_mapping, "rows * q_len", dtype=torch.int64, like=kv_cache)
+        _tensor(
+            f"{prefix}slot_mapping", decode.slot_mapping, "rows * q_len", dtype=torch.int64, like=kv_cache
+        )
         _query_rows(prefix, decode.q_lens, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens)
         lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
         slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)

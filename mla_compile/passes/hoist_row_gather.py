@@ -84,7 +84,16 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
         if carriers and appended_later.isdisjoint(node.all_input_nodes):
             reducible[node] = carriers
         node = node.prev
-    return reducible
+    # A tuple cannot be gathered: its elements come with it, or are gathered where they are taken out.
+    return {
+        node: carriers
+        for node, carriers in reducible.items()
+        if not any(_is_tuple(n) and n not in reducible for n in carriers)
+    }
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta["example_value"], (tuple, list))
 
 
 def _reduced_in(

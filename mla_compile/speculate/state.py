@@ -79,7 +79,9 @@ class DecodeState:
         for tensor in state.tensors():
             torch._dynamo.mark_static_address(tensor, guard=False)
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
-            for dim in range(1, tensor.dim()):  # or a second engine, with another k, would get a symbolic q_len
+            for dim in range(
+                1, tensor.dim()
+            ):  # or a second engine, with another k, would get a symbolic q_len
                 torch._dynamo.mark_static(tensor, dim)
         return state
 

@@ -35,7 +35,9 @@ class Target(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden_size]` -> `[..., vocab_size]`."""
 
-    def forward_mtp(self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward_mtp(
+        self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
+    ) -> Tensor:
         """The MTP layer: hidden states after `shared_head.norm`; appends to its own cache."""
 
 
@@ -43,13 +45,15 @@ class SpeculativeDecoder(nn.Module):
     """Prefill, start and step of a batch; `forward` is the step, one MTP iteration that advances a `DecodeState`.
 
     Args:
-        model: a `Target`; its caches have `page_size` tokens a page.
+        model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k >= 0; 0 is plain decoding, one token a step.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph.
     """
 
+    model: Target
+
     def __init__(
-        self, model: nn.Module, num_speculative_tokens: int, *, page_size: int, sampled: bool = False
+        self, model: Target, num_speculative_tokens: int, *, page_size: int, sampled: bool = False
     ) -> None:
         super().__init__()
         if num_speculative_tokens < 0:

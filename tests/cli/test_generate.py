@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from mla_compile.cli import generate as command
 from mla_compile.engine import Engine
 
 HELLO = {"prompt": "hello"}
@@ -90,20 +89,16 @@ def test_one_token_takes_no_step_and_has_no_acceptance_length(complete):
 
 
 def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer(generate, without_mtp, monkeypatch):
-    drafts = []
-    monkeypatch.setattr(Engine, "__init__", spy := spy_on_k(Engine.__init__, drafts))
-    assert spy is Engine.__init__
+    drafts, init = [], Engine.__init__
+
+    def spied(self, model, **settings):
+        init(self, model, **settings)
+        drafts.append(self.k)
+
+    monkeypatch.setattr(Engine, "__init__", spied)
     assert generate("--prompt", "hello").exit_code == 0
     assert generate("--prompt", "hello", "--model", without_mtp).exit_code == 0
     assert drafts == [3, 0]
-
-
-def spy_on_k(init, drafts):
-    def spied(self, model, **settings):
-        drafts.append(settings["num_speculative_tokens"])
-        init(self, model, **settings)
-
-    return spied
 
 
 def test_drafts_without_an_mtp_layer_are_an_error(generate, without_mtp):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_compile import mla_attention, mla_decode
+from mla_compile import MLABatch, mla_attention, mla_decode, prefill_segment
 from mla_compile.ops import prefill as prefill_module
 from mla_compile.ops.paging import visible_keys
 from mla_compile.ops.reference import attend_one, mla_attention_reference
@@ -53,13 +53,17 @@ def test_attention_equals_the_definition_on_drawn_batches(
 ) -> None:
     if not decode and not prefill:
         return
-    q_lens = data.draw(st.none() | st.lists(st.integers(0, q_len), min_size=len(decode), max_size=len(decode)))
+    q_lens = data.draw(
+        st.none() | st.lists(st.integers(0, q_len), min_size=len(decode), max_size=len(decode))
+    )
     case = make_case(decode, prefill, q_len=q_len, q_lens=q_lens, page_size=page_size, dtype=torch.float64)
     check(case, 1e-11)
 
 
 @pytest.mark.parametrize("chunk", range(1, 14))
-def test_chunked_prefill_equals_one_pass_for_every_chunk_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prefill_equals_one_pass_for_every_chunk_size(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefill_module, "KEY_BLOCK", 4)
     whole = make_case(prefill=[(13, 0)], seed=3)
     expected = mla_attention_reference(*whole.clone().args())
@@ -68,12 +72,7 @@ def test_chunked_prefill_equals_one_pass_for_every_chunk_size(chunk: int, monkey
     for start in range(0, 13, chunk):
         n = min(chunk, 13 - start)
         part = slice(start, start + n)
-        batch = make_case(prefill=[(n, start)]).batch
-        table = whole.batch.prefill.block_table
-        from mla_compile import MLABatch, prefill_segment
-
-        segment, _ = prefill_segment([n], [start], table, page_size=4)
-        batch = MLABatch(prefill=segment)
+        segment, _ = prefill_segment([n], [start], whole.batch.prefill.block_table, page_size=4)
         outputs.append(
             mla_attention(
                 whole.q_nope[part],
@@ -83,7 +82,7 @@ def test_chunked_prefill_equals_one_pass_for_every_chunk_size(chunk: int, monkey
                 cache,
                 whole.w_uk,
                 whole.w_uv,
-                batch,
+                MLABatch(prefill=segment),
                 0.2,
             )
         )
@@ -95,7 +94,14 @@ def test_a_token_without_keys_gives_zero_and_minus_infinity() -> None:
     d = case.batch.decode
     q_latent = torch.randn(6, 3, 16)
     out, lse = mla_decode(
-        q_latent, case.q_pe, case.kv_cache.nan_to_num(), d.block_table, d.seq_lens, q_len=3, q_lens=d.q_lens, softmax_scale=0.2
+        q_latent,
+        case.q_pe,
+        case.kv_cache.nan_to_num(),
+        d.block_table,
+        d.seq_lens,
+        q_len=3,
+        q_lens=d.q_lens,
+        softmax_scale=0.2,
     )
     dead = torch.tensor([False, False, True, True, True, True])
     assert (out[dead] == 0).all() and (lse[dead] == -torch.inf).all()
@@ -107,7 +113,9 @@ def test_decode_lse_is_the_natural_log_sum_exp_of_the_scaled_scores() -> None:
     d = case.batch.decode
     identity = torch.eye(16).expand(3, 16, 16).contiguous()
     q_latent = torch.randn(1, 3, 16)
-    _, lse = mla_decode(q_latent, case.q_pe, case.kv_cache, d.block_table, d.seq_lens, q_len=1, softmax_scale=0.2)
+    _, lse = mla_decode(
+        q_latent, case.q_pe, case.kv_cache, d.block_table, d.seq_lens, q_len=1, softmax_scale=0.2
+    )
     slots = [int(d.block_table[0, i // 4]) * 4 + i % 4 for i in range(7)]
     latents = case.kv_cache.view(-1, 20)[slots]
     _, expected = attend_one(q_latent[0], case.q_pe[0], latents, identity, identity, 0.2)
@@ -127,6 +135,8 @@ def test_what_a_padded_row_holds_does_not_change_the_real_rows_bits() -> None:
     ("seq_len", "q_lens", "expected"),
     [(7, None, [5, 6, 7]), (7, 2, [6, 7, 0]), (2, None, [0, 1, 2]), (0, 0, [0, 0, 0]), (1, 1, [1, 0, 0])],
 )
-def test_each_token_sees_its_own_number_of_keys(seq_len: int, q_lens: int | None, expected: list[int]) -> None:
+def test_each_token_sees_its_own_number_of_keys(
+    seq_len: int, q_lens: int | None, expected: list[int]
+) -> None:
     valid = None if q_lens is None else torch.tensor([q_lens], dtype=torch.int32)
     assert visible_keys(torch.tensor([seq_len], dtype=torch.int32), valid, 3).tolist() == [expected]

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from mla_compile import MLABatch, MLAError, mla_append, mla_attention, mla_decode, mla_prefill, prefill_segment
+from mla_compile import (
+    MLABatch,
+    MLAError,
+    mla_append,
+    mla_attention,
+    mla_decode,
+    mla_prefill,
+    prefill_segment,
+)
 from tests.cases import Case, make_case
 
 ops = torch.ops.mla_compile
@@ -149,7 +157,10 @@ BAD_PREFILL = {
     "host_lens on a device": ("host_lens", changed("host_lens", lambda x: x.to("meta"))),
     "host_lens of one line": ("host_lens", changed("host_lens", lambda x: x[:1])),
     "host_lens of other tokens": ("host_lens", changed("host_lens", lambda x: x + 1)),
-    "sequences shorter than their queries": ("host_lens", changed("host_lens", lambda x: x * torch.tensor([[1], [0]], dtype=torch.int32))),
+    "sequences shorter than their queries": (
+        "host_lens",
+        changed("host_lens", lambda x: x * torch.tensor([[1], [0]], dtype=torch.int32)),
+    ),
 }
 
 
@@ -200,8 +211,14 @@ def test_a_wrong_shape_is_refused_while_compiling_too() -> None:
 
 @pytest.mark.parametrize(
     ("lens", "cached", "message"),
-    [([3], [0, 0], "one entry per row"), ([0, 3], [0, 0], "chunk length >= 1"), ([3, 3], [0, 99], "at most 8 tokens")],
+    [
+        ([3], [0, 0], "one entry per row"),
+        ([0, 3], [0, 0], "chunk length >= 1"),
+        ([3, 3], [0, 99], "at most 8 tokens"),
+    ],
 )
-def test_prefill_segments_that_cannot_be_are_refused(lens: list[int], cached: list[int], message: str) -> None:
+def test_prefill_segments_that_cannot_be_are_refused(
+    lens: list[int], cached: list[int], message: str
+) -> None:
     with pytest.raises(MLAError, match=message):
         prefill_segment(lens, cached, torch.zeros(2, 2, dtype=torch.int32), page_size=4)

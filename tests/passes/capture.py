@@ -49,9 +49,11 @@ def nodes_of(gm: fx.GraphModule, name: str) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op.startswith("call_") and op_name(node) == name]
 
 
-def shape(node: Any) -> tuple[Any, ...]:
+def shape(node: Any) -> tuple[int | str, ...]:
+    """Of a node's value, the first one of a tuple; symbolic sizes as text, since comparing them would add guards."""
     value = node.meta["example_value"]
-    return tuple((value[0] if isinstance(value, tuple) else value).shape)
+    sizes = (value[0] if isinstance(value, tuple) else value).shape
+    return tuple(size if isinstance(size, int) else str(size) for size in sizes)
 
 
 class Layer(nn.Module):
@@ -88,7 +90,12 @@ class Stack(nn.Module):
 
 
 def make_inputs(
-    rows: int = 0, q_len: int = 1, chunks: Sequence[int] = (), *, q_lens: list[int] | None = None, unbacked: bool = False
+    rows: int = 0,
+    q_len: int = 1,
+    chunks: Sequence[int] = (),
+    *,
+    q_lens: list[int] | None = None,
+    unbacked: bool = False,
 ) -> tuple[Tensor, MLABatch]:
     """Hidden states and batch: `rows` decode rows that hold 5 tokens, and prompt chunks after 2 tokens each.
 
@@ -99,7 +106,9 @@ def make_inputs(
     if rows:
         valid = None if q_lens is None else torch.tensor(q_lens, dtype=torch.int32)
         cached = torch.full((rows,), 5, dtype=torch.int32)
-        decode, _ = decode_segment(cached, table[:rows].clone(), q_len=q_len, page_size=PAGE_SIZE, q_lens=valid)
+        decode, _ = decode_segment(
+            cached, table[:rows].clone(), q_len=q_len, page_size=PAGE_SIZE, q_lens=valid
+        )
     if chunks:
         own = table[rows : rows + len(chunks)].clone()
         prefill, _ = prefill_segment(list(chunks), [2] * len(chunks), own, page_size=PAGE_SIZE)

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile import MLABatch
-from mla_compile.explanation.explain import copy_graph
 from mla_compile.ops.attention import attention_op
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import (
     HEADS,
-    HIDDEN,
     NOPE,
     RANK,
     ROPE,
@@ -28,6 +26,12 @@ from tests.passes.capture import (
     ops,
     shape,
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> None:
+    torch.compiler.reset()  # recompiles are counted per function, and all tests compile the same one
+
 
 DECODE = {"rows": 3, "q_len": 4}
 PREFILL = {"chunks": (5, 2)}
@@ -91,15 +95,16 @@ def test_split_sizes_are_numbers_where_static_and_sizes_of_metadata_where_not() 
     for node in nodes_of(dynamic, "split"):
         if node.target is torch.split:
             sources = [size.args[0].name for size in node.args[1]]
-            assert [("decode" in name, "slot_mapping" in name) for name in sources] == [(True, True), (False, True)]
+            assert [("decode" in name, "slot_mapping" in name) for name in sources] == [
+                (True, True),
+                (False, True),
+            ]
     assert ops(dynamic).count("sym_size.int") == 2, "every layer and tensor asks for the same two sizes"
 
 
 def test_nothing_is_sliced_at_a_symbolic_bound() -> None:
     gm = split(**DECODE, **PREFILL, unbacked=True)
-    before = captured(Stack(1), *make_inputs(**DECODE, **PREFILL, unbacked=True))
-    assert not any(isinstance(n.args[1], slice) for n in nodes_of(gm, "getitem"))
-    assert len(nodes_of(before, "getitem")) + 4 * 2 - 2 + 1 == len(nodes_of(gm, "getitem"))
+    assert not any(isinstance(node.args[1], slice) for node in nodes_of(gm, "getitem"))
 
 
 def test_only_the_outputs_that_are_used_are_unpacked() -> None:
@@ -107,7 +112,9 @@ def test_only_the_outputs_that_are_used_are_unpacked() -> None:
 
 
 @pytest.mark.parametrize("unbacked", [False, True], ids=["static", "unbacked"])
-def test_new_nodes_carry_example_values_of_the_same_fake_mode_and_the_calls_provenance(unbacked: bool) -> None:
+def test_new_nodes_carry_example_values_of_the_same_fake_mode_and_the_calls_provenance(
+    unbacked: bool,
+) -> None:
     before = captured(Stack(2), *make_inputs(**DECODE, **PREFILL, unbacked=unbacked))
     unified = before.graph.find_nodes(op="call_function", target=attention_op)
     modes = {id(node.meta["example_value"].fake_mode) for node in unified}
@@ -162,10 +169,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_over_shapes(model: nn.Module, compiled: nn.Module, shapes: Sequence[dict[str, Any]], unbacked: bool) -> None:
+def run_over_shapes(
+    model: nn.Module, compiled: nn.Module, shapes: Sequence[dict[str, Any]], unbacked: bool
+) -> None:
     for batch in shapes:
         x, metadata = make_inputs(**batch, unbacked=unbacked)
-        torch.testing.assert_close(compiled(x, metadata), model(x, metadata), msg=lambda m, b=batch: f"{b}: {m}")
+        torch.testing.assert_close(
+            compiled(x, metadata), model(x, metadata), msg=lambda m, b=batch: f"{b}: {m}"
+        )
         for mine, theirs in zip(compiled.buffers(), model.buffers()):
             torch.testing.assert_close(mine, theirs)
 
@@ -174,7 +185,9 @@ def test_eleven_batch_shapes_compile_three_graphs_and_equal_the_unified_op() -> 
     model, capture = Stack(2), Capture()
     compiled = torch.compile(copy.deepcopy(model), backend=capture, fullgraph=True)
     run_over_shapes(model, compiled, list(SHAPES.values()), unbacked=True)
-    found = [tuple(name for name in counts(gm) if name in ("mla_decode", "mla_prefill")) for gm in capture.after]
+    found = [
+        tuple(name for name in counts(gm) if name in ("mla_decode", "mla_prefill")) for gm in capture.after
+    ]
     assert sorted(found) == [("mla_decode",), ("mla_decode", "mla_prefill"), ("mla_prefill",)]
 
 
@@ -200,11 +213,6 @@ def test_rows_with_fewer_valid_tokens_equal_the_unified_op(q_lens: list[int]) ->
 def test_the_mla_backend_equals_the_unified_op_on_decode_mixed_and_prefill_batches() -> None:
     model = Stack(1)
     compiled = torch.compile(copy.deepcopy(model), backend="mla", fullgraph=True)
-    run_over_shapes(model, compiled, [SHAPES[name] for name in ("4 rows", "mixed", "prefill only")], unbacked=True)
-
-
-def test_a_copy_of_a_graph_is_not_changed_by_the_pass() -> None:
-    gm = captured(Stack(1), *make_inputs(**DECODE))
-    code = gm.code
-    split_prefill_decode(copy_graph(gm))
-    assert gm.code == code and HIDDEN == shape(nodes_of(gm, "mla_attention")[0].args[0])[0]
+    run_over_shapes(
+        model, compiled, [SHAPES[name] for name in ("4 rows", "mixed", "prefill only")], unbacked=True
+    )

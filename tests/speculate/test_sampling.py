@@ -13,14 +13,13 @@ from mla_compile.speculate.sampling import gumbel_noise, sample
 def draw(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
     """`count` tokens from the same logits, at `count` positions."""
     p = SamplingParams(**params)
-    rows = lambda value, dtype: torch.full((1,), value, dtype=dtype)  # noqa: E731
     return sample(
         logits.expand(1, count, -1),
         torch.arange(count)[None],
-        rows(p.seed, torch.int64),
-        rows(p.temperature, torch.float32),
-        rows(p.top_k, torch.int32),
-        rows(p.top_p, torch.float32),
+        torch.tensor([p.seed]),
+        torch.tensor([p.temperature]),
+        torch.tensor([p.top_k], dtype=torch.int32),
+        torch.tensor([p.top_p]),
     )[0]
 
 
@@ -57,7 +56,12 @@ def test_samples_follow_the_softmax_of_scaled_logits() -> None:
 
 @pytest.mark.parametrize(
     ("params", "kept"),
-    [({"top_k": 2}, {1, 3}), ({"top_p": 0.5}, {3}), ({"top_p": 0.85}, {1, 3}), ({"top_k": 3, "top_p": 0.97}, {0, 1, 3})],
+    [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_p": 0.5}, {3}),
+        ({"top_p": 0.85}, {1, 3}),
+        ({"top_k": 3, "top_p": 0.97}, {0, 1, 3}),
+    ],
     ids=str,
 )
 def test_top_k_and_top_p_keep_the_most_likely_ids(params: dict, kept: set[int]) -> None:

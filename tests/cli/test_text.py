@@ -1,0 +1,87 @@
+"""`mla_compile.generate` and what it is made of."""
+
+import random
+
+import pytest
+
+import mla_compile
+from mla_compile import Completion, MLAError, SamplingParams
+from mla_compile.engine import Checkpoint, TextStream, fitting_engine
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint) -> Checkpoint:
+    return Checkpoint.load(checkpoint)
+
+
+def test_generate_completes_text_and_token_ids(checkpoint, loaded):
+    prompts = ["to be, or not", loaded.encode("to be, or not")]
+    text, ids = mla_compile.generate(prompts, model=checkpoint, max_new_tokens=9, compile=False)
+    assert text == ids
+    assert len(text.token_ids) == 9 and text.finish_reason == "length"
+    assert text.text == loaded.decode(text.token_ids)
+
+
+def test_generate_takes_sampling_for_each_prompt(checkpoint):
+    def run(sampling):
+        out = mla_compile.generate(
+            ["hello", "hello"], model=checkpoint, max_new_tokens=9, sampling=sampling, compile=False
+        )
+        return [completion.token_ids for completion in out]
+
+    greedy, sampled = SamplingParams(), SamplingParams(temperature=2.0, seed=5)
+    (first, second), (same, other) = run(greedy), run([greedy, sampled])
+    assert first == second == same != other
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("hello", "prompts: expected a list of prompts"),
+        ([1, 2], r"prompts\[0\]: expected text or a list of token ids"),
+        (["a", ""], r"prompts\[1\]: expected at least one token"),
+        ([[1.5]], r"prompts\[0\]: expected token ids"),
+    ],
+)
+def test_a_bad_prompt_is_named(checkpoint, prompts, message):
+    with pytest.raises(MLAError, match=message):
+        mla_compile.generate(prompts, model=checkpoint, compile=False)
+
+
+def test_no_prompts_give_no_completions(checkpoint):
+    assert mla_compile.generate([], model=checkpoint, compile=False) == []
+
+
+def test_pieces_of_streamed_text_add_up_to_the_text(loaded):
+    """Tokens are random bytes, most of which are no character by themselves."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        token_ids = [rng.randrange(257) for _ in range(40)]
+        stream, completion, text = TextStream(loaded.tokenizer), Completion(), ""
+        for start in range(0, 40, 4):  # a step emits several tokens
+            completion.token_ids += token_ids[start : start + 4]
+            completion.finish_reason = "length" if start == 36 else None
+            text += stream.feed(completion)
+        assert text == loaded.decode(token_ids)
+
+
+def test_a_streamed_character_is_not_cut_in_half(loaded):
+    stream, completion = TextStream(loaded.tokenizer), Completion()
+    pieces = []
+    for token in loaded.encode("naïve"):
+        completion.token_ids.append(token)
+        pieces.append(stream.feed(completion))
+    assert pieces == ["n", "a", "", "ï", "v", "e"]
+
+
+def test_similar_prompts_get_engines_of_the_same_size(loaded):
+    def size(num_prompts, length, max_new_tokens):
+        prompts = [[1] * length] * num_prompts
+        engine = fitting_engine(loaded, prompts, max_new_tokens=max_new_tokens, compile=False)
+        return engine.max_rows, engine.max_model_len
+
+    loaded.model.config.max_position_embeddings = 2048
+    assert size(1, 5, 20) == size(1, 300, 200) == (1, 512)
+    assert size(3, 5, 20) == size(4, 5, 300) == (4, 512)
+    assert size(50, 600, 20) == (8, 1024)
+    assert size(1, 1000, 5000) == (1, 2048)  # the model's positions end there

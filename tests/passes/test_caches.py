@@ -1,0 +1,71 @@
+"""Inductor's and AOTAutograd's caches with our passes in front: hit where they may, never stale."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+from mla_compile import MLABatch
+from mla_compile.passes import PASSES
+from tests.passes.capture import Stack, make_inputs
+
+
+class Tanh(Stack):
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        return torch.tanh(super().forward(x, batch))
+
+
+@pytest.fixture(autouse=True)
+def empty_caches() -> Iterator[None]:
+    with (
+        fresh_cache(),
+        torch._inductor.config.patch(fx_graph_cache=True),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    ):
+        yield
+
+
+def replace_tanh(by: object) -> object:
+    def my_pass(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.tanh):
+            node.target = by
+        gm.recompile()
+        return gm
+
+    return my_pass
+
+
+def compile_and_run(
+    model: Stack, inputs: tuple[Tensor, MLABatch], **options: object
+) -> tuple[Tensor, dict[str, int]]:
+    """As a new process would: nothing compiled in memory, only the caches on disk."""
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(copy.deepcopy(model), backend="mla", fullgraph=True, options=options or None)
+    out = compiled(*inputs)
+    found = {**counters["aot_autograd"], **counters["inductor"]}
+    return out, {name: n for name, n in found.items() if "cache_" in name and "lookup" not in name}
+
+
+def test_a_second_compile_hits_the_caches_and_none_is_bypassed() -> None:
+    model, inputs = Tanh(1), make_inputs(rows=2, q_len=2, chunks=(3,), unbacked=True)
+    _, first = compile_and_run(model, inputs)
+    out, second = compile_and_run(model, inputs)
+    assert first["autograd_cache_miss"] == first["fxgraph_cache_miss"] == 1
+    assert second["autograd_cache_hit"] == second["fxgraph_cache_hit"] == 1
+    assert not any("bypass" in name for name in {**first, **second}), "a node without example_value, perhaps"
+    torch.testing.assert_close(out, model(*inputs))
+
+
+def test_an_edited_pass_does_not_get_the_entry_of_the_old_one() -> None:
+    model, inputs = Tanh(1), make_inputs(rows=2, q_len=2)
+    before, _ = compile_and_run(model, inputs, passes=[*PASSES, replace_tanh(torch.sin)])
+    after, found = compile_and_run(model, inputs, passes=[*PASSES, replace_tanh(torch.cos)])
+    assert found["autograd_cache_miss"] == 1 and "autograd_cache_hit" not in found
+    plain = Stack.forward(model, *inputs)
+    torch.testing.assert_close(before, torch.sin(plain))
+    torch.testing.assert_close(after, torch.cos(plain))

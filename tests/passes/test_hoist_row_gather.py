@@ -1,0 +1,316 @@
+"""`hoist_row_gather`: how far a gather climbs, where it stops, and that the result stays the same."""
+
+import copy
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from mla_compile import MLABatch
+from mla_compile.explanation.shapes import module_path
+from mla_compile.ops.moe import moe_experts
+from mla_compile.passes import pipeline
+from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.torch_internals import capture_graph
+from tests.models_for_tests import tiny_model
+from tests.passes.capture import RANK, ROPE, Capture, Layer, Stack, make_inputs, nodes_of, ops, shape
+
+ROWS, WIDTH = 6, 4
+IDS = torch.tensor([4, 1])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> None:
+    torch.compiler.reset()  # recompiles are counted per function
+
+
+def compiled_graph(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
+    """The graph after the passes, which was run and gave what `function` gives eagerly."""
+    capture = Capture()
+    mine, theirs = copy.deepcopy(inputs), copy.deepcopy(inputs)
+    out = torch.compile(copy.deepcopy(function), backend=capture, fullgraph=True)(*mine)
+    torch.testing.assert_close(out, copy.deepcopy(function)(*theirs))
+    torch.testing.assert_close(mine[0], theirs[0], msg="what is written in place differs")
+    return capture.after[0]
+
+
+def rows_computed(gm: fx.GraphModule) -> dict[str, set[Any]]:
+    """Rows that each op but the gathers computes."""
+    found: dict[str, set[Any]] = {}
+    for node, name in zip([n for n in gm.graph.nodes if n.op.startswith("call_")], ops(gm)):
+        if name not in ("index_select", "mla_append"):
+            found.setdefault(name, set()).add(shape(node)[0])
+    return found
+
+
+X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+W = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
+TABLE = torch.randn(5, 3, generator=torch.Generator().manual_seed(4))
+E3 = torch.randn(WIDTH, 2, 3, generator=torch.Generator().manual_seed(3))
+
+ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, W),
+    "rms_norm": lambda x: F.rms_norm(x, (WIDTH,), eps=1e-6),
+    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "add a broadcast vector": lambda x: x + W[0],
+    "add itself": lambda x: x + x * 2,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "softmax": lambda x: x.softmax(dim=-1),
+    "sum": lambda x: x.sum(dim=-1, keepdim=True),
+    "mean": lambda x: x.mean(-1),
+    "topk": lambda x: x.topk(2, dim=-1).values,
+    "gather": lambda x: x.gather(1, (x > 0).to(torch.int64)),
+    "scatter": lambda x: x.scatter(-1, (x > 0).to(torch.int64), 9.0),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 7.0),
+    "where and masks": lambda x: torch.where((x > 0) & (x < 1) | ~(x >= -1), x, -x),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "index with None": lambda x: x[:, None],
+    "index the last dimension": lambda x: x[..., 0],
+    "unflatten and flatten": lambda x: x.unflatten(-1, (2, 2)).flatten(1),
+    "view with -1": lambda x: x.view(-1, 2, 2),
+    "view with the number of rows": lambda x: x.view(ROWS, 2, 2),
+    "reshape": lambda x: torch.reshape(x, (ROWS, 2, 2)),
+    "split": lambda x: x.split([1, 3], dim=-1)[1],
+    "chunk": lambda x: torch.chunk(x, 2, dim=-1)[0],
+    "cat along the width": lambda x: torch.cat([x, x.neg()], dim=-1),
+    "einsum": lambda x: torch.einsum("tn,nhl->thl", x, E3),
+    "embedding": lambda x: F.embedding((x > 0).to(torch.int64).sum(-1), TABLE),
+    "cast": lambda x: x.to(torch.float64).float(),
+    "sin and cos": lambda x: torch.cat([x.sin(), x.cos()], dim=-1),
+    "clamp": lambda x: x.clamp(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+def test_a_gather_climbs_over(name: str) -> None:
+    gm = compiled_graph(lambda x, ids: torch.index_select(ROW_WISE[name](x), 0, ids), X, IDS)
+    gather = nodes_of(gm, "index_select")
+    assert [node.args[0].op for node in gather] == ["placeholder"], gm.graph
+    carrying_rows = {rows for found in rows_computed(gm).values() for rows in found}
+    assert carrying_rows == {len(IDS)}, gm.graph
+
+
+ACROSS_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax over rows": lambda x: x.softmax(dim=0),
+    "cumsum over rows": lambda x: x.cumsum(0),
+    "sort of rows": lambda x: x.sort(dim=0).values,
+    "a norm over the whole tensor": lambda x: F.rms_norm(x, (ROWS, WIDTH)),
+    "cat along rows": lambda x: torch.cat([x, x]),
+    "a transpose": lambda x: x.t(),
+    "a view that mixes rows": lambda x: x.view(4, -1),
+    "a product of rows with rows": lambda x: x @ x.t(),
+    "a flip of rows": lambda x: x.flip(0),
+    "a scatter along rows": lambda x: x.scatter(0, (x > 0).to(torch.int64), 9.0),
+    "a slice of rows": lambda x: x[1:],
+    "an einsum over rows": lambda x: torch.einsum("tn,tm->nm", x, x),
+    "a linear of a vector": lambda x: F.linear(x[0], torch.ones(WIDTH, WIDTH).triu()),
+    "a topk over rows": lambda x: x.topk(3, dim=0).values,
+}
+
+
+@pytest.mark.parametrize("name", ACROSS_ROWS)
+def test_a_gather_does_not_climb_over(name: str) -> None:
+    gm = compiled_graph(
+        lambda x, ids: torch.index_select(ACROSS_ROWS[name](x), 0, ids), X, torch.tensor([2, 1])
+    )
+    (gather,) = nodes_of(gm, "index_select")
+    assert gather.args[0].op != "placeholder", gm.graph
+
+
+class Block(nn.Module):
+    """A residual MLP block, a final norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.final_norm = nn.RMSNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, 11, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = x + self.down(F.silu(self.up(self.norm(x))))
+        return self.lm_head(self.final_norm(x)).index_select(0, ids)
+
+
+def test_head_norms_residual_and_mlp_run_on_the_kept_rows_only() -> None:
+    gm = compiled_graph(Block(), X, IDS)
+    assert {rows for found in rows_computed(gm).values() for rows in found} == {len(IDS)}
+    assert len(nodes_of(gm, "index_select")) == 1, "x is gathered once, for the norm and for the residual"
+
+
+def test_an_moe_op_runs_on_the_kept_rows_only() -> None:
+    gate_up, down = torch.randn(3, 2 * 5, WIDTH), torch.randn(3, WIDTH, 5)
+
+    def moe(x: Tensor, router: Tensor, ids: Tensor) -> Tensor:
+        weights, experts = F.linear(x, router).softmax(-1).topk(2, dim=-1)
+        return torch.index_select(x + moe_experts(x, weights, experts, gate_up, down), 0, ids)
+
+    gm = compiled_graph(moe, X, W, IDS)
+    assert rows_computed(gm)["moe_experts"] == rows_computed(gm)["topk"] == {len(IDS)}
+
+
+# --- where it stops
+
+
+def test_it_stops_at_a_node_that_somebody_else_uses_too() -> None:
+    def hidden_and_logits(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x * 2
+        return hidden, torch.index_select(F.linear(F.silu(hidden), W), 0, ids)
+
+    gm = compiled_graph(hidden_and_logits, X, IDS)
+    assert rows_computed(gm) == {"mul": {ROWS}, "silu": {len(IDS)}, "linear": {len(IDS)}}
+
+
+def inplace_method(x: Tensor) -> None:
+    x.add_(1)
+
+
+def augmented_assignment(x: Tensor) -> None:
+    x += 1
+
+
+def assignment_to_an_index(x: Tensor) -> None:
+    x[0] = 1
+
+
+def inplace_flag(x: Tensor) -> None:
+    F.relu(x, inplace=True)
+
+
+def out_argument(x: Tensor) -> None:
+    torch.add(x, 1, out=x)
+
+
+@pytest.mark.parametrize(
+    "write", [inplace_method, augmented_assignment, assignment_to_an_index, inplace_flag, out_argument]
+)
+def test_it_stops_at_a_write_in_place_by(write: Callable[[Tensor], None]) -> None:
+    def function(x: Tensor, ids: Tensor) -> Tensor:
+        y = x.sin()  # reads x as it was: it may not move below the write
+        write(x)
+        return torch.index_select(y.cos(), 0, ids)
+
+    gm = compiled_graph(function, X, IDS)
+    computed = rows_computed(gm)
+    assert computed["sin"] == {ROWS} and computed["cos"] == {len(IDS)}
+
+
+def test_masks_by_and_and_or_are_not_taken_for_writes() -> None:
+    assert operator.and_.__name__.endswith("_"), "by its name it looks like one"
+    gm = compiled_graph(
+        lambda x, ids: torch.index_select(x.where((x > 0) & (x < 1), 0.0).cos(), 0, ids), X, IDS
+    )
+    assert rows_computed(gm)["cos"] == {len(IDS)}
+
+
+def test_a_gather_that_keeps_as_many_rows_as_there_are_stays() -> None:
+    order = torch.randperm(ROWS)
+    gm = compiled_graph(lambda x, ids: torch.index_select(x.sin(), 0, ids), X, order)
+    assert ops(gm) == ["sin", "index_select"]
+
+
+def test_a_gather_of_columns_stays() -> None:
+    gm = compiled_graph(lambda x, ids: torch.index_select(x.sin(), 1, ids), X, torch.tensor([1]))
+    assert ops(gm) == ["sin", "index_select"]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_graph_in_which_nothing_climbs_is_the_same_object_with_the_same_code(dim: int) -> None:
+    found = capture_graph(lambda x, ids: torch.index_select(x, dim, ids), (X, torch.tensor([1])), {})
+    assert found is not None
+    gm, inputs = found
+    code, nodes = gm.code, list(gm.graph.nodes)
+    assert hoist_row_gather(gm, inputs) is gm
+    assert gm.code == code and list(gm.graph.nodes) == nodes
+
+
+def test_running_it_twice_changes_nothing_more() -> None:
+    gm = compiled_graph(Block(), X, IDS)
+    once = str(gm.graph)
+    assert str(hoist_row_gather(gm).graph) == once
+
+
+# --- attention
+
+
+class Picked(Stack):
+    def forward(self, x: Tensor, batch: MLABatch, ids: Tensor) -> Tensor:
+        return torch.index_select(super().forward(x, batch), 0, ids)
+
+
+@pytest.mark.parametrize("q_lens", [None, [4, 2, 0]], ids=["full rows", "ragged rows"])
+@pytest.mark.parametrize("unbacked", [False, True], ids=["static", "unbacked"])
+def test_the_last_layers_query_attention_and_o_proj_run_on_the_kept_tokens_only(
+    q_lens: list[int] | None, unbacked: bool
+) -> None:
+    x, batch = make_inputs(rows=3, q_len=4, q_lens=q_lens, unbacked=unbacked)
+    gm = compiled_graph(Picked(2), x, batch, torch.tensor([1, 7]))
+    first, last = nodes_of(gm, "mla_decode")
+    assert (shape(last.args[0])[0], last.args[6], last.args[5]) == (2, 1, None)
+    assert first.args[6] == 4, "the first layer's output is needed by the last one's append"
+    full = shape(first)[0]
+    assert [shape(append.args[0])[0] == full for append in nodes_of(gm, "mla_append")] == [True, True]
+    linears = [shape(node)[0] for node in nodes_of(gm, "linear")]
+    assert [rows == 2 for rows in linears] == [False] * 4 + [True] * 2, (
+        "q, kv, o of layer 0; kv, then q, o of layer 1"
+    )
+
+
+def test_in_a_mixed_batch_it_stops_at_the_cat_of_the_segments() -> None:
+    gm = compiled_graph(Picked(1), *make_inputs(rows=2, q_len=3, chunks=(4,)), torch.tensor([1, 5, 9]))
+    assert shape(nodes_of(gm, "mla_decode")[0].args[0])[0] == 6
+    (joined,) = [node for node in nodes_of(gm, "cat") if len(shape(node)) == 3]
+    assert [user.target for user in joined.users] == [torch.index_select]
+    assert shape(nodes_of(gm, "linear")[-1])[0] == 3, "o_proj"
+
+
+def test_it_does_not_cross_a_later_append_to_the_same_cache() -> None:
+    class Twice(Layer):
+        """Writes two tokens a row, then one more over the first of them: what an MTP chain does."""
+
+        def forward(self, x: Tensor, batch: MLABatch, ids: Tensor) -> Tensor:
+            first = super().forward(x, batch)
+            second = super().forward(x.flip(0), batch)
+            return torch.index_select(first, 0, ids) + torch.index_select(second, 0, ids)
+
+    torch.manual_seed(0)
+    gm = compiled_graph(Twice().requires_grad_(False), *make_inputs(rows=2, q_len=2), torch.tensor([1, 2]))
+    assert [node.args[6] for node in nodes_of(gm, "mla_decode")] == [2, 1]
+
+
+def test_reduced_nodes_keep_their_provenance_and_carry_example_values() -> None:
+    gm = compiled_graph(Picked(1), *make_inputs(rows=3, q_len=4), torch.tensor([1, 7]))
+    for node in gm.graph.nodes:
+        if node.op.startswith("call_"):
+            assert "example_value" in node.meta and "stack_trace" in node.meta
+    (decode,) = nodes_of(gm, "mla_decode")
+    assert module_path(decode) == "layers.0"
+    assert shape(decode) == (2, 3, RANK) and shape(decode.args[1])[-1] == ROPE
+
+
+# --- the step that it is for
+
+
+def test_in_a_speculative_step_only_the_latents_of_the_mtp_layer_are_made_for_all_tokens() -> None:
+    model = tiny_model(torch.float32)
+    model.allocate_cache(9, 4)
+    rows, k = 2, 3
+    decoder = SpeculativeDecoder(model, k, page_size=4)
+    found = capture_graph(decoder, (DecodeState.allocate(rows, k, max_pages=4),), {})
+    assert found is not None
+    gm = pipeline.run(*found)
+    mtp = [n for n in nodes_of(gm, "linear") if ".mtp." in f".{module_path(n)}."]
+    appended = {shape(node.args[0])[0] for node in nodes_of(gm, "mla_append")}
+    all_tokens = next(size for size in appended if str(size).startswith("4*"))
+    for_all = {module_path(n).split("mtp.")[1] for n in mtp if shape(n)[0] == all_tokens}
+    assert for_all == {"eh_proj", "layer.self_attn.kv_a_proj_with_mqa"}
+    tokens = [shape(node.args[0])[0] == all_tokens for node in nodes_of(gm, "mla_decode")]
+    assert tokens == [True, True, False, False, False], (
+        "two trunk layers verify; the MTP layer drafts three times"
+    )
