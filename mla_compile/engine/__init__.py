@@ -1,6 +1,7 @@
 """Generation from token ids (`engine`) and from text (`text`)."""
 
-from mla_compile.engine.engine import Completion, Engine
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.engine import Engine
 from mla_compile.engine.text import Checkpoint, TextStream, fitting_engine, generate, warm_up
 
 __all__ = ["Checkpoint", "Completion", "Engine", "TextStream", "fitting_engine", "generate", "warm_up"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers.decoders import DecodeStream
 
-from mla_compile.engine.engine import Completion, Engine
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.engine import Engine
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.speculate import SamplingParams

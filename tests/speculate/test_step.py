@@ -38,17 +38,15 @@ class Started:
             model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
         )
         poison_caches(model)
-        params = [SamplingParams()] * len(PROMPTS)
-        self.state = self.engine._fill_state(PROMPTS, max_new_tokens, params, list(stop_ids))
-        self.step = self.engine._decoders[False]
-        self.step.start(self.state, self.engine._prefill(self.step, PROMPTS, self.state))
+        greedy = [SamplingParams()] * len(PROMPTS)
+        self.step, self.state = self.engine.start(PROMPTS, max_new_tokens, greedy, stop_ids)
         self.texts = [[*p, t] for p, t in zip(PROMPTS, self.state.last_token.tolist(), strict=True)]
 
     def propose(self, continuations: list[list[int]], accept: list[int]) -> None:
         """Drafts of which the target will accept exactly `accept[row]`."""
         for row, count in enumerate(accept):
             done = len(self.texts[row]) - len(PROMPTS[row])
-            true = continuations[row][done : done + self.step.k]
+            true = continuations[row][done : done + self.engine.k]
             wrong = [(t + 1) % VOCAB for t in true[count:]]
             self.state.drafts[row] = torch.tensor(true[:count] + wrong)
 

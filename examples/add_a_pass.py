@@ -1,0 +1,57 @@
+"""Add a pass of your own to the backend's: here, ask which attention calls a graph has and cap their logits.
+
+    python examples/add_a_pass.py
+
+A pass takes Dynamo's graph and its fake inputs and returns the graph. Ours runs after the split, so that it sees
+decode and prefill segments as ops of their own, whose surroundings are plain torch calls. This one gives every decode
+query a bound, as QK-clip does (Kimi K2, arXiv 2507.20534, clips by weights instead): no change to the model needed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes import PASSES
+
+BOUND = 2.0
+decode = torch.ops.mla_compile.mla_decode.default
+
+
+def clamp_decode_queries(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """q_latent ──> mla_decode   becomes   q_latent ──> clamp ──> mla_decode"""
+    nodes = gm.graph.find_nodes(op="call_function", target=decode)
+    for node in nodes:
+        query = node.args[0]
+        with gm.graph.inserting_before(node):
+            clamped = gm.graph.call_function(torch.clamp, (query, -BOUND, BOUND))
+        # Every node needs an example value: shapes of later nodes follow from it, and AOTAutograd caches no graph
+        # in which one is missing. A clamp keeps its input's shape.
+        clamped.meta.update(query.meta)
+        node.replace_input_with(query, clamped)
+    print(f"clamp_decode_queries: {len(nodes)} decode segments")
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def main() -> None:
+    from own_module import HIDDEN, PAGES_PER_ROW, ROWS, Model, batches
+
+    torch.manual_seed(0)
+    model = Model(num_layers=2).requires_grad_(False)
+    for layer in model.layers:
+        layer.q_proj.weight.mul_(10)  # large queries, so that the bound is felt
+    tables = 1 + torch.arange(ROWS * PAGES_PER_ROW, dtype=torch.int32).view(ROWS, -1)
+    options = {"passes": [*PASSES, clamp_decode_queries]}
+    compiled = torch.compile(model, backend="mla", fullgraph=True, options=options)
+    for name, (batch, positions) in batches(tables).items():
+        x = torch.randn(len(positions), HIDDEN)
+        without = model(x, positions, batch)
+        changed = float((compiled(x, positions, batch) - without).abs().max())
+        print(f"{name:8} the pass changes the result by up to {changed:.2f}")
+
+
+if __name__ == "__main__":
+    main()

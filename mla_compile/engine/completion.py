@@ -1,0 +1,36 @@
+"""What becomes of one prompt."""
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from mla_compile.engine.reports import RowReport
+
+
+@dataclass
+class Completion:
+    """What became of one prompt.
+
+    token_ids: the generated tokens, a stop id included where one ended the row.
+    finish_reason: "stop" (a stop id), "length" (max_new_tokens or the model's length), None while it runs.
+    num_steps: verify steps that the row took part in; prefill gave the first token without one.
+    text: of the tokens, special ones left out; None where no tokenizer decoded them.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_steps: int = 0
+    text: str | None = None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens emitted per verify step, 1..k+1; None where no step was taken."""
+        return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else None
+
+    def extend(self, report: RowReport, stop_ids: Container[int], *, is_step: bool) -> None:
+        """Append what a step emitted, or prefill (`is_step` False); a finished completion stays as it is."""
+        if self.finish_reason is not None:
+            return
+        self.token_ids += report.tokens
+        self.num_steps += is_step
+        if not report.active:
+            self.finish_reason = "stop" if self.token_ids[-1] in stop_ids else "length"
