@@ -65,6 +65,21 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
     )
 
 
+def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same bound method on a code object of its own.
+
+    Dynamo keeps compiled versions per code object and refuses a ninth one under `fullgraph`; methods of different
+    instances would share that limit.
+    """
+    bound = cast(types.MethodType, method)
+    function = bound.__func__
+    code = function.__code__.replace()
+    copy = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    return types.MethodType(copy, bound.__self__)
+
+
 def is_mutable(op: object) -> bool:
     """Whether an op overload writes to one of its arguments, by its schema."""
     return isinstance(op, torch._ops.OpOverload) and bool(op._schema.is_mutable)

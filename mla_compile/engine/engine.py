@@ -11,6 +11,7 @@ from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
+from mla_compile.torch_internals import with_own_code
 
 Step = Callable[[DecodeState], None]
 
@@ -60,11 +61,11 @@ class Engine:
             sampled: SpeculativeDecoder(model, self.k, page_size=page_size, sampled=sampled)
             for sampled in (False, True)
         }
-        # One compiled step per kind of sampling, traced on first use.
-        self._steps: dict[bool, Step] = {
-            sampled: torch.compile(decoder, backend="mla", mode=mode, fullgraph=True) if compile else decoder
-            for sampled, decoder in self._decoders.items()
-        }
+        self._steps: dict[bool, Step] = dict(self._decoders)
+        if compile:  # one step per kind of sampling, traced on first use
+            for sampled, decoder in self._decoders.items():
+                step = with_own_code(decoder.forward)
+                self._steps[sampled] = torch.compile(step, backend="mla", mode=mode, fullgraph=True)
         self._states: dict[tuple[int, int], DecodeState] = {}
 
     def generate(

@@ -94,9 +94,13 @@ class SpeculativeDecoder(nn.Module):
         state.active.copy_(active)
         state.report.copy_(torch.cat([count[:, None], active[:, None], first.expand(-1, self.k + 1)], dim=1))
 
-    @torch.no_grad()
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
+        # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
+        with torch.no_grad():
+            self._step(state)
+
+    def _step(self, state: DecodeState) -> None:
         rows, q_len = state.num_rows(), self.k + 1
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
