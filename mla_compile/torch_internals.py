@@ -3,6 +3,7 @@
 Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `import mla_compile` stays light.
 """
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -71,13 +72,13 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo keeps compiled versions per code object and refuses a ninth one under `fullgraph`; methods of different
     instances would share that limit.
     """
-    bound = cast(types.MethodType, method)
-    function = bound.__func__
+    assert isinstance(method, types.MethodType)
+    function = method.__func__
     code = function.__code__.replace()
     copy = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    return types.MethodType(copy, bound.__self__)
+    return types.MethodType(copy, method.__self__)
 
 
 def is_mutable(op: object) -> bool:
