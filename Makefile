@@ -26,7 +26,7 @@ help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
-	@$(RUN) -m mla_compile.demo $(ARGS)
+	@$(VENV)/bin/mla-compile demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests that need no GPU and less than a minute each
 	@$(PYTEST) -m "not gpu and not slow" $(ARGS)

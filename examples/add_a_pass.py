@@ -1,27 +1,28 @@
-"""Add a pass of your own to the backend's: here, ask which attention calls a graph has and cap their logits.
+"""Add a pass of your own to the backend's: here, one that bounds the queries of decode segments.
 
     python examples/add_a_pass.py
 
-A pass takes Dynamo's graph and its fake inputs and returns the graph. Ours runs after the split, so that it sees
-decode and prefill segments as ops of their own, whose surroundings are plain torch calls. This one gives every decode
-query a bound, as QK-clip does (Kimi K2, arXiv 2507.20534, clips by weights instead): no change to the model needed.
+A pass takes Dynamo's graph and its fake inputs and returns the graph. This one runs after the split, where decode and
+prefill segments are ops of their own amid plain torch calls. It changes decoding and leaves prompts alone, which the
+model could not: there, both are one call.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from own_module import HIDDEN, PAGES_PER_ROW, ROWS, Model, batches
 from torch import fx
 
 from mla_compile.passes import PASSES
 
 BOUND = 2.0
-decode = torch.ops.mla_compile.mla_decode.default
+DECODE = torch.ops.mla_compile.mla_decode.default
 
 
 def clamp_decode_queries(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """q_latent ──> mla_decode   becomes   q_latent ──> clamp ──> mla_decode"""
-    nodes = gm.graph.find_nodes(op="call_function", target=decode)
+    nodes = gm.graph.find_nodes(op="call_function", target=DECODE)
     for node in nodes:
         query = node.args[0]
         with gm.graph.inserting_before(node):
@@ -36,11 +37,9 @@ def clamp_decode_queries(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     return gm
 
 
-def main() -> None:
-    from own_module import HIDDEN, PAGES_PER_ROW, ROWS, Model, batches
-
+def main(num_layers: int = 2) -> None:
     torch.manual_seed(0)
-    model = Model(num_layers=2).requires_grad_(False)
+    model = Model(num_layers).requires_grad_(False)
     for layer in model.layers:
         layer.q_proj.weight.mul_(10)  # large queries, so that the bound is felt
     tables = 1 + torch.arange(ROWS * PAGES_PER_ROW, dtype=torch.int32).view(ROWS, -1)

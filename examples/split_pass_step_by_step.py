@@ -6,6 +6,8 @@ Read it beside `passes/split_prefill_decode.py` and `passes/hoist_row_gather.py`
 `backend="mla"` does before it hands the graph to Inductor.
 """
 
+import re
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -23,7 +25,7 @@ class TinyLayer(nn.Module):
         self.q_proj = nn.Linear(HIDDEN, HEADS * (NOPE + ROPE), bias=False)
         self.kv_proj = nn.Linear(HIDDEN, RANK + ROPE, bias=False)
         self.o_proj = nn.Linear(HEADS * V, HIDDEN, bias=False)
-        self.register_buffer("kv_cache", torch.zeros(9, 4, RANK + ROPE))
+        self.register_buffer("kv_cache", torch.zeros(10, 4, RANK + ROPE))
         self.register_buffer("w_uk", torch.randn(HEADS, NOPE, RANK))
         self.register_buffer("w_uv", torch.randn(HEADS, RANK, V))
 
@@ -34,6 +36,9 @@ class TinyLayer(nn.Module):
         return self.o_proj(out.flatten(1)).index_select(0, wanted)
 
 
+PREFIX = re.compile(r"^l_(function|args)_(\d+_)?(modules_|buffers_)?|_parameters_")
+"""Dynamo names its inputs `l_function_modules_q_proj_parameters_weight_`: shorter is easier to read."""
+
 COMMENTS = {
     "captured": "What Dynamo sees: one opaque op. It attends, and writes kv_cache.",
     "split_prefill_decode": (
@@ -42,7 +47,8 @@ COMMENTS = {
     ),
     "hoist_row_gather": (
         "Of 3 rows x 4 tokens only 3 are wanted, so the gather has climbed: query, attention and o_proj run on 3\n"
-        "tokens. It stopped at x, because every token's latent must be appended."
+        "tokens. It stopped at x, because every token's latent must be appended. The small ops between them make a\n"
+        "block table and lengths in which each wanted token is a row of its own."
     ),
 }
 
@@ -55,16 +61,20 @@ def show(graph: fx.Graph) -> None:
         value = node.meta["example_value"]
         value = value[0] if isinstance(value, tuple) else value
         shape = "" if value is None or not isinstance(value, Tensor) else str(list(value.shape))
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-        print(f"    {shape:12} {node.name:24} = {name}({', '.join(map(str, node.all_input_nodes))})")
+        name = (
+            node.target
+            if isinstance(node.target, str)
+            else getattr(node.target, "__name__", str(node.target))
+        )
+        inputs = ", ".join(PREFIX.sub("", str(n)).rstrip("_") for n in node.all_input_nodes)
+        print(f"    {shape:12} {node.name:20} = {name.removesuffix('.default')}({inputs})")
 
 
 def main() -> None:
     torch.manual_seed(0)
     layer = TinyLayer().requires_grad_(False)
     # Three rows with 5 cached tokens each that verify 3 drafts: 4 tokens a row. That is decode, however long.
-    table = 1 + torch.arange(8, dtype=torch.int32)[:6].view(3, 2)
-    table = torch.cat([table, table[:, :1]], dim=1)
+    table = 1 + torch.arange(9, dtype=torch.int32).view(3, 3)
     batch, _ = decode_segment(torch.full((3,), 5, dtype=torch.int32), table, q_len=4, page_size=4)
     wanted = torch.tensor([0, 5, 11])
     x = torch.randn(12, HIDDEN)

@@ -17,7 +17,7 @@ from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine, w
 from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
 from mla_compile.speculate import SamplingParams
 
-PROMPTS = ("In the beginning", "def test_")
+PROMPTS = ("And it came to pass in those days", "def parse(")
 GREEDY = SamplingParams()
 
 
@@ -42,7 +42,7 @@ def demo(
         Path,
         Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
     ] = SHIPPED_MODEL,
-    max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 128,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 80,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
 ) -> None:
     """Complete two prompts without and with speculation, on the CPU, greedily, in float32; compare tokens and speed.
@@ -54,6 +54,9 @@ def demo(
         console.print(f"{why_not}; running without compilation, slowly", style="yellow", highlight=False)
         compile = False
     checkpoint = Checkpoint.load(model, mtp=True)
+    size = sum(parameter.numel() for parameter in checkpoint.model.parameters()) / 1e6
+    layers = f"{checkpoint.model.arch.num_layers} layers and an MTP layer"
+    console.print(f"{model.name}: {layers}, {size:.1f} M parameters, float32, CPU, greedy", highlight=False)
     prompts = [checkpoint.encode(prompt) for prompt in PROMPTS]
     runs = {}
     for k in (0, DEFAULT_DRAFTS):

@@ -1,0 +1,67 @@
+"""Every example runs, in small."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example as `python examples/NAME.py` sees it: with its own folder on the path."""
+    torch.compiler.reset()
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module(request.param)
+
+
+def runs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("example", [name], indirect=True, ids=[""])
+
+
+def lines_of(captured: pytest.CaptureFixture[str]) -> list[str]:
+    return captured.readouterr().out.splitlines()
+
+
+@runs("own_module")
+def test_own_module_equals_eager_on_every_kind_of_batch(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(num_layers=1)
+    assert [line.split()[0] for line in lines_of(capsys)] == ["prefill", "decode", "mixed"]
+
+
+@runs("add_a_pass")
+def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(num_layers=1)
+    lines = lines_of(capsys)
+    segments = [line.split()[1] for line in lines if line.startswith("clamp_decode_queries")]
+    assert segments == ["0", "1", "1"]
+    changed = {line.split()[0]: float(line.split()[-1]) for line in lines if "changes" in line}
+    assert changed["prefill"] < 1e-4 < changed["decode"] and changed["mixed"] > 1e-4
+
+
+@runs("split_pass_step_by_step")
+def test_the_split_pass_is_shown_step_by_step(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main()
+    captured, split, hoisted = capsys.readouterr().out.split("\n\n    ")[1:4]
+    assert "= mla_attention(" in captured and "mla_decode" not in captured
+    assert "[12, 2, 8]   mla_decode_default " in split and "mla_attention" not in split.split("\nhoist")[0]
+    assert "[3, 2, 8]    mla_decode_default_1 " in hoisted and "[12, 8]      kv_c " in hoisted
+
+
+@runs("mtp_generation")
+def test_generation_with_and_without_drafts_prints_the_same_text(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(max_new_tokens=8, compile=False)  # compares the tokens itself
+    out = capsys.readouterr().out
+    assert all(prompt in out for prompt in example.PROMPTS)
+    assert "steps instead of 7" in out

@@ -1,0 +1,182 @@
+"""`mla_compile.explain`: what it says, and that it runs nothing and leaves nothing behind."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import mla_compile
+from mla_compile import MLAError, explain
+from mla_compile.explanation.inspect import inspect_forward, inspect_step
+from tests.models_for_tests import tiny_model
+from tests.passes.capture import Stack, make_inputs
+
+DECODE, PREFILL = {"rows": 2, "q_len": 3}, {"chunks": (4,)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> None:
+    torch.compiler.reset()
+
+
+def test_a_mixed_batch_is_told_segment_by_segment_with_identical_layers_folded() -> None:
+    text = str(explain(Stack(3), *make_inputs(**DECODE, **PREFILL)))
+    assert (
+        text
+        == """\
+3 attention calls; passes: split_prefill_decode, hoist_row_gather
+
+layers.0-2: 3 calls, all the same
+  tokens   10 = 6 decode (2 rows x q_len 3) + 4 prefill (1 chunk)
+  before   mla_attention(q_nope [10, 3, 6], q_pe [10, 3, 4], kv_c [10, 16], k_pe [10, 4]) -> [10, 3, 5]
+  append   mla_append   kv_c [10, 16], k_pe [10, 4] -> kv_cache [49, 4, 20]
+  split    q, kv into 6 decode and 4 prefill tokens
+  decode   absorb       q_nope [6, 3, 6] @ w_uk [3, 6, 16] -> q_latent [6, 3, 16]
+           mla_decode   q_latent [6, 3, 16], q_pe [6, 3, 4] -> [6, 3, 16]
+           up-project   [6, 3, 16] @ w_uv [3, 16, 5] -> [6, 3, 5]
+  prefill  expand       kv_c [4, 16] -> k_nope [4, 3, 6], v [4, 3, 5]
+           mla_prefill  q_nope [4, 3, 6], q_pe [4, 3, 4] -> [4, 3, 5]
+  join     cat          [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
+
+nodes after each pass
+  op             captured  split_prefill_decode  hoist_row_gather
+  mla_append            -                     3                 3
+  mla_attention         3                     -                 -
+  mla_decode            -                     3                 3
+  mla_prefill           -                     3                 3
+  cat                   -                     4                 4
+  einsum                -                    12                12
+  getitem              12                    33                33
+  split                 6                    18                18
+  all nodes            59                   114               114
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "told", "untold"),
+    [
+        (DECODE, "mla_decode", ["mla_prefill", "join", "split "]),
+        (PREFILL, "mla_prefill", ["mla_decode", "join"]),
+    ],
+    ids=["decode only", "prefill only"],
+)
+def test_a_segment_that_the_batch_lacks_is_not_told(batch: dict, told: str, untold: list[str]) -> None:
+    text = str(explain(Stack(1), *make_inputs(**batch))).split("nodes after")[0]
+    assert told in text and not any(f"  {word}" in text for word in untold)
+
+
+def test_dynamic_sizes_are_numbered_and_come_with_the_calls_sizes() -> None:
+    x, batch = make_inputs(**DECODE)
+    for tensor in (x, batch.decode.seq_lens, batch.decode.block_table, batch.decode.slot_mapping):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    text = str(explain(Stack(1), x, batch))
+    assert "s0" in text and "dynamic sizes, as they were in this call: s0 = " in text
+
+
+def test_the_speculative_step_shows_what_the_gather_left_at_all_tokens() -> None:
+    text = str(inspect_step(tiny_model(torch.float32), num_speculative_tokens=3, rows=2))
+    assert "model.layers.0-1.self_attn: 2 calls, all the same" in text
+    assert "gather   index_select u0 of 4*u0 tokens: only they are used later" in text
+    assert "4*u0 -> u0 rows: linear x 8" in text and "moe_experts" in text
+
+
+def test_a_forward_of_the_model_shows_the_needed_logits_rows_only() -> None:
+    text = str(inspect_forward(tiny_model(torch.float32), num_speculative_tokens=1, rows=3, prefill_tokens=9))
+    assert "tokens   15 = 6 decode (3 rows x q_len 2) + 9 prefill (1 chunk)" in text
+    assert "15 -> 7 rows" in text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": -1}, {"rows": 0, "prefill_tokens": 0}, {"num_speculative_tokens": -2}]
+)
+def test_inspecting_with_a_bad_number_names_it(wrong: dict[str, int]) -> None:
+    with pytest.raises(MLAError, match=next(iter(wrong))):
+        inspect_forward(tiny_model(torch.float32), **wrong)
+
+
+def test_nothing_runs_and_no_compiled_code_is_lost_or_added() -> None:
+    model = Stack(2)
+    caches = [buffer.clone() for buffer in model.buffers()]
+    inputs = make_inputs(**DECODE)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        explain(compiled, *inputs)
+        explain(compiled, *make_inputs(rows=3, q_len=2))  # another shape must not make sizes dynamic later
+    assert all(torch.equal(now, before) for now, before in zip(model.buffers(), caches))
+
+    compiled(*inputs)
+    counters.clear()
+    explain(model, *inputs)
+    counters.clear()
+    compiled(*inputs)
+    assert counters["stats"]["unique_graphs"] == 0, "explain made torch.compile forget what it had compiled"
+
+
+def test_a_call_without_attention_is_explained_too(tmp_path: Path) -> None:
+    explanation = explain(nn.Linear(3, 2), torch.zeros(1, 3))
+    assert "no mla_attention" in str(explanation)
+    ET.parse(explanation.save(tmp_path / "plain.svg"))
+
+
+def test_a_call_without_tensor_operations_is_an_error() -> None:
+    with pytest.raises(MLAError, match="model: expected a call with tensor operations"):
+        explain(lambda: 3)
+
+
+def test_a_graph_break_is_reported_by_torch() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        explain(breaks, torch.zeros(1))
+
+
+# --- the picture
+
+
+def text_boxes(svg: Path) -> list[tuple[float, float, float, float, str]]:
+    """Left, top, right and bottom edge of every text, by the advance of a wide font, and the text."""
+    boxes = []
+    for text in ET.parse(svg).iter("{http://www.w3.org/2000/svg}text"):
+        x, y, size = (float(text.get(name, 0)) for name in ("x", "y", "font-size"))
+        width = 0.62 * size * len(text.text or "")
+        left = x - {"start": 0.0, "middle": width / 2, "end": width}[text.get("text-anchor", "start")]
+        boxes.append((left, y - size * 0.8, left + width, y + size * 0.2, text.text or ""))
+    return boxes
+
+
+@pytest.mark.parametrize("batch", [DECODE, PREFILL, DECODE | PREFILL], ids=["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("unbacked", [False, True], ids=["static", "unbacked"])
+def test_no_two_texts_of_the_picture_overlap_and_none_leaves_it(
+    batch: dict, unbacked: bool, tmp_path: Path
+) -> None:
+    path = explain(Stack(2), *make_inputs(**batch, unbacked=unbacked)).save(tmp_path / "picture.svg")
+    root = ET.parse(path).getroot()
+    boxes = sorted(set(text_boxes(path)))  # an edge's label is drawn twice, its halo first
+    for i, (left, top, right, bottom, text) in enumerate(boxes):
+        assert (
+            left >= 0 and right <= float(root.get("width", 0)) and bottom <= float(root.get("height", 0))
+        ), text
+        for other_left, other_top, other_right, other_bottom, other in boxes[i + 1 :]:
+            apart = other_left >= right or other_right <= left or other_top >= bottom or other_bottom <= top
+            assert apart, f"{text!r} and {other!r} overlap"
+
+
+def test_the_picture_shows_segments_and_says_which_one_is_absent(tmp_path: Path) -> None:
+    words = [
+        box[-1] for box in text_boxes(explain(Stack(1), *make_inputs(**DECODE)).save(tmp_path / "a.svg"))
+    ]
+    assert {"mla_attention", "mla_append", "absorb", "mla_decode", "up-project", "no prefill tokens"} <= set(
+        words
+    )
+    assert "mla_prefill" not in words and "cat" not in words
+
+
+def test_a_picture_is_an_svg() -> None:
+    with pytest.raises(MLAError, match=r"ends in \.svg"):
+        mla_compile.explain(nn.Linear(3, 2), torch.zeros(1, 3)).save("picture.png")
