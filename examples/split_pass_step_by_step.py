@@ -36,8 +36,9 @@ class TinyLayer(nn.Module):
         return self.o_proj(out.flatten(1)).index_select(0, wanted)
 
 
-PREFIX = re.compile(r"^l_(function|args)_(\d+_)?(modules_|buffers_)?|_parameters_")
-"""Dynamo names its inputs `l_function_modules_q_proj_parameters_weight_`: shorter is easier to read."""
+# Dynamo calls its inputs l_args_0_ and l_function_modules_q_proj_parameters_weight_: shorter is easier to read.
+LONG = re.compile(r"^l_(function|args_1)_(modules_|buffers_)?|_parameters|_$")
+INPUTS = {"l_args_0_": "x", "l_args_2_": "wanted"}
 
 COMMENTS = {
     "captured": "What Dynamo sees: one opaque op. It attends, and writes kv_cache.",
@@ -66,7 +67,7 @@ def show(graph: fx.Graph) -> None:
             if isinstance(node.target, str)
             else getattr(node.target, "__name__", str(node.target))
         )
-        inputs = ", ".join(PREFIX.sub("", str(n)).rstrip("_") for n in node.all_input_nodes)
+        inputs = ", ".join(INPUTS.get(n.name, LONG.sub("", n.name)) for n in node.all_input_nodes)
         print(f"    {shape:12} {node.name:20} = {name.removesuffix('.default')}({inputs})")
 
 

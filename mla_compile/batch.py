@@ -123,5 +123,6 @@ def prefill_segment(
     index = torch.arange(row_of_token.shape[0], device=device) - cu_seqlens_q[row_of_token]
     positions = index + (lens[1] - lens[0])[row_of_token]
     slots = slots_of(block_table[row_of_token], positions[:, None], page_size)
-    segment = PrefillSegment(cu_seqlens_q, lens[1], block_table, slots.view(-1), host)
+    # No field may be a view of another: Dynamo would guard on their common base, and compile anew for each batch.
+    segment = PrefillSegment(cu_seqlens_q, lens[1].clone(), block_table, slots.flatten(), host)
     return segment, positions

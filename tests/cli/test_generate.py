@@ -147,3 +147,10 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
     assert (result.exit_code, result.stdout) == (0, expected)
     assert "no C++ compiler found: install one" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_help_names_every_flag_and_the_default_number_of_drafts(run):
+    text = " ".join(run("generate", "--help").stdout.split())
+    assert "3 if the checkpoint has an MTP layer, else 0" in text
+    flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p seed dtype device"
+    assert all(f"--{flag} " in text for flag in [*flags.split(), "no-compile"])

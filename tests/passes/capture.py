@@ -1,5 +1,6 @@
 """A backend that keeps the graphs before and after the passes, and a small model to compile with it."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,25 @@ def shape(node: Any) -> tuple[int | str, ...]:
     value = node.meta["example_value"]
     sizes = (value[0] if isinstance(value, tuple) else value).shape
     return tuple(size if isinstance(size, int) else str(size) for size in sizes)
+
+
+def compiled_graph(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
+    """The graph after the passes, which was run and gave what `function` gives eagerly."""
+    capture = Capture()
+    mine, theirs = copy.deepcopy(inputs), copy.deepcopy(inputs)
+    out = torch.compile(copy.deepcopy(function), backend=capture, fullgraph=True)(*mine)
+    torch.testing.assert_close(out, copy.deepcopy(function)(*theirs))
+    torch.testing.assert_close(mine[0], theirs[0], msg="what is written in place differs")
+    return capture.after[0]
+
+
+def rows_computed(gm: fx.GraphModule) -> dict[str, set[Any]]:
+    """Rows that each op computes, but for gathers and writes."""
+    found: dict[str, set[Any]] = {}
+    for node, name in zip((n for n in gm.graph.nodes if n.op.startswith("call_")), ops(gm)):
+        if name not in ("index_select", "mla_append", "setitem"):
+            found.setdefault(name, set()).add(shape(node)[0])
+    return found
 
 
 class Layer(nn.Module):

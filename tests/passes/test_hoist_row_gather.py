@@ -1,14 +1,12 @@
 """`hoist_row_gather`: how far a gather climbs, where it stops, and that the result stays the same."""
 
-import copy
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from mla_compile import MLABatch
 from mla_compile.explanation.shapes import module_path
@@ -18,7 +16,18 @@ from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import RANK, ROPE, Capture, Layer, Stack, make_inputs, nodes_of, ops, shape
+from tests.passes.capture import (
+    RANK,
+    ROPE,
+    Layer,
+    Stack,
+    compiled_graph,
+    make_inputs,
+    nodes_of,
+    ops,
+    rows_computed,
+    shape,
+)
 
 ROWS, WIDTH = 6, 4
 IDS = torch.tensor([4, 1])
@@ -29,99 +38,8 @@ def nothing_is_compiled_yet() -> None:
     torch.compiler.reset()  # recompiles are counted per function
 
 
-def compiled_graph(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule:
-    """The graph after the passes, which was run and gave what `function` gives eagerly."""
-    capture = Capture()
-    mine, theirs = copy.deepcopy(inputs), copy.deepcopy(inputs)
-    out = torch.compile(copy.deepcopy(function), backend=capture, fullgraph=True)(*mine)
-    torch.testing.assert_close(out, copy.deepcopy(function)(*theirs))
-    torch.testing.assert_close(mine[0], theirs[0], msg="what is written in place differs")
-    return capture.after[0]
-
-
-def rows_computed(gm: fx.GraphModule) -> dict[str, set[Any]]:
-    """Rows that each op computes, but for gathers and writes."""
-    found: dict[str, set[Any]] = {}
-    for node, name in zip([n for n in gm.graph.nodes if n.op.startswith("call_")], ops(gm)):
-        if name not in ("index_select", "mla_append", "setitem"):
-            found.setdefault(name, set()).add(shape(node)[0])
-    return found
-
-
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 W = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
-TABLE = torch.randn(5, 3, generator=torch.Generator().manual_seed(4))
-VECTOR = torch.arange(WIDTH)
-E3 = torch.randn(WIDTH, 2, 3, generator=torch.Generator().manual_seed(3))
-
-ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda x: F.linear(x, W),
-    "rms_norm": lambda x: F.rms_norm(x, (WIDTH,), eps=1e-6),
-    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,)),
-    "add a broadcast vector": lambda x: x + VECTOR,
-    "add itself": lambda x: x + x * 2,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "softmax": lambda x: x.softmax(dim=-1),
-    "sum": lambda x: x.sum(dim=-1, keepdim=True),
-    "mean": lambda x: x.mean(-1),
-    "topk": lambda x: x.topk(2, dim=-1).values,
-    "gather": lambda x: x.gather(1, (x > 0).to(torch.int64)),
-    "scatter": lambda x: x.scatter(-1, (x > 0).to(torch.int64), 9.0),
-    "masked_fill": lambda x: x.masked_fill(x > 0, 7.0),
-    "where and masks": lambda x: torch.where((x > 0) & (x < 1) | ~(x >= -1), x, -x),
-    "unsqueeze": lambda x: x.unsqueeze(1),
-    "index with None": lambda x: x[:, None],
-    "index the last dimension": lambda x: x[..., 0],
-    "unflatten and flatten": lambda x: x.unflatten(-1, (2, 2)).flatten(1),
-    "view with -1": lambda x: x.view(-1, 2, 2),
-    "view with the number of rows": lambda x: x.view(ROWS, 2, 2),
-    "reshape": lambda x: torch.reshape(x, (ROWS, 2, 2)),
-    "split": lambda x: x.split([1, 3], dim=-1)[1],
-    "chunk": lambda x: torch.chunk(x, 2, dim=-1)[0],
-    "cat along the width": lambda x: torch.cat([x, x.neg()], dim=-1),
-    "einsum": lambda x: torch.einsum("tn,nhl->thl", x, E3),
-    "embedding": lambda x: F.embedding((x > 0).to(torch.int64).sum(-1), TABLE),
-    "cast": lambda x: x.to(torch.float64).float(),
-    "sin and cos": lambda x: torch.cat([x.sin(), x.cos()], dim=-1),
-    "clamp": lambda x: x.clamp(0, 1),
-}
-
-
-@pytest.mark.parametrize("name", ROW_WISE)
-def test_a_gather_climbs_over(name: str) -> None:
-    gm = compiled_graph(lambda x, ids: torch.index_select(ROW_WISE[name](x), 0, ids), X, IDS)
-    gather = nodes_of(gm, "index_select")
-    assert [node.args[0].op for node in gather] == ["placeholder"], gm.graph
-    carrying_rows = {rows for found in rows_computed(gm).values() for rows in found}
-    assert carrying_rows == {len(IDS)}, gm.graph
-
-
-ACROSS_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax over rows": lambda x: x.softmax(dim=0),
-    "cumsum over rows": lambda x: x.cumsum(0),
-    "sort of rows": lambda x: x.sort(dim=0).values,
-    "a norm over the whole tensor": lambda x: F.rms_norm(x, (ROWS, WIDTH)),
-    "cat along rows": lambda x: torch.cat([x, x]),
-    "a transpose": lambda x: x.t(),
-    "a view that mixes rows": lambda x: x.view(4, -1),
-    "a product of rows with rows": lambda x: x @ x.t(),
-    "a flip of rows": lambda x: x.flip(0),
-    "a scatter along rows": lambda x: x.scatter(0, (x > 0).to(torch.int64), 9.0),
-    "a slice of rows": lambda x: x[1:],
-    "an einsum over rows": lambda x: torch.einsum("tn,tm->nm", x, x),
-    "a linear of a vector": lambda x: F.linear(x[0], torch.ones(WIDTH, WIDTH).triu()),
-    "a topk over rows": lambda x: x.topk(3, dim=0).values,
-}
-
-
-@pytest.mark.parametrize("name", ACROSS_ROWS)
-def test_a_gather_does_not_climb_over(name: str) -> None:
-    gm = compiled_graph(
-        lambda x, ids: torch.index_select(ACROSS_ROWS[name](x), 0, ids), X, torch.tensor([2, 1])
-    )
-    (gather,) = nodes_of(gm, "index_select")
-    assert gather.args[0].op != "placeholder", gm.graph
 
 
 class Block(nn.Module):
