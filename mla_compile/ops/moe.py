@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_compile.errors import MLAError
+from mla_compile.ops import validate
 from mla_compile.ops.library import define_op
 
 # Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
@@ -37,6 +38,7 @@ def _validate(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tens
                 raise MLAError(name, f"{word} = {expected} in [{layout}]", list(tensor.shape))
         if tensor.device != x.device:
             raise MLAError(name, f"a tensor on {x.device}", tensor.device)
+        validate.inference_only(name, tensor)
     if topk_ids.dtype != torch.int64:
         raise MLAError("topk_ids", "int64", topk_ids.dtype)
     if not topk_weights.is_floating_point():

@@ -55,6 +55,7 @@ def _floats(**tensors: tuple[Tensor, str]) -> None:
         _tensor(name, x, words, like=first)
         if x.dtype != first.dtype:
             raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), "convert one of them")
+        inference_only(name, x)
 
 
 def _cache(kv_cache: Tensor, width: int, of: str) -> None:
@@ -65,6 +66,13 @@ def _cache(kv_cache: Tensor, width: int, of: str) -> None:
     if statically_known_true(kv_cache.shape[1] < 1) or statically_known_true(kv_cache.shape[0] < 1):
         raise MLAError("kv_cache", "num_pages >= 1 and page_size >= 1", list(kv_cache.shape))
     _size("kv_cache", kv_cache, 2, width, of)
+
+
+def inference_only(name: str, tensor: Tensor) -> None:
+    """The ops have no backward; without this check, compiled code would return no gradients, silently."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        mend = "the ops are for inference: call the model under torch.no_grad()"
+        raise MLAError(name, "a tensor that needs no gradient", "requires_grad=True", mend)
 
 
 def append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -222,3 +222,14 @@ def test_prefill_segments_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(MLAError, match=message):
         prefill_segment(lens, cached, torch.zeros(2, 2, dtype=torch.int32), page_size=4)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_call_that_would_need_a_backward_is_refused(compiled: bool) -> None:
+    case = make_case(**DECODE)
+    attend = torch.compile(mla_attention, backend="eager", fullgraph=True) if compiled else mla_attention
+    args = (*case.args()[:5], case.w_uk.requires_grad_(), case.w_uv, case.batch, 0.2)
+    with pytest.raises(Exception, match=r"w_uk.+torch\.no_grad"):
+        attend(*args)
+    with torch.no_grad():
+        assert not attend(*args).requires_grad
