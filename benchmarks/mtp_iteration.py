@@ -3,7 +3,7 @@
     python -m benchmarks.mtp_iteration --output benchmarks/results/mtp_iteration.json
 
 Prints, and writes as JSON, for each number of drafts k: graphs compiled over several row buckets, CUDA graphs
-recorded and which inputs of each are not static, the first of 500+ greedy tokens that differs from one-token
+recorded and which tensors each replay copies in, the first of 500+ greedy tokens that differs from one-token
 eager decoding in float32 (none, it is hoped), wall time and kernel time of an iteration.
 """
 
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mla_compile.engine import Engine
 from mla_compile.engine.text import SHIPPED_MODEL
-from mla_compile.models import load_model
+from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 
@@ -28,11 +28,23 @@ BUCKETS = (4, 1, 2, 8, 3, 4)
 TOKENS = 512
 
 
+TEXTS = (
+    "And it came to pass, that",
+    "Psalms 23\n\n",
+    "def parse(self, text):\n",
+    "And Jesus said unto them,",
+    "class Queue:\n    def put(self, item):\n",
+    "In those days",
+    "import os\n",
+    "Now the sons of",
+)
+
+
 def prompts(count: int) -> list[list[int]]:
-    """Different texts of different lengths, so that rows accept differently."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = [5 + 7 * i for i in range(count)]
-    return [torch.randint(1, 2000, (n,), generator=generator).tolist() for n in lengths]
+    """Texts of different lengths and kinds, so that rows accept differently."""
+    tokenizer = load_tokenizer(SHIPPED_MODEL)
+    assert tokenizer is not None
+    return [tokenizer(text)["input_ids"] for text in TEXTS[:count]]
 
 
 def first_difference(a: list[list[int]], b: list[list[int]]) -> str | None:
@@ -95,7 +107,7 @@ def measure(
         "first_compile_s": round(compile_s, 1),
         **compile_counters(),
         "buckets": sorted(set(BUCKETS)),
-        "non_static_inputs_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
+        "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
         **{name: round(value, 1) for name, value in iteration_times(step, state).items()},
     }
     if expected is not None:

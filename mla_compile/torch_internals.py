@@ -132,9 +132,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
-    """Of every CUDA graph recorded on a device: the names of its inputs that are not static.
+    """Of every CUDA graph recorded on a device: the names of the tensors that each replay copies in.
 
-    A tensor among them is copied on each replay; a size ("u0", "s0") is only compared.
+    For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
     """
     from torch._inductor import cudagraph_trees
 
@@ -143,8 +143,8 @@ def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
     recorded = []
     while pending:
         node = pending.pop()
-        placeholders = node.wrapped_function.placeholders
-        recorded.append([placeholders[i].name for i in node.non_static_input_idx])
+        tensors = node.wrapped_function.placeholders
+        recorded.append([tensors[i].name for i in node.non_static_input_idx if i < len(tensors)])
         pending += [child for children in node.children.values() for child in children]
     return recorded
 

@@ -58,4 +58,4 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, para
     assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) >= 3
-    assert all(not name.startswith(("arg", "state", "l_")) for names in recorded for name in names), recorded
+    assert not any(recorded), f"tensors copied on each replay: {recorded}"

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, DeepseekV3Config
 
 ATTENTION = "shipped_training"
-DROPOUT = 0.05  # on both branches of a layer; the corpus is read dozens of times
+DROPOUT = 0.1  # on both branches of a layer; the corpus is read dozens of times
 PAD_VALUES = False  # some kernels want keys and values of one width; set by `pick_attention`
 
 
@@ -65,20 +65,24 @@ def pick_attention(cfg: DeepseekV3Config, rows: int, length: int, report: Callab
     for name, pad in (("flash", True), ("cudnn", True), ("cudnn", False), ("mem_efficient", False)):
         set_attention(name)
         try:
-            error = key_gradient(cfg, 2, 256, torch.bfloat16, pad) - exact
+            difference = key_gradient(cfg, 2, 256, torch.bfloat16, pad) - exact
             for _ in range(3):
                 torch.cuda.synchronize()
                 begin = time.monotonic()
                 key_gradient(cfg, rows, length, torch.bfloat16, pad)
                 torch.cuda.synchronize()
-        except RuntimeError:
+        except Exception as error:  # whatever a kernel objects to, the next one may do
+            report(attention=name, padded=pad, failed=str(error)[:200])
             continue
-        off = float(error.norm() / exact.norm())
+        off = float(difference.norm() / exact.norm())
         report(attention=name, padded=pad, milliseconds=(time.monotonic() - begin) * 1e3, gradient_error=off)
         if off < 0.05:
             times[name, pad] = time.monotonic() - begin
-    name, PAD_VALUES = min(times, key=lambda key: times[key])
-    set_attention(name)
+    if times:
+        name, PAD_VALUES = min(times, key=lambda key: times[key])
+        set_attention(name)
+    else:
+        set_attention("mem_efficient", "math")
 
 
 def set_attention(*allowed: str) -> None:

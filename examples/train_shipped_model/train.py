@@ -43,6 +43,7 @@ JOINT_SHARE = 0.72  # of the time
 JOINT_RATE, DRAFT_RATE = 3e-3, 1.5e-3
 WARMUP = 0.03
 BALANCE_RATE = 3e-3
+COLLAPSE_AFTER = 400  # steps
 
 
 @dataclass
@@ -145,13 +146,16 @@ def optimizer(modules: list[nn.Module], device: torch.device) -> torch.optim.Ada
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
-def ticks(seconds: float, steps: int | None) -> Iterator[float]:
-    """Progress in [0, 1) until the time is up; the clock starts after the third step, which ends the compiling."""
+def ticks(until: float, steps: int | None) -> Iterator[float]:
+    """Progress in [0, 1): step over steps where these are given, else by the clock from the third step (which ends the
+    compiling) to `until`."""
+    if steps is not None:
+        yield from (step / steps for step in range(steps))
+        return
     yield from (0.0, 0.0, 0.0)
-    begin, step = time.monotonic(), 3
-    while (progress := (time.monotonic() - begin) / seconds) < 1 and (steps is None or step < steps):
+    begin = time.monotonic()
+    while (progress := (time.monotonic() - begin) / max(until - begin, 1.0)) < 1:
         yield progress
-        step += 1
 
 
 def train_step(run: Run, loss: Tensor, optim: torch.optim.AdamW, rate: float) -> None:
@@ -170,8 +174,7 @@ def joint_phase(run: Run, args: argparse.Namespace, until: float) -> None:
     loss_of = compiled(cross_entropy, run.device)
     embedding = run.trunk.model.embed_tokens.weight
     masks = [chain_mask(run.length, d, run.device) for d in range(CHAIN)]
-    modules = [*run.trunk.modules(), *run.mtp.modules()]
-    for progress in ticks(until - time.monotonic() - args.compile_seconds, args.steps):
+    for progress in ticks(until, args.steps and args.steps[0]):
         tokens = run.batch(args.scale)
         rate = schedule(progress, JOINT_RATE)
         with run.autocast():
@@ -183,13 +186,26 @@ def joint_phase(run: Run, args: argparse.Namespace, until: float) -> None:
             total = losses[0] + MTP_WEIGHT * sum(losses[1:])
         train_step(run, total, optim, rate)
         run.tokens += tokens.shape[0] * run.length
-        worst = balance(modules, BALANCE_RATE * min(1.0, 2 * (1 - progress)))
+        balancing = BALANCE_RATE * min(1.0, 2 * (1 - progress))
+        loads = [balance(list(module.modules()), balancing) for module in (run.trunk, run.mtp)]
         if run.step % args.log_every == 0 or run.step <= 3:
             names = ("loss", "draft1", "draft2", "draft3")
             values = dict(zip(names, torch.stack(losses).tolist(), strict=True))
-            run.write(phase="joint", tokens=run.tokens, rate=rate, **values, worst_load=float(worst))
+            values |= dict(zip(("worst_load", "worst_mtp_load"), map(float, loads), strict=True))
+            run.write(phase="joint", tokens=run.tokens, rate=rate, **values)
+            stop_if_broken(run, values)
         if run.step % args.validate_every == 0:
             validate(run, run.rows(args.scale), loss_of)
+
+
+def stop_if_broken(run: Run, values: dict[str, float]) -> None:
+    """Spare the machine a run that cannot end well: a loss that is no number, or all tokens at the same experts."""
+    config = run.trunk.config
+    if not all(map(math.isfinite, values.values())):
+        raise SystemExit(f"step {run.step}: a loss is no number")
+    collapsed = 0.99 * config.n_routed_experts / config.num_experts_per_tok
+    if run.step >= COLLAPSE_AFTER and values.get("worst_mtp_load", 0.0) > collapsed:
+        raise SystemExit(f"step {run.step}: the MTP layer sends every token to the same experts")
 
 
 @torch.no_grad()
@@ -216,7 +232,7 @@ def draft_phase(run: Run, args: argparse.Namespace, until: float) -> None:
     loss_of, agree_of = compiled(distillation, run.device), compiled(agreement, run.device)
     embedding = run.trunk.model.embed_tokens.weight
     masks = [chain_mask(run.length, d, run.device) for d in range(CHAIN)]
-    for progress in ticks(until - time.monotonic() - args.compile_seconds / 2, args.steps):
+    for progress in ticks(until, args.steps and args.steps[1]):
         tokens = run.batch(args.scale)
         rate = schedule(progress, DRAFT_RATE)
         losses = []
@@ -238,6 +254,7 @@ def draft_phase(run: Run, args: argparse.Namespace, until: float) -> None:
         if run.step % args.log_every == 0:
             values = dict(zip(("draft1", "draft2", "draft3"), torch.stack(losses).tolist(), strict=True))
             run.write(phase="draft", tokens=run.tokens, rate=rate, **values)
+            stop_if_broken(run, values)
 
 
 def parse() -> argparse.Namespace:
@@ -250,10 +267,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--length", type=int, default=2048, help="tokens in a window")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the rows of a batch")
-    parser.add_argument("--steps", type=int, help="stop each phase early, to try the script out")
-    parser.add_argument(
-        "--compile-seconds", type=float, default=60.0, help="set aside for compiling in phase 1"
-    )
+    parser.add_argument("--steps", type=int, nargs=2, help="steps of each phase, in place of --minutes")
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--validate-every", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -287,13 +301,16 @@ def main() -> None:
     args = parse()
     run = prepare(args)
     joint_phase(run, args, run.started + 60 * args.minutes * JOINT_SHARE)
+    joint_steps = run.step
+    export(run.trunk, run.mtp, CORPUS / "tokenizer.json", args.out / "model")  # should the second phase fail
     draft_phase(run, args, run.started + 60 * args.minutes)
     export(run.trunk, run.mtp, CORPUS / "tokenizer.json", args.out / "model")
+    run.write(phase="end", steps=[joint_steps, run.step - joint_steps], seed=args.seed)
+    plot(run.log, args.out / "loss_curve.png")
     torch.set_float32_matmul_precision("highest")
     set_attention("flash", "cudnn", "mem_efficient", "math")
     report = measure(args.out / "model", run.device.type)
     run.write(phase="result", tokens=run.tokens, **report)
-    plot(run.log, args.out / "loss_curve.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""How many tokens a step of the shipped model emits on held-out text, and whether drafts change any token.
+
+    python -m benchmarks.acceptance --output benchmarks/results/acceptance.json
+
+The prompts are beginnings of verses and functions from chapters and files that the model was not trained on. Greedy
+text of so small a model repeats itself, which is easy to draft: the share of distinct 4-token runs stands beside it.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
+from mla_compile.engine.text import SHIPPED_MODEL
+
+PROMPTS = Path(__file__).with_name("held_out_prompts.json")
+TOKENS = 128
+SAMPLING = {"greedy": SamplingParams(), "temperature 0.7": SamplingParams(temperature=0.7, seed=1)}
+
+
+def distinct_runs(completions: list[Completion], length: int = 4) -> float:
+    """Share of distinct runs among all runs of `length` tokens, each completion counted by itself."""
+    distinct = total = 0
+    for completion in completions:
+        ids = completion.token_ids
+        runs = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
+        distinct, total = distinct + len(set(runs)), total + len(runs)
+    return distinct / max(1, total)
+
+
+def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> dict[str, Any]:
+    model = load_model(SHIPPED_MODEL, device=device)
+    row: dict[str, Any] = {"acceptance_length": {}}
+    plain: list[list[int]] = []
+    for k in (0, 1, 2, 3):
+        engine = Engine(model, num_speculative_tokens=k, max_rows=16, max_model_len=512, compile=False)
+        completions = engine.generate(prompts, max_new_tokens=TOKENS, sampling=sampling)
+        tokens = [completion.token_ids for completion in completions]
+        if k == 0:
+            plain = tokens
+            row["distinct_4_token_runs"] = round(distinct_runs(completions), 3)
+        else:
+            lengths = [completion.acceptance_length or 1.0 for completion in completions]
+            row["acceptance_length"][k] = round(statistics.mean(lengths), 3)
+        row["same_tokens"] = row.get("same_tokens", True) and tokens == plain
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(SHIPPED_MODEL)
+    assert tokenizer is not None
+    rows = []
+    for domain, texts in json.loads(PROMPTS.read_text(encoding="utf-8")).items():
+        prompts = [tokenizer(text)["input_ids"] for text in texts]
+        for name, sampling in SAMPLING.items():
+            row = {"text": domain, "sampling": name, **measure(prompts, sampling, args.device)}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    if args.output:
+        result = {
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+            "torch": torch.__version__,
+            "dtype": "float32",
+            "prompts_per_text": len(prompts),
+            "tokens_per_prompt": TOKENS,
+            "rows": rows,
+        }
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
