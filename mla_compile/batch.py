@@ -82,7 +82,14 @@ def decode_segment(
     A row of which `q_lens` says 0 is inactive: it sees nothing and writes nowhere.
 
     Returns the segment and the tokens' positions, int64 `[rows * q_len]`.
+
+    Raises:
+        MLAError: q_len < 1, or num_cached of another dtype or rank.
     """
+    if q_len < 1:
+        raise MLAError("q_len", ">= 1 query token per decode row", q_len)
+    if num_cached.dtype != torch.int32 or num_cached.dim() != 1:
+        raise MLAError("num_cached", "int32 [rows]", f"{num_cached.dtype} {list(num_cached.shape)}")
     positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
     valid = None if q_lens is None else positions < (num_cached + q_lens)[:, None]
     added = q_len if q_lens is None else q_lens

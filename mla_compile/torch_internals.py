@@ -66,6 +66,17 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
     )
 
 
+def mark_state_tensor(tensor: torch.Tensor) -> None:
+    """Tell the compiler that a tensor stays where it is (a replay copies nothing) and that its rows vary.
+
+    The other sizes are fixed: left to itself, Dynamo would make them symbols once it has seen two of them.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    for dim in range(1, tensor.dim()):
+        torch._dynamo.mark_static(tensor, dim)
+
+
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
     """The same bound method on a code object of its own.
 
@@ -82,8 +93,22 @@ def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_mutable(op: object) -> bool:
-    """Whether an op overload writes to one of its arguments, by its schema."""
-    return isinstance(op, torch._ops.OpOverload) and bool(op._schema.is_mutable)
+    """Whether an op may write to one of its arguments.
+
+    By its schema; by that of any overload where the call has not chosen one (`torch.ops.lib.op(x)`). What a
+    higher-order operator runs is not looked into: it may.
+    """
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return any(is_mutable(getattr(op, name)) for name in op.overloads())
+    if isinstance(op, torch._ops.OpOverload):
+        return bool(op._schema.is_mutable)
+    return isinstance(op, torch._ops.HigherOrderOperator)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones and views too, as long as they live."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class _Captured(Exception):

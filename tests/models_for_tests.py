@@ -6,6 +6,7 @@ import torch
 from transformers import DeepseekV3Config
 
 from mla_compile.models import MLAForCausalLM
+from tests.models.small import randomize
 
 VOCAB = 40
 
@@ -34,11 +35,10 @@ def tiny_config() -> DeepseekV3Config:
 
 
 def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> MLAForCausalLM:
-    torch.manual_seed(seed)
-    model = MLAForCausalLM(tiny_config(), mtp=True).to(dtype)
-    # Random weights of this size leave logits nearly flat; sharper ones make tokens depend on the context.
-    model.embed_tokens.weight.mul_(2)
-    return model
+    model = MLAForCausalLM(tiny_config(), mtp=True)
+    randomize(model, seed)
+    model.lm_head.weight.mul_(3)  # or noise alone would decide what is sampled
+    return model.to(dtype)
 
 
 def poison_caches(model: MLAForCausalLM) -> None:

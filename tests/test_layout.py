@@ -13,14 +13,14 @@ PACKAGE = Path(mla_compile.__file__).parent
 
 # Lower parts first. A part may import those of lower levels and its own level's.
 LEVELS = [
-    {"ops", "batch", "cache"},
+    {"errors", "torch_internals"},
+    {"ops", "batch"},
     {"passes"},
     {"backend"},
     {"models"},
     {"speculate"},
     {"engine", "explanation"},
-    {"integrations"},
-    {"cli", "demo"},
+    {"cli"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
@@ -39,6 +39,13 @@ def imported_parts(file: Path) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("mla_compile.")}
 
 
+def test_every_part_has_a_level_and_every_level_names_parts_that_exist() -> None:
+    parts = {file.stem for file in PACKAGE.glob("*.py")} | {
+        file.parent.name for file in PACKAGE.glob("*/*.py")
+    }
+    assert parts - {"__init__"} == LEVEL_OF.keys(), "list the part in LEVELS, or remove it there"
+
+
 @pytest.mark.parametrize("part", [part for parts in LEVELS for part in sorted(parts)])
 def test_a_part_imports_only_what_lies_below_it(part: str) -> None:
     files = [*PACKAGE.glob(f"{part}.py"), *(PACKAGE / part).rglob("*.py")]
@@ -46,7 +53,7 @@ def test_a_part_imports_only_what_lies_below_it(part: str) -> None:
         (str(file.relative_to(PACKAGE)), other)
         for file in files
         for other in imported_parts(file)
-        if LEVEL_OF.get(other, -1) > LEVEL_OF[part]
+        if LEVEL_OF.get(other, len(LEVELS)) > LEVEL_OF[part]
     }
     assert not upward, f"move what is shared to a lower part: {sorted(upward)}"
 

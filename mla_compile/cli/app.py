@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from typer.core import TyperGroup
 
+import mla_compile
 from mla_compile.cli.demo import demo
 from mla_compile.cli.environment import env
 from mla_compile.cli.generate import generate
@@ -15,6 +17,12 @@ from mla_compile.errors import MLAError
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.
 _UsageError: type[BaseException] = typer.BadParameter.__mro__[1]
+
+
+_OUT_OF_MEMORY = (
+    "out of memory: take fewer or shorter prompts, fewer --max-new-tokens or --dtype bfloat16 "
+    "(inspect: fewer --rows or --prefill-tokens)"
+)
 
 
 class OneLineErrors(TyperGroup):
@@ -31,8 +39,18 @@ class OneLineErrors(TyperGroup):
             _fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
         except MLAError as error:
             _fail(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            first_line = str(error).partition("\n")[0] or "MemoryError"
+            _fail(f"{_OUT_OF_MEMORY}; {first_line}")
         except (KeyboardInterrupt, typer.Abort):
             sys.exit(130)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU torch raises a bare RuntimeError, of the allocator or of mapping a file.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _fail(message: str) -> None:
@@ -49,6 +67,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a traceback is a bug of ours: the plain one is what a report needs
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mla-compile {mla_compile.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What comes before a command's name."""
+
+
 for command in (generate, inspect, env, demo):
     app.command()(command)
 

@@ -18,6 +18,7 @@ from mla_compile.engine import Checkpoint, Completion, TextStream, fitting_engin
 from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.speculate import SamplingParams
+from mla_compile.speculate.step import MAX_DRAFTS
 
 
 def generate(
@@ -46,6 +47,7 @@ def generate(
         Option(
             metavar="K",
             min=0,
+            max=MAX_DRAFTS,
             help="Tokens drafted per step; the completions are the same whatever K is.",
             show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer, else 0",
         ),

@@ -10,6 +10,7 @@ from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.explanation.inspect import inspect_forward, inspect_step
 from mla_compile.models import load_model
+from mla_compile.speculate.step import MAX_DRAFTS
 
 
 def inspect(
@@ -19,12 +20,14 @@ def inspect(
         Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
     ] = SHIPPED_MODEL,
     num_speculative_tokens: Annotated[
-        int, Option(metavar="K", min=0, help="Drafts: a decode row has K + 1 tokens.")
+        int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts: a decode row has K + 1 tokens.")
     ] = DEFAULT_DRAFTS,
-    rows: Annotated[int, Option(metavar="R", min=0, help="Decode rows.")] = 4,
+    rows: Annotated[int, Option(metavar="R", min=0, max=4096, help="Decode rows.")] = 4,
     prefill_tokens: Annotated[
         int | None,
-        Option(metavar="N", min=0, help="Tokens of a prompt chunk.", show_default="48; 0 in a step"),
+        Option(
+            metavar="N", min=0, max=65536, help="Tokens of a prompt chunk.", show_default="48; 0 in a step"
+        ),
     ] = None,
     step: Annotated[
         bool, Option("--step", help="The whole decode step, drafts included, not a forward of a mixed batch.")

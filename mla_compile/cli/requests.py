@@ -78,10 +78,10 @@ def result_line(completion: Completion) -> str:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
-    """Give a function that writes lines; `path` gets all of them, or keeps what it held.
+    """Give a function to call once, with lines; `path` gets all of them, or keeps what it held.
 
-    They go to a file beside it that takes its name in the end. That file is made at once, so that a directory which
-    cannot be written to is found before the work, not after it.
+    They go to a file beside it that takes its name then. That file is made at once, so that a directory which cannot
+    be written to is found before the work, not after it.
     """
     target = path.resolve()  # through a link, not over it
     if target.exists() and not target.is_file():
@@ -89,11 +89,23 @@ def whole_file(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
             f"--output {path}", "a regular file", "something else", "leave it out to write to stdout"
         )
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+    def write(lines: Iterable[str]) -> None:
+        with _errors_named(path):
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            temporary.replace(target)
+
+    with _errors_named(path):
+        temporary.touch(exist_ok=False)
     try:
-        with temporary.open("x", encoding="utf-8") as stream:
-            yield lambda lines: stream.writelines(f"{line}\n" for line in lines)
-        temporary.replace(target)
-    except OSError as error:
-        raise MLAError(f"--output {path}", "a file that can be written", error) from error
+        yield write  # what goes wrong in between is not the file's fault
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MLAError(f"--output {path}", "a file that can be written", error) from error

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mla_compile.backend import resolve_settings
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
@@ -20,7 +21,8 @@ class Engine:
     """Runs one model on batches of up to `max_rows` prompts.
 
     Args:
-        model: its caches are allocated here, `max_rows` rows of `max_model_len` tokens and the dummy page 0.
+        model: its caches are allocated here, `max_rows` rows of `max_model_len` tokens and the dummy page 0; they serve
+            one engine at a time, the newest.
         num_speculative_tokens: drafts per step, k >= 0; k > 0 needs a model with an MTP layer.
         max_rows: rows that decode at once; longer lists of prompts run in several waves.
         max_model_len: tokens of a row at most, prompt included.
@@ -45,17 +47,18 @@ class Engine:
     ) -> None:
         sizes = {"max_rows": max_rows, "max_model_len": max_model_len, "page_size": page_size}
         for name, value in sizes.items():
-            if value < 1:
+            if type(value) is not int or value < 1:
                 raise MLAError(name, "an integer >= 1", value)
         if num_speculative_tokens > 0 and model.mtp is None:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
             expected = "0 for a model without MTP layers"
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
+        if mode is not None and compile:
+            resolve_settings(mode, None)  # refuses an unknown mode now rather than at the first step
         self.model = model
         self.k = num_speculative_tokens
         self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
         self.pages_per_row = -(-max_model_len // page_size)
-        model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
         self.device = model.embed_tokens.weight.device
         self._decoders = {
             sampled: SpeculativeDecoder(model, self.k, page_size=page_size, sampled=sampled)
@@ -66,6 +69,10 @@ class Engine:
             for sampled, decoder in self._decoders.items():
                 step = with_own_code(decoder.forward)
                 self._steps[sampled] = torch.compile(step, backend="mla", mode=mode, fullgraph=True)
+        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
+            model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
+        self._caches = model.caches()
+        self._num_started = 0
         self._states: dict[tuple[int, int], DecodeState] = {}
 
     def generate(
@@ -97,29 +104,37 @@ class Engine:
             sampling: for all prompts, or one for each; greedy by default.
             stop_ids: a row ends with the first of these that it emits.
 
+        An engine runs one stream at a time. The list yielded is the same one each time, its completions growing.
+
         Raises:
-            MLAError: a bad argument or prompt, named, before anything runs.
+            MLAError: a bad argument or prompt, named, before anything runs; later, that another stream or engine has
+                taken over the model's caches.
         """
         if max_new_tokens < 1:
             raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
         for i, prompt in enumerate(prompts):
             self._check_prompt(f"prompts[{i}]", prompt)
+        for token in stop_ids:
+            if type(token) is not int:
+                raise MLAError("stop_ids", "integers", repr(token))
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise MLAError("sampling", f"one entry per prompt ({len(prompts)})", len(sampling))
         return self._waves(prompts, max_new_tokens, sampling, stop_ids)
 
-    def _check_prompt(self, name: str, prompt: Sequence[int]) -> None:
+    def _check_prompt(self, name: str, prompt: object) -> None:
         vocab_size = self.model.arch.vocab_size
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            raise MLAError(name, "a list of token ids", type(prompt).__name__)
         if not prompt:
             raise MLAError(name, "at least one token", "an empty prompt")
         if len(prompt) >= self.max_model_len:
             expected = f"fewer than max_model_len = {self.max_model_len} tokens"
             raise MLAError(name, expected, len(prompt), "shorten the prompt or raise max_model_len")
         for token in prompt:
-            if not 0 <= token < vocab_size:
-                raise MLAError(name, f"token ids in [0, {vocab_size})", token)
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
 
     def _waves(
         self,
@@ -132,7 +147,7 @@ class Engine:
         for start in range(0, len(prompts), self.max_rows):
             wave = slice(start, start + self.max_rows)
             step, state = self.start(prompts[wave], max_new_tokens, sampling[wave], stop_ids)
-            for _ in _run(step, state, completions[wave], stop_ids):
+            for _ in self._run(step, state, completions[wave], stop_ids):
                 yield completions
 
     def start(
@@ -146,6 +161,8 @@ class Engine:
 
         Returns the step and the state to call it with, for loops that are not `stream`'s.
         """
+        self._check_caches()
+        self._num_started += 1
         sampled = any(params.temperature > 0 for params in sampling)
         decoder = self._decoders[sampled]
         state = self._fill_state(prompts, max_new_tokens, sampling, stop_ids)
@@ -160,7 +177,8 @@ class Engine:
         stop_ids: Sequence[int],
     ) -> DecodeState:
         """The state of the prompts' bucket, refreshed in place: captured graphs know its addresses."""
-        count, width = len(prompts), max(1, len(stop_ids))
+        # Stop ids are padded, since their number is compiled in.
+        count, width = len(prompts), max(8, 1 << (len(stop_ids) - 1).bit_length())
         rows = min(self.max_rows, 1 << (count - 1).bit_length())
         if (rows, width) not in self._states:
             self._states[rows, width] = DecodeState.allocate(
@@ -178,7 +196,7 @@ class Engine:
         fill(state.temperature, [params.temperature for params in sampling], 0)
         fill(state.top_k, [params.top_k for params in sampling], 0)
         fill(state.top_p, [params.top_p for params in sampling], 1)
-        state.stop_ids.copy_(torch.tensor(list(stop_ids) or [-1]).expand(rows, -1))
+        state.stop_ids.copy_(torch.tensor([*stop_ids, *[-1] * (width - len(stop_ids))]).expand(rows, -1))
         pages = torch.zeros(rows, self.pages_per_row, dtype=torch.int32)
         pages[:count] = 1 + torch.arange(count * self.pages_per_row).view(count, -1)
         state.block_table.copy_(pages)
@@ -186,24 +204,34 @@ class Engine:
         state.drafts.zero_()
         return state
 
+    def _run(
+        self, step: Step, state: DecodeState, completions: list[Completion], stop_ids: Sequence[int]
+    ) -> Iterator[None]:
+        """Step until every row has ended; yields when `completions` have grown."""
+        reader, started = ReportReader(state), self._num_started
 
-def _run(
-    step: Step, state: DecodeState, completions: list[Completion], stop_ids: Sequence[int]
-) -> Iterator[None]:
-    """Step until every row has ended; yields when `completions` have grown."""
-    reader = ReportReader(state)
+        def collect(*, is_step: bool) -> None:
+            for completion, report in zip(
+                completions, reader.pop(), strict=False
+            ):  # a bucket may have more rows
+                completion.extend(report, stop_ids, is_step=is_step)
 
-    def collect(*, is_step: bool) -> None:
-        for completion, report in zip(completions, reader.pop(), strict=False):  # a bucket may have more rows
-            completion.extend(report, stop_ids, is_step=is_step)
-
-    reader.push()
-    collect(is_step=False)
-    yield
-    while any(completion.finish_reason is None for completion in completions):
-        step(state)
         reader.push()
-        # On a device the reports are read a step late, so that it never waits for the host.
-        if reader.ready():
-            collect(is_step=True)
-            yield
+        collect(is_step=False)
+        yield
+        while any(completion.finish_reason is None for completion in completions):
+            self._check_caches()
+            if self._num_started != started:
+                mend = "finish one stream before the next, or give both lists of prompts to one"
+                raise MLAError("stream", "one stream of an engine at a time", "another one has started", mend)
+            step(state)
+            reader.push()
+            # On a device the reports are read a step late, so that it never waits for the host.
+            if reader.ready():
+                collect(is_step=True)
+                yield
+
+    def _check_caches(self) -> None:
+        if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
+            mend = "use the newest engine of a model only"
+            raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)

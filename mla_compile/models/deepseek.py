@@ -51,6 +51,10 @@ class MLAForCausalLM(nn.Module):
             if isinstance(module, MLAAttention):
                 module.allocate_cache(num_pages, page_size)
 
+    def caches(self) -> list[Tensor | None]:
+        """The layers' caches, the MTP layer's last; None where there is none yet."""
+        return [module.kv_cache for module in self.modules() if isinstance(module, MLAAttention)]
+
     def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
         """Run the trunk and append every layer's latents to its cache.
 

@@ -158,10 +158,10 @@ def mla_attention(
         MLAError: an argument that is not so, named, before the cache is touched. Lengths and slots are checked
             where they are on the CPU and nothing is being compiled.
     """
-    decode, prefill = batch.decode, batch.prefill
     if not torch.compiler.is_compiling():
         validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
         validate.batch(batch, q_nope.shape[0], kv_cache)
+    decode, prefill = batch.decode, batch.prefill
     out: Tensor = attention_op(
         q_nope,
         q_pe,

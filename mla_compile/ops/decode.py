@@ -101,5 +101,6 @@ def mla_decode(
     if not torch.compiler.is_compiling():
         validate.decode(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len)
         validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
+        validate.query_lengths("q_lens", q_lens, q_len)
     out, lse = decode_op(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
     return out, lse

@@ -7,11 +7,11 @@ data type, and a pass may move a gather of token rows above one op, never above 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.library import define_op
+from mla_compile.torch_internals import statically_known_true
 
 # Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
 # 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core from equal (float32) to half (bfloat16).

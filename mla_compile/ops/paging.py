@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mla_compile.errors import MLAError
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, softmax and sums: float32, or float64 for float64 inputs."""
@@ -24,11 +26,17 @@ def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
 def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> int:
     """Columns of `block_table` that some row needs, at least 1.
 
-    A CPU tensor may be read: then the longest row decides. On a device it may not, so every column counts.
+    A CPU tensor may be read: then the longest row decides, and one that the table cannot hold raises `MLAError`, in
+    compiled code too. On a device nothing is read, so every column counts.
     """
+    columns = block_table.shape[1]
     if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
-        return block_table.shape[1]
-    return min(block_table.shape[1], max(1, -(-int(seq_lens.max()) // page_size)))
+        return columns
+    longest = int(seq_lens.max())
+    if longest > columns * page_size:
+        expected = f"at most {columns * page_size} tokens (block_table has {columns} pages of {page_size})"
+        raise MLAError("seq_lens", expected, longest, "widen block_table")
+    return max(1, -(-longest // page_size))
 
 
 def gather_latents(kv_cache: Tensor, block_table: Tensor, start: int, stop: int, seq_lens: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def mla_prefill(
             host_lens,
         )
         validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-        validate.host_lens(host_lens, q_nope.shape[0])
+        validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0])
     out: Tensor = prefill_op(
         q_nope,
         q_pe,

@@ -234,14 +234,34 @@ def lengths(name: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) 
         raise MLAError(name.replace("seq_lens", "block_table"), f"pages in [0, {kv_cache.shape[0]})", got)
 
 
-def host_lens(lens: Tensor, tokens: int, name: str = "host_lens") -> None:
+def query_lengths(name: str, q_lens: Tensor | None, q_len: int) -> None:
+    """No row has more valid query tokens than there are."""
+    if q_lens is None or q_lens.device.type != "cpu" or q_lens.numel() == 0:
+        return
+    low, high = (int(x) for x in q_lens.aminmax())
+    if low < 0 or high > q_len:
+        raise MLAError(name, f"lengths in [0, q_len = {q_len}]", f"[{low}, {high}]")
+
+
+def chunk_lengths(prefix: str, lens: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, tokens: int) -> None:
+    """The host's lengths are sound in themselves, and those of the device where it is the CPU too."""
+    name = f"{prefix}host_lens"
     if int(lens[0].sum()) != tokens:
         raise MLAError(name, f"query lengths that sum to {tokens} tokens", lens[0].tolist())
-    if bool((lens[1] < lens[0]).any()):
-        raise MLAError(name, "sequence lengths >= query lengths", lens.tolist())
+    if bool((lens[0] < 0).any()) or bool((lens[1] < lens[0]).any()):
+        raise MLAError(name, "query lengths >= 0 and sequence lengths >= query lengths", lens.tolist())
+    if seq_lens.device.type != "cpu":
+        return
+    if not torch.equal(lens[1], seq_lens):
+        raise MLAError(f"{prefix}seq_lens", f"those of host_lens, {lens[1].tolist()}", seq_lens.tolist())
+    sums = torch.nn.functional.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0))
+    if not torch.equal(sums, cu_seqlens_q):
+        raise MLAError(f"{prefix}cu_seqlens_q", f"{sums.tolist()}, from host_lens", cu_seqlens_q.tolist())
 
 
 def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
+    if not hasattr(batch, "decode") or not hasattr(batch, "prefill"):
+        raise MLAError("batch", "an MLABatch", type(batch).__name__)
     decode, prefill = batch.decode, batch.prefill
     if decode is None and prefill is None:
         raise MLAError("batch", "a decode segment, a prefill segment or both", "neither")
@@ -254,6 +274,7 @@ def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
         )
         _query_rows(prefix, decode.q_lens, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens)
         lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
+        query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
         slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)
         expected += decode.slot_mapping.shape[0]
     if prefill is not None:
@@ -264,7 +285,8 @@ def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
         _tensor(f"{prefix}slot_mapping", prefill.slot_mapping, "tokens", dtype=torch.int64, like=kv_cache)
         lengths(f"{prefix}seq_lens", prefill.seq_lens, prefill.block_table, kv_cache)
         slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
-        host_lens(prefill.host_lens, prefill.slot_mapping.shape[0], f"{prefix}host_lens")
+        tokens_in_chunks = prefill.slot_mapping.shape[0]
+        chunk_lengths(prefix, prefill.host_lens, prefill.cu_seqlens_q, prefill.seq_lens, tokens_in_chunks)
         expected += prefill.slot_mapping.shape[0]
     if tokens != expected:
         raise MLAError("q_nope", f"{expected} tokens (those of batch)", tokens)

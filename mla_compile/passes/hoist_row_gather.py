@@ -10,6 +10,8 @@ A node can be reduced when it works row by row along dimension 0 and everything 
 gather itself. So the gather climbs over lm_head, norms, residual adds, MLP, MoE, `o_proj` and decode attention and
 stops where somebody else needs all rows: at the latest where the layer appends its latents. `mla_decode'` serves
 the kept tokens as rows of one query token, each with the keys that it saw before (`flatten_to_single`).
+
+Only `index_select` along dimension 0 is such a gather. `x[ids]` is not: its ids may be negative or a mask.
 """
 
 import operator
@@ -17,13 +19,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import decode_op, flatten_to_single
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
 from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
-from mla_compile.torch_internals import is_mutable, statically_known_true
+from mla_compile.torch_internals import is_mutable, statically_known_true, storage_key
 
 _OPERATORS_IN_PLACE = {
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
@@ -51,8 +54,8 @@ def _hoist(gather: fx.Node) -> bool:
         return False
     source, ids = operands
     rows, kept = first_value(source).shape[0], first_value(ids).shape[0]
-    if statically_known_true(kept >= rows):
-        return False
+    if statically_known_true(kept >= rows) or statically_known_true(kept == 0):
+        return False  # nothing to save, or `view(-1, 2)` of no elements, which torch refuses
     reducible = _reducible(gather, source, rows)
     if not reducible:
         return False
@@ -73,15 +76,15 @@ def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, list[fx.Node]]:
     """The nodes that the gather can climb over, last first, each with its inputs that carry rows."""
     reducible: dict[fx.Node, list[fx.Node]] = {}
-    appended_later: set[Any] = set()
+    appended_later: set[int] = set()
     node = gather.prev
     while node.op != "root" and not _mutates(node):
         if node.target is append_op:
-            appended_later.add(node.args[2])
+            appended_later |= _memory([node.args[2]])
         carriers = None
         if node.users and all(_reduced_in(user, node, gather, source, reducible) for user in node.users):
             carriers = row_inputs(node, rows)
-        if carriers and appended_later.isdisjoint(node.all_input_nodes):
+        if carriers and appended_later.isdisjoint(_memory(node.all_input_nodes)):
             reducible[node] = carriers
         node = node.prev
     # A tuple cannot be gathered: its elements come with it, or are gathered where they are taken out.
@@ -90,6 +93,13 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
         for node, carriers in reducible.items()
         if not any(_is_tuple(n) and n not in reducible for n in carriers)
     }
+
+
+def _memory(nodes: Sequence[Any]) -> set[int]:
+    """What tells apart the memory of tensors: a view, or a second input, may be the same cache."""
+    values = [node.meta.get("example_value") for node in nodes]
+    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
+    return {storage_key(value) for value in flat if isinstance(value, Tensor)}
 
 
 def _is_tuple(node: fx.Node) -> bool:
@@ -107,16 +117,28 @@ def _reduced_in(
 def _mutates(node: fx.Node) -> bool:
     """Reduced nodes move down to the gather, so none may cross a write to what it reads.
 
-    Appends are told apart by their cache; anything else that writes in place ends the climb.
+    Appends are told apart by their cache; anything else that may write in place ends the climb, and so does what is
+    called for its effect only, since it may decide how later nodes compute (autocast).
     """
-    if is_mutable(node.target):
-        return node.target is not append_op
+    if node.target is append_op:
+        return False
+    called = node.op.startswith("call_")
+    if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
+        return True
+    if called and node.meta.get("example_value") is None:
+        return True
     if getattr(node.target, "__module__", "") == "_operator":
         return node.target in _OPERATORS_IN_PLACE
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     flagged = any(value is True for value in (node.kwargs.get("inplace"), *node.args[1:]))
-    return node.op in ("call_function", "call_method") and (in_place or flagged or "out" in node.kwargs)
+    return called and (in_place or flagged or "out" in node.kwargs)
+
+
+def _renormalizes(node: fx.Node) -> bool:
+    """Whether an embedding has a `max_norm`, to which it cuts rows of its weight in place."""
+    max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    return node.target in (F.embedding, F.embedding_bag) and max_norm is not None
 
 
 def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.Node, list[fx.Node]]) -> None:
@@ -146,10 +168,18 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
             args = (args[0], (first if first == -1 else _count(gather, ids), *others))
         reduced[node] = place(node, node.target, tuple(args), kwargs, node.op)
 
-    gather.replace_all_uses_with(rows_of(source))
+    value = rows_of(source)
+    if not _same_strides(value, gather):  # a slice, say; a later `view` counts on the gather's strides
+        value = place(gather, "contiguous", (value,), {}, "call_method")
+    gather.replace_all_uses_with(value)
     graph.erase_node(gather)
     for node in reducible:
         graph.erase_node(node)
+
+
+def _same_strides(node: fx.Node, other: fx.Node) -> bool:
+    pairs = zip(node.meta["example_value"].stride(), other.meta["example_value"].stride(), strict=True)
+    return all(statically_known_true(mine == theirs) for mine, theirs in pairs)
 
 
 def _substitute(args: Any, nodes: dict[fx.Node, fx.Node]) -> Any:

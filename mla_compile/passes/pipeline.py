@@ -16,10 +16,16 @@ PASSES: list[Pass] = [
 ]
 
 
+def default_passes(gm: fx.GraphModule) -> Sequence[Pass]:
+    """`PASSES` for a graph with an op of ours; any other graph is not our business and stays as Dynamo made it."""
+    ours = any(getattr(node.target, "namespace", "") == "mla_compile" for node in gm.graph.nodes)
+    return PASSES if ours else ()
+
+
 def run(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
 ) -> fx.GraphModule:
-    """Run `passes` (all of `PASSES` by default) on a Dynamo graph, in place."""
-    for graph_pass in PASSES if passes is None else passes:
+    """Run `passes` on a Dynamo graph, in place; by default `PASSES`, and none on a graph without an op of ours."""
+    for graph_pass in default_passes(gm) if passes is None else passes:
         gm = graph_pass(gm, example_inputs)
     return gm

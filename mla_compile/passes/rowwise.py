@@ -25,14 +25,27 @@ def first_value(node: fx.Node) -> Any:
 
 
 def row_inputs(node: fx.Node, rows: Any) -> _Carriers:
-    """The inputs whose row i alone decides row i of the result, or None where the node is not known to be row-wise."""
+    """The inputs whose row i alone decides row i of the result, or None where the node is not known to be row-wise.
+
+    As often as they occur: `F.linear(x, x)` needs all rows of its second `x`, so it is not row-wise.
+    """
     rule = _RULES.get(node.target)
     if rule is None or not node.args or not _has_rows(node, rows):
         return None
     carriers = rule(node, rows)
+    if not carriers or not all(_has_rows(carrier, rows) for carrier in carriers):
+        return None
     device = first_value(node).device  # a gather does not cross devices
-    aligned = carriers and all(_has_rows(c, rows) and first_value(c).device == device for c in carriers)
-    return carriers if aligned else None
+    inputs = _inputs(node)
+    only_there = all(inputs.count(carrier) == carriers.count(carrier) for carrier in carriers)
+    return carriers if only_there and all(first_value(c).device == device for c in carriers) else None
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """Every occurrence of a node among the arguments; `all_input_nodes` has each one once."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def reshape_sizes(node: fx.Node) -> Sequence[Any]:
@@ -49,7 +62,7 @@ def _has_rows(node: Any, rows: Any) -> bool:
 def _pointwise(node: fx.Node, rows: Any) -> _Carriers:
     """Operands of full rank with all rows are aligned with the result's rows; any other one is broadcast."""
     rank = first_value(node).dim()
-    return [n for n in node.all_input_nodes if _has_rows(n, rows) and first_value(n).dim() == rank]
+    return [n for n in _inputs(node) if _has_rows(n, rows) and first_value(n).dim() == rank]
 
 
 def _first_argument(node: fx.Node, rows: Any) -> _Carriers:
@@ -85,7 +98,7 @@ def _along(position: int, default: int | None) -> Callable[[fx.Node, Any], _Carr
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
         dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
-        inputs = node.all_input_nodes
+        inputs = _inputs(node)
         rank = max(first_value(n).dim() for n in inputs if first_value(n) is not None)
         crosses_rows = not isinstance(dim, int) or dim in (0, -rank) or (dim < 0 and rank == 1)
         return None if crosses_rows else inputs

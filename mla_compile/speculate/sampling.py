@@ -18,7 +18,7 @@ class SamplingParams:
     """How one request's tokens are chosen.
 
     temperature: 0 is greedy. top_k: keep the k most likely ids, 0 keeps all. top_p: keep the smallest set of most
-    likely ids with at least this probability, 1 keeps all. seed: any integer in [0, 2**63).
+    likely ids with at least this probability (of all ids, whatever top_k drops), 1 keeps all. seed: any integer in [0, 2**63).
     """
 
     temperature: float = 0.0
@@ -29,12 +29,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
-        if self.top_k < 0:
-            raise MLAError("top_k", "an integer >= 0", self.top_k, "0 keeps every token")
+        if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
+            raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")
         if not 0 < self.top_p <= 1:
             raise MLAError("top_p", "a number in (0, 1]", self.top_p, "1 keeps every token")
-        if not 0 <= self.seed < 2**63:
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise MLAError("seed", "an integer in [0, 2**63)", self.seed)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _MASK = 0xFFFFFFFF
@@ -55,7 +59,8 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     key = _mix(_mix(_mix(seed & _MASK) ^ (seed >> 32)) ^ position)
     ids = torch.arange(vocab_size, device=position.device)
     bits = _mix(key[..., None] ^ _mix(ids + 0x3C6EF372))
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
+    # 23 bits and a half are exact in float32 and stay below 1: with 24, the largest would round to 1, noise +inf.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 
@@ -84,7 +89,9 @@ def sample(
             A row of temperature 0 is greedy.
     """
     greedy = temperature == 0
-    scores = logits.float() / torch.where(greedy, 1.0, temperature)[:, None, None]
+    # The largest is subtracted first, so that a tiny temperature makes no second infinity.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).float()
+    scores = scores / torch.where(greedy, 1.0, temperature)[:, None, None]
     n = logits.shape[1]
     scores = _keep_top(scores, top_k[:, None].expand(-1, n), top_p[:, None].expand(-1, n))
     noise = gumbel_noise(seed[:, None], position, logits.shape[-1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.torch_internals import mark_state_tensor
 
 COUNT, ACTIVE, FIRST_TOKEN = 0, 1, 2
 """Columns of `DecodeState.report`."""
@@ -52,17 +53,25 @@ class DecodeState:
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
 
-        The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy),
-        and, from 2 rows up, a dynamic number of rows (one compiled graph serves every bucket).
+        The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
+        number of rows that varies (one compiled graph serves every bucket).
         """
         if rows < 1:
             raise MLAError("rows", "at least 1", rows)
-        k = num_speculative_tokens
+        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
+            state = cls._zeros(rows, num_speculative_tokens, max_pages, num_stop_ids, device)
+        for tensor in state.tensors():
+            mark_state_tensor(tensor)
+        return state
 
+    @classmethod
+    def _zeros(
+        cls, rows: int, k: int, max_pages: int, num_stop_ids: int, device: torch.device | str
+    ) -> "DecodeState":
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        state = cls(
+        return cls(
             num_cached=zeros(rows, dtype=torch.int32),
             last_token=zeros(rows),
             drafts=zeros(rows, k),
@@ -76,14 +85,6 @@ class DecodeState:
             block_table=zeros(rows, max_pages, dtype=torch.int32),
             report=zeros(rows, 2 + k + 1),
         )
-        for tensor in state.tensors():
-            torch._dynamo.mark_static_address(tensor, guard=False)
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-            for dim in range(
-                1, tensor.dim()
-            ):  # or a second engine, with another k, would get a symbolic q_len
-                torch._dynamo.mark_static(tensor, dim)
-        return state
 
     def num_rows(self) -> int:
         """The bucket's rows; tells the compiler, which gives each tensor a size of its own, that all agree."""

@@ -26,6 +26,10 @@ from mla_compile.speculate.sampling import sample
 from mla_compile.speculate.state import DecodeState
 
 
+MAX_DRAFTS = 32
+"""Far more than pay: each one is a pass of the MTP layer in the graph."""
+
+
 class Target(Protocol):
     """What a step asks of a model; token dimensions are packed, `[tokens]`."""
 
@@ -46,7 +50,7 @@ class SpeculativeDecoder(nn.Module):
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
-        num_speculative_tokens: k >= 0; 0 is plain decoding, one token a step.
+        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph.
     """
 
@@ -56,8 +60,9 @@ class SpeculativeDecoder(nn.Module):
         self, model: Target, num_speculative_tokens: int, *, page_size: int, sampled: bool = False
     ) -> None:
         super().__init__()
-        if num_speculative_tokens < 0:
-            raise MLAError("num_speculative_tokens", "an integer >= 0", num_speculative_tokens)
+        if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= MAX_DRAFTS:
+            expected = f"an integer in [0, {MAX_DRAFTS}]"
+            raise MLAError("num_speculative_tokens", expected, num_speculative_tokens)
         self.model = model
         self.k = num_speculative_tokens
         self.page_size = page_size

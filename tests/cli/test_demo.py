@@ -13,7 +13,9 @@ from mla_compile.speculate import SpeculativeDecoder
 
 @pytest.fixture
 def demo(run, checkpoint):
-    return lambda: run("demo", "--no-compile", "--model", checkpoint, "--max-new-tokens", 12)
+    num_threads = torch.get_num_threads()
+    yield lambda: run("demo", "--no-compile", "--model", checkpoint, "--max-new-tokens", 12)
+    torch.set_num_threads(num_threads)
 
 
 def test_the_demo_shows_each_text_twice_and_compares(demo):
@@ -24,6 +26,12 @@ def test_the_demo_shows_each_text_twice_and_compares(demo):
     assert "identical tokens: yes" in result.stdout
     for row in ("tokens/s", "acceptance length", "time to compile"):
         assert row in result.stdout
+
+
+def test_the_demo_runs_on_one_thread_so_that_a_busy_core_does_not_slow_it(demo):
+    torch.set_num_threads(2)
+    assert demo().exit_code == 0
+    assert torch.get_num_threads() == 1
 
 
 def test_the_demo_fails_if_a_wrong_draft_is_accepted(demo, monkeypatch):

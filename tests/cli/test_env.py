@@ -34,6 +34,11 @@ def test_env_says_which_backends_work_and_why_others_do_not(run, monkeypatch):
     ]
 
 
+def test_version_is_the_packages(run):
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"mla-compile {mla_compile.__version__}\n")
+
+
 @pytest.mark.parametrize("lacking", ["compiler", "headers"])
 def test_env_says_what_the_cpu_compiler_lacks_and_how_to_mend_it(run, monkeypatch, lacking):
     if lacking == "compiler":

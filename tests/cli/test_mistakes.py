@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from mla_compile.engine import Engine
 
@@ -62,10 +64,12 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--max-new-tokens", "0"], "'--max-new-tokens'"),
         (["--prompt", "a", "--max-new-tokens", "many"], "'--max-new-tokens'"),
         (["--prompt", "a", "--num-speculative-tokens", "-1"], "'--num-speculative-tokens'"),
+        (["--prompt", "a", "--num-speculative-tokens", "99999999"], "'--num-speculative-tokens'"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: expected"),
         (["--prompt", "a", "--temperature", "nan"], "temperature: expected"),
         (["--prompt", "a", "--top-p", "0"], "top_p: expected"),
         (["--prompt", "a", "--top-k", "-2"], "top_k: expected"),
+        (["--prompt", "a", "--top-k", str(2**31)], "top_k: expected"),
         (["--prompt", "a", "--seed", "-1"], "seed: expected"),
         (["--prompt", "a", "--dtype", "int4"], "'--dtype'"),
         (["--prompt", "a", "--device", "cuda:9"], "--device: expected a device of this machine"),
@@ -79,6 +83,34 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
 )
 def test_a_bad_flag_is_named(generate, args, message):
     assert_one_line(generate(*args), message)
+
+
+@pytest.mark.parametrize("flag", ["--rows", "--prefill-tokens", "--num-speculative-tokens"])
+def test_a_size_too_large_to_inspect_is_named(run, checkpoint, flag):
+    assert_one_line(run("inspect", "--model", checkpoint, flag, 10**9), f"'{flag}'", "less than or equal to")
+
+
+@pytest.mark.parametrize("failing", ["Checkpoint.load", "fitting_engine"])
+def test_out_of_memory_says_what_to_reduce(generate, monkeypatch, failing):
+    monkeypatch.setattr(f"mla_compile.cli.generate.{failing}", lambda *_, **__: torch.empty(2**60))
+    assert_one_line(
+        generate("--prompt", "a"), "fewer or shorter prompts", "--dtype bfloat16", "allocate memory"
+    )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_out_of_memory_of_a_gpu_or_of_python_is_one_line_too(generate, monkeypatch, error):
+    def fail(*args, **settings):
+        raise error
+
+    monkeypatch.setattr(Engine, "stream", fail)
+    assert_one_line(generate("--prompt", "a"), "--prefill-tokens); ", str(error) or "MemoryError")
+
+
+def test_another_error_of_torch_keeps_its_traceback(generate, monkeypatch):
+    monkeypatch.setattr(Engine, "stream", lambda *_, **__: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        generate("--prompt", "a")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +138,33 @@ def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(gen
     prompts.write_text(GOOD)
     assert_one_line(generate("--input", prompts, "--output", prompts), "another file than --input")
     assert prompts.read_text() == GOOD
+
+
+def test_an_error_of_another_file_is_not_blamed_on_the_output_file(generate, tmp_path, monkeypatch):
+    def disk_full(*args, **settings):
+        raise OSError(28, "No space left on device", "a compile cache")
+
+    monkeypatch.setattr(Engine, "stream", disk_full)
+    output = tmp_path / "out.jsonl"
+    output.write_text("what was there before")
+    with pytest.raises(OSError, match="a compile cache"):
+        generate("--prompt", "a", "--output", output)
+    assert output.read_text() == "what was there before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_an_output_file_that_fills_the_disk_is_named_and_keeps_what_it_held(generate, tmp_path, monkeypatch):
+    def disk_full(*args, **settings):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", disk_full)
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b"what was there before")
+    result = generate("--prompt", "a", "--output", output)
+    assert result.exit_code == 2
+    assert f"--output {output}: expected a file that can be written" in result.stderr
+    assert output.read_bytes() == b"what was there before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_text_without_a_tokenizer_is_named(generate, without_tokenizer):

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from mla_compile import (
     MLABatch,
     MLAError,
+    decode_segment,
     mla_append,
     mla_attention,
     mla_decode,
@@ -144,6 +145,8 @@ BAD_DECODE = {
     "a block table without columns": ("block_table", changed("block_table", lambda x: x[:, :0])),
     "a page that the cache does not have": ("block_table", changed("block_table", lambda x: x + 10_000)),
     "q_lens of other rows": ("q_lens", changed("q_lens", lambda x: x[:-1])),
+    "q_lens above q_len": ("q_lens", changed("q_lens", lambda x: x + 5)),
+    "negative q_lens": ("q_lens", changed("q_lens", lambda x: x - 5)),
     "int64 q_lens": ("q_lens", changed("q_lens", lambda x: x.long())),
 }
 BAD_PREFILL = {
@@ -155,6 +158,8 @@ BAD_PREFILL = {
     "k_pe of another width": ("k_pe", changed("k_pe", lambda x: x[:, :-1])),
     "cu_seqlens_q without the first 0": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x[1:])),
     "host_lens on a device": ("host_lens", changed("host_lens", lambda x: x.to("meta"))),
+    "cu_seqlens_q that host_lens contradict": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x + 1)),
+    "seq_lens that host_lens contradict": ("seq_lens", changed("seq_lens", lambda x: x - 1)),
     "host_lens of one line": ("host_lens", changed("host_lens", lambda x: x[:1])),
     "host_lens of other tokens": ("host_lens", changed("host_lens", lambda x: x + 1)),
     "sequences shorter than their queries": (
@@ -202,7 +207,36 @@ def test_attention_refuses_a_batch_of_no_segments_or_of_other_tokens() -> None:
             mla_attention(*case.args()[:7], batch, 0.2)
 
 
+def test_compiled_code_on_the_cpu_refuses_rows_that_the_block_table_cannot_hold() -> None:
+    case = make_case(**DECODE)
+    compiled = torch.compile(mla_attention, backend="aot_eager", fullgraph=True)
+    long = replace(case.batch.decode, seq_lens=case.batch.decode.seq_lens + 90)
+    with pytest.raises(MLAError, match="seq_lens: expected at most 8 tokens"):
+        compiled(*case.args()[:7], MLABatch(decode=long), 0.2)
+
+
+def test_something_that_is_no_batch_is_refused() -> None:
+    with pytest.raises(MLAError, match="batch: expected an MLABatch, got NoneType"):
+        mla_attention(*make_case(**DECODE).args()[:7], None, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "q_len", "name"),
+    [([1, 2], 0, "q_len"), ([[1], [2]], 1, "num_cached"), ([1.0, 2.0], 1, "num_cached")],
+)
+def test_decode_segments_that_cannot_be_are_refused(num_cached: list, q_len: int, name: str) -> None:
+    lens = torch.tensor(num_cached)
+    with pytest.raises(MLAError, match=f"^{name}"):
+        decode_segment(
+            lens.int() if lens.dtype == torch.int64 else lens,
+            torch.zeros(2, 2).int(),
+            q_len=q_len,
+            page_size=4,
+        )
+
+
 def test_a_wrong_shape_is_refused_while_compiling_too() -> None:
+    torch.compiler.reset()  # sizes that other tests have varied are symbols, which no check may compare
     case = make_case(**DECODE)
     compiled = torch.compile(mla_attention, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="w_uk: expected size 3 \\(heads of q_nope\\)"):

@@ -7,18 +7,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.decorators import mark_unbacked
 
 from mla_compile import MLABatch
 from mla_compile.explanation.shapes import module_path
+from mla_compile.ops.append import append_op
 from mla_compile.ops.moe import moe_experts
 from mla_compile.passes import pipeline
-from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.hoist_row_gather import _mutates, hoist_row_gather
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import (
     RANK,
     ROPE,
+    Capture,
     Layer,
     Stack,
     compiled_graph,
@@ -106,8 +109,42 @@ def out_argument(x: Tensor) -> None:
     torch.add(x, 1, out=x)
 
 
+LIB = torch.library.Library("hoist_test", "DEF")
+LIB.define("bump(Tensor(a!) x) -> ()")
+LIB.impl("bump", lambda x: x.add_(1) and None, "CompositeExplicitAutograd")
+torch.library.register_fake("hoist_test::bump", lambda x: None, lib=LIB)
+LIB.define("bump_and_count(Tensor(a!) x) -> Tensor")
+LIB.impl("bump_and_count", lambda x: x.add_(1).sum(), "CompositeExplicitAutograd")
+torch.library.register_fake("hoist_test::bump_and_count", lambda x: x.new_empty(()), lib=LIB)
+
+
+def op_overload(x: Tensor) -> None:
+    torch.ops.hoist_test.bump.default(x)
+
+
+def op_packet(x: Tensor) -> None:
+    torch.ops.hoist_test.bump(x)
+
+
+def op_packet_with_a_result(x: Tensor) -> None:
+    torch.ops.hoist_test.bump_and_count(x)
+
+
+def max_norm_of_an_embedding(x: Tensor) -> None:
+    F.embedding(IDS, x, max_norm=0.1)
+
+
+def positional_max_norm_of_an_embedding(x: Tensor) -> None:
+    F.embedding(IDS, x, None, 0.1)
+
+
 @pytest.mark.parametrize(
-    "write", [inplace_method, augmented_assignment, assignment_to_an_index, inplace_flag, out_argument]
+    "write",
+    [
+        *(inplace_method, augmented_assignment, assignment_to_an_index, inplace_flag, out_argument),
+        *(op_overload, op_packet, op_packet_with_a_result),
+        *(max_norm_of_an_embedding, positional_max_norm_of_an_embedding),
+    ],
 )
 def test_it_stops_at_a_write_in_place_by(write: Callable[[Tensor], None]) -> None:
     def function(x: Tensor, ids: Tensor) -> Tensor:
@@ -118,6 +155,61 @@ def test_it_stops_at_a_write_in_place_by(write: Callable[[Tensor], None]) -> Non
     gm = compiled_graph(function, X, IDS)
     computed = rows_computed(gm)
     assert computed["sin"] == {ROWS} and computed["cos"] == {len(IDS)}
+
+
+def test_it_stops_at_a_higher_order_operator_and_at_a_module_call() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert _mutates(graph.call_module("anything", (x,)))
+    assert _mutates(graph.call_function(torch.ops.higher_order.cond, (x,)))
+
+
+def test_it_does_not_leave_an_autocast_region() -> None:
+    def function(x: Tensor, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x, W)
+        return torch.index_select(y.float(), 0, ids)
+
+    assert rows_computed(compiled_graph(function, X, IDS))["linear"] == {ROWS}
+
+
+def test_an_embedding_with_a_max_norm_looks_up_all_rows() -> None:
+    def function(x: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding(torch.arange(ROWS), x, max_norm=0.1).index_select(0, ids)
+
+    assert rows_computed(compiled_graph(function, X, IDS))["embedding"] == {ROWS}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: (x * 2).chunk(2, -1)[0], lambda x: (x * 2)[:, 1:3], lambda x: (x * 2)[..., 0]],
+    ids=["chunk", "slice", "column"],
+)
+def test_the_new_value_has_the_strides_of_the_gather(part: Callable[[Tensor], Tensor]) -> None:
+    gm = compiled_graph(lambda x, ids: part(x).index_select(0, ids).view(-1), X, IDS)
+    assert rows_computed(gm)["mul"] == {len(IDS)} and "contiguous" in ops(gm)
+
+
+def test_a_gather_of_no_rows_stays() -> None:
+    no_ids = torch.empty(0, dtype=torch.int64)
+    gm = compiled_graph(lambda x, ids: x.sin().view(ROWS, 2, -1).index_select(0, ids), X, no_ids)
+    assert ops(gm) == ["sin", "view", "index_select"]
+
+
+def test_a_gather_of_unknown_length_may_turn_out_empty() -> None:
+    def function(x: Tensor, ids: Tensor) -> Tensor:
+        return x.sin().view(ROWS, 2, -1).index_select(0, ids)
+
+    compiled = torch.compile(function, backend=Capture(), fullgraph=True)
+    for kept in (2, 0):
+        ids = IDS[:kept].clone()
+        mark_unbacked(ids, 0)
+        torch.testing.assert_close(compiled(X, ids), function(X, ids))
+
+
+def test_an_index_in_brackets_is_no_gather() -> None:
+    gm = compiled_graph(lambda x, ids: x.sin()[ids], X, torch.tensor([-1, 2]))
+    assert rows_computed(gm)["sin"] == {ROWS}
 
 
 def test_masks_by_and_and_or_are_not_taken_for_writes() -> None:
@@ -201,6 +293,42 @@ def test_it_does_not_cross_a_later_append_to_the_same_cache() -> None:
     torch.manual_seed(0)
     gm = compiled_graph(Twice().requires_grad_(False), *make_inputs(rows=2, q_len=2), torch.tensor([1, 2]))
     assert [node.args[6] for node in nodes_of(gm, "mla_decode")] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("read", "written"), [(0, 1), (1, 0), (1, 1)], ids=["view written", "view read", "views of it"]
+)
+def test_it_does_not_cross_a_later_append_to_the_same_memory(read: int, written: int) -> None:
+    def function(cache: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        caches = [cache, cache.view(2, 2, -1)]
+        y = x + caches[read][0, 0]
+        append_op(x[:, :RANK], x[:, RANK:], caches[written], torch.tensor([0, 1, 2]))
+        return torch.index_select(y.cos(), 0, ids)
+
+    x = torch.randn(3, RANK + ROPE)
+    gm = compiled_graph(function, torch.randn(2, 2, RANK + ROPE), x, torch.tensor([2, 0]))
+    assert rows_computed(gm)["add"] == {3} and rows_computed(gm)["cos"] == {2}
+
+
+def test_it_crosses_a_later_append_to_other_memory() -> None:
+    def function(cache: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        y = x.sin()
+        append_op(x[:, :RANK], x[:, RANK:], cache[0], torch.tensor([0, 1, 2]))
+        return torch.index_select(y, 0, ids)
+
+    x = torch.randn(3, RANK + ROPE)
+    gm = compiled_graph(function, torch.randn(1, 2, 2, RANK + ROPE), x, torch.tensor([2, 0]))
+    assert rows_computed(gm)["sin"] == {2}
+
+
+def test_a_graph_without_an_op_of_ours_is_left_alone_unless_the_pass_was_asked_for() -> None:
+    found = capture_graph(lambda x, ids: F.silu(x).index_select(0, ids), (X, IDS), {})
+    assert found is not None
+    gm, inputs = found
+    code, nodes = gm.code, list(gm.graph.nodes)
+    assert pipeline.run(gm, inputs) is gm
+    assert gm.code == code and list(gm.graph.nodes) == nodes
+    assert ops(pipeline.run(gm, inputs, [hoist_row_gather])) == ["index_select", "silu"]
 
 
 def test_reduced_nodes_keep_their_provenance_and_carry_example_values() -> None:

@@ -49,6 +49,7 @@ ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
     "reshape": lambda x: torch.reshape(x, (ROWS, 2, 2)),
     "split": lambda x: x.split([1, 3], dim=-1)[1],
     "chunk": lambda x: torch.chunk(x, 2, dim=-1)[0],
+    "cat with itself": lambda x: torch.cat([x, x], dim=-1),
     "cat along the width": lambda x: torch.cat([x, x.neg()], dim=-1),
     "einsum": lambda x: torch.einsum("tn,nhl->thl", x, E3),
     "embedding": lambda x: F.embedding((x > 0).to(torch.int64).sum(-1), TABLE),
@@ -81,6 +82,8 @@ ACROSS_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "a slice of rows": lambda x: x[1:],
     "an einsum over rows": lambda x: torch.einsum("tn,tm->nm", x, x),
     "a linear of a vector": lambda x: F.linear(x[0], torch.ones(WIDTH, WIDTH).triu()),
+    "a linear of x by itself": lambda x: F.linear(x, x),
+    "an einsum of x with itself": lambda x: torch.einsum("ij,kj->ik", x, x),
     "a topk over rows": lambda x: x.topk(3, dim=0).values,
 }
 

@@ -1,12 +1,36 @@
 """Target and drafts computed from nothing but the text, without any state that a step could have spoilt."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from mla_compile import MLABatch, prefill_segment
 from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import SamplingParams
+from mla_compile.speculate.sampling import sample
 
 PAGE = 4
+
+
+Choose = Callable[[Tensor, int], int]
+"""Logits `[vocab]` and the position that the token will take, to the token."""
+
+
+def greedy(logits: Tensor, position: int) -> int:
+    return int(logits.argmax())
+
+
+def sampler(params: SamplingParams) -> Choose:
+    """Draws one token at a time, each in a call of its own."""
+
+    def choose(logits: Tensor, position: int) -> int:
+        rows = (
+            torch.tensor([value]) for value in (params.seed, params.temperature, params.top_k, params.top_p)
+        )
+        return int(sample(logits[None, None], torch.tensor([[position]]), *rows))
+
+    return choose
 
 
 class FromScratch:
@@ -34,14 +58,14 @@ class FromScratch:
         batch, positions = self._batch(len(text))
         return self.model(torch.tensor(text), positions, batch)
 
-    def drafts(self, text: list[int], count: int) -> list[int]:
+    def drafts(self, text: list[int], count: int, choose: Choose = greedy) -> list[int]:
         """What the MTP layer proposes after `text`, whose last token the target has just sampled."""
         hidden = self._trunk(text[:-1])
         batch, positions = self._batch(len(text) - 1)
         out = self.model.forward_mtp(torch.tensor(text[1:]), hidden, positions, batch)[-1:]
-        drafts = [int(self.model.logits(out).argmax())]
+        drafts = [choose(self.model.logits(out[0]), len(text))]
         for j in range(1, count):
             batch, positions = self._batch(1, len(text) - 2 + j)
             out = self.model.forward_mtp(torch.tensor(drafts[-1:]), out, positions, batch)
-            drafts.append(int(self.model.logits(out).argmax()))
+            drafts.append(choose(self.model.logits(out[0]), len(text) + j))
         return drafts

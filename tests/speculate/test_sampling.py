@@ -7,6 +7,7 @@ import torch
 
 from mla_compile import MLAError
 from mla_compile.speculate import SamplingParams
+from mla_compile.speculate import sampling as sampling_module
 from mla_compile.speculate.sampling import gumbel_noise, sample
 
 
@@ -69,6 +70,23 @@ def test_top_k_and_top_p_keep_the_most_likely_ids(params: dict, kept: set[int]) 
     assert set(draw(logits, 4000, temperature=1.0, **params).tolist()) == kept
 
 
+def test_noise_is_finite_for_the_extreme_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits in (0, 2**32 - 1):
+        monkeypatch.setattr(sampling_module, "_mix", lambda x, bits=bits: torch.full_like(x, bits))
+        assert gumbel_noise(torch.tensor([0]), torch.tensor([0]), 4).isfinite().all()
+
+
+def test_an_id_that_top_k_drops_is_never_sampled_even_from_a_large_vocabulary() -> None:
+    logits = torch.zeros(129280)
+    logits[5] = 100.0
+    assert (draw(logits, 20, temperature=1.0, top_k=1) == 5).all()
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([-1.0, 3.0, 5.0, 1e4, 2e4, 7.0])
+    assert (draw(logits, 50, temperature=1e-39) == 4).all()
+
+
 def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
     logits = torch.randn(1, 1, 50)
     assert (draw(logits, 100, temperature=0.0, seed=3) == logits.argmax()).all()
@@ -82,6 +100,9 @@ def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"top_k": -1},
+        {"top_k": 2**31},
+        {"top_k": 1.5},
+        {"seed": 1.7},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_p": math.nan},

@@ -13,9 +13,12 @@ from mla_compile.ops.library import implementations
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from tests.host_sync import HostSyncError, NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
-from tests.speculate.from_scratch import PAGE, FromScratch
+from tests.speculate.from_scratch import PAGE, FromScratch, sampler
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13]]
+
+
+GREEDY = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +35,14 @@ class Started:
     """Prompts after prefill: an engine's state, open to a test's fingers."""
 
     def __init__(
-        self, model: MLAForCausalLM, k: int, *, max_new_tokens: int = 40, stop_ids: tuple[int, ...] = ()
-    ):
+        self, model: MLAForCausalLM, k: int, *, max_new_tokens: int = 40, sampling: SamplingParams = GREEDY
+    ) -> None:
         self.engine = Engine(
             model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
         )
         poison_caches(model)
-        greedy = [SamplingParams()] * len(PROMPTS)
-        self.step, self.state = self.engine.start(PROMPTS, max_new_tokens, greedy, stop_ids)
+        each = [sampling] * len(PROMPTS)
+        self.step, self.state = self.engine.start(PROMPTS, max_new_tokens, each, [])
         self.texts = [[*p, t] for p, t in zip(PROMPTS, self.state.last_token.tolist(), strict=True)]
 
     def propose(self, continuations: list[list[int]], accept: list[int]) -> None:
@@ -61,6 +64,27 @@ class Started:
 @pytest.fixture(scope="module")
 def continuations(oracle: FromScratch) -> list[list[int]]:
     return [oracle.continuation(prompt, 40) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=1.0, seed=1)], ids=["greedy", "sampled"]
+)
+def test_the_tiny_models_tokens_depend_on_its_attention(
+    sampling: SamplingParams,
+) -> None:
+    """Else equal tokens would prove nothing about caches."""
+    blind = tiny_model()
+    engine = Engine(blind, max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
+    expected = engine.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
+    for layer in blind.layers:
+        layer.self_attn.o_proj.weight.zero_()
+    got = engine.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
+    pairs = [
+        pair
+        for x, y in zip(expected, got, strict=True)
+        for pair in zip(x.token_ids, y.token_ids, strict=True)
+    ]
+    assert sum(x == y for x, y in pairs) < len(pairs) / 4
 
 
 @pytest.mark.parametrize("k", range(6))
@@ -107,6 +131,20 @@ def test_drafts_equal_a_run_from_scratch_after_every_acceptance_count(
             assert drafts == oracle.drafts(text, k), f"after accepting {counts}"
 
 
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 10, "top_p": 0.9}], ids=str
+)
+def test_sampled_drafts_take_the_noise_of_the_positions_that_they_propose_for(
+    model: MLAForCausalLM, oracle: FromScratch, params: dict
+) -> None:
+    sampling = SamplingParams(seed=11, **params)
+    started = Started(model, 3, sampling=sampling)
+    for _ in range(4):
+        for text, drafts in zip(started.texts, started.state.drafts.tolist(), strict=True):
+            assert drafts == oracle.drafts(text, 3, sampler(sampling))
+        started.run()
+
+
 def test_rejecting_2_0_1_3_of_3_drafts_samples_the_drafter_at_1_3_2_0(
     model: MLAForCausalLM,
     oracle: FromScratch,
@@ -137,7 +175,7 @@ def test_a_stop_token_inside_accepted_drafts_cuts_exactly_there(
     model: MLAForCausalLM, continuations: list[list[int]], place: int
 ) -> None:
     started = Started(model, 3)
-    row = 3
+    row = 0
     stop = continuations[row][1 + place]
     assert stop not in continuations[row][1 : 1 + place], "this row's text must not have it earlier"
     started.state.stop_ids[row] = stop

@@ -1,0 +1,103 @@
+"""The engine around the step: who owns its caches, odd arguments, chunks of prompts."""
+
+from itertools import zip_longest
+
+import pytest
+import torch
+
+from mla_compile import Engine, MLAError, SamplingParams
+from mla_compile.engine import prefill
+from tests.models_for_tests import poison_caches, tiny_model
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
+
+
+def engine(k: int = 3, **settings: object) -> Engine:
+    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False}
+    return Engine(tiny_model(), num_speculative_tokens=k, **{**sizes, **settings})
+
+
+def tokens(of: Engine, **settings: object) -> list[list[int]]:
+    return [c.token_ids for c in of.generate(PROMPTS, **{"max_new_tokens": 20, **settings})]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7])
+def test_prompts_in_chunks_leave_the_tokens_and_the_first_drafts_of_whole_prompts(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = [SamplingParams()] * 3
+    _, whole = engine().start(PROMPTS, 20, greedy, [])
+    monkeypatch.setattr(prefill, "CHUNK", chunk)
+    chunked = engine()
+    poison_caches(chunked.model)
+    _, state = chunked.start(PROMPTS, 20, greedy, [])
+    assert torch.equal(state.drafts, whole.drafts)
+    assert torch.equal(state.report, whole.report)
+
+
+def test_more_prompts_than_rows_run_in_waves() -> None:
+    assert tokens(engine(max_rows=2)) == tokens(engine())
+
+
+def test_an_engine_whose_caches_a_newer_one_replaced_says_so() -> None:
+    old = engine()
+    Engine(old.model, max_rows=1, max_model_len=32, compile=False)
+    with pytest.raises(MLAError, match="newest engine"):
+        tokens(old)
+
+
+def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
+    mine = engine()
+    expected = tokens(mine)
+    for bad in (
+        {"num_speculative_tokens": -1},
+        {"num_speculative_tokens": 1.5},
+        {"mode": "fast"},
+        {"max_rows": 0},
+    ):
+        with pytest.raises(MLAError, match=next(iter(bad))):
+            Engine(mine.model, **bad)
+    assert tokens(mine) == expected
+
+
+def test_two_streams_of_one_engine_at_once_are_refused() -> None:
+    shared = engine()
+    streams = (shared.stream([prompt], max_new_tokens=20) for prompt in PROMPTS[:2])
+    with pytest.raises(MLAError, match="one stream of an engine at a time"):
+        list(zip_longest(*streams))
+
+
+def test_an_engine_first_used_in_inference_mode_works_outside_it_too() -> None:
+    with torch.inference_mode():
+        mine = engine()
+        inside = tokens(mine)
+    assert tokens(mine) == inside
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 20])
+def test_any_number_of_stop_ids_may_be_given(count: int) -> None:
+    plain = tokens(engine())
+    stop_ids = [plain[0][5], *range(1000, 1000 + count - 1)]
+    ended = engine().generate(PROMPTS, max_new_tokens=20, stop_ids=stop_ids)
+    assert ended[0].token_ids == plain[0][: plain[0].index(stop_ids[0]) + 1]
+    assert ended[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([[]], {}, r"prompts\[0\]: expected at least one token"),
+        ([[1], [1, 40]], {}, r"prompts\[1\]: expected token ids in \[0, 40\), got 40"),
+        ([[1.0]], {}, r"prompts\[0\]: expected token ids"),
+        ([1, 2], {}, r"prompts\[0\]: expected a list of token ids, got int"),
+        (["text"], {}, r"prompts\[0\]: expected a list of token ids, got str"),
+        ([torch.tensor([1])], {}, r"prompts\[0\]: expected a list of token ids, got Tensor"),
+        ([[1] * 64], {}, r"prompts\[0\]: expected fewer than max_model_len = 64"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([[1]], {"stop_ids": [5.5]}, "stop_ids"),
+        ([[1]], {"sampling": [SamplingParams()] * 2}, "sampling"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(prompts: list, settings: dict, message: str) -> None:
+    with pytest.raises(MLAError, match=message):
+        engine().generate(prompts, **settings)
