@@ -60,7 +60,8 @@ def main() -> None:
     tokenizer = load_tokenizer(SHIPPED_MODEL)
     assert tokenizer is not None
     rows = []
-    for domain, texts in json.loads(PROMPTS.read_text(encoding="utf-8")).items():
+    held_out: dict[str, list[str]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    for domain, texts in held_out.items():
         prompts = [tokenizer(text)["input_ids"] for text in texts]
         for name, sampling in SAMPLING.items():
             row = {"text": domain, "sampling": name, **measure(prompts, sampling, args.device)}
@@ -71,7 +72,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
             "torch": torch.__version__,
             "dtype": "float32",
-            "prompts_per_text": len(prompts),
+            "prompts_per_text": min(map(len, held_out.values())),
             "tokens_per_prompt": TOKENS,
             "rows": rows,
         }

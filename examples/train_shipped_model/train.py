@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from evaluate import CORPUS, DOMAINS, measure
 from export import export
 from model import CHAIN, balance, build, chain_mask, mtp_chain, shipped_config
 from plot import plot
+from schedule import optimizer, schedule, ticks
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -41,7 +42,6 @@ DOCUMENT_STARTS = 0.3  # share of windows that begin with a document, as a promp
 MTP_WEIGHT = 0.1  # of each chained depth in phase 1
 JOINT_SHARE = 0.72  # of the time
 JOINT_RATE, DRAFT_RATE = 3e-3, 1.5e-3
-WARMUP = 0.03
 BALANCE_RATE = 3e-3
 COLLAPSE_AFTER = 400  # steps
 
@@ -127,35 +127,6 @@ def agreement(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
 
 def compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=False) if device.type == "cuda" else function
-
-
-def schedule(progress: float, peak: float) -> float:
-    """Linear warm-up, then a cosine to 1% of the peak; progress in [0, 1]."""
-    if progress < WARMUP:
-        return peak * max(progress, 0.001) / WARMUP
-    turn = (progress - WARMUP) / (1 - WARMUP)
-    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(turn, 1.0))))
-
-
-def optimizer(modules: list[nn.Module], device: torch.device) -> torch.optim.AdamW:
-    parameters = list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad))
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
-
-
-def ticks(until: float, steps: int | None) -> Iterator[float]:
-    """Progress in [0, 1): step over steps where these are given, else by the clock from the third step (which ends the
-    compiling) to `until`."""
-    if steps is not None:
-        yield from (step / steps for step in range(steps))
-        return
-    yield from (0.0, 0.0, 0.0)
-    begin = time.monotonic()
-    while (progress := (time.monotonic() - begin) / max(until - begin, 1.0)) < 1:
-        yield progress
 
 
 def train_step(run: Run, loss: Tensor, optim: torch.optim.AdamW, rate: float) -> None:

@@ -70,7 +70,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
 def run_step_by_step(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] = ()
 ) -> dict[str, fx.GraphModule]:
-    """The graph as it is and after each of `passes` (those that the backend runs by default); `gm` itself stays as it is."""
+    """The graph as it is and after each of `passes` (the backend's by default); `gm` itself stays as it is."""
     graphs = {"captured": copy_graph(gm)}
     for graph_pass in passes or pipeline.default_passes(gm):
         gm = graph_pass(copy_graph(gm), example_inputs)

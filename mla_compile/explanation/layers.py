@@ -123,7 +123,8 @@ class _Call:
 
 def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     """Pair the unified ops of the first graph with the segments in the later ones, in order."""
-    first, *_, last = graphs.values()
+    *_, last = graphs.values()
+    first = graphs["captured"]
     unified = list(first.graph.find_nodes(op="call_function", target=attention_op))
     split = next((gm for gm in graphs.values() if _calls(gm)), last)
     shapes = Shapes()

@@ -42,7 +42,7 @@ def _header(canvas: Canvas, graphs: dict[str, fx.GraphModule], layers: Layers) -
     calls = sum(len(group.names) for group in layers.groups)
     plural = "" if calls == 1 else "s"
     canvas.text(MARGIN, 46, "What the passes make of mla_attention", size=23, bold=True)
-    passes = ", ".join(list(graphs)[1:])
+    passes = ", ".join(list(graphs)[1:]) or "none"
     canvas.text(MARGIN, 74, f"{calls} attention call{plural} · passes: {passes}", size=14, color=MUTED)
     legend = {
         "shared": "all tokens",

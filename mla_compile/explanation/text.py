@@ -17,7 +17,10 @@ def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
 
 def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[str]]:
     calls = sum(len(group.names) for group in layers.groups)
-    yield [f"{_count(calls, 'attention call')}; passes: {', '.join(list(graphs)[1:])}", *_symbols(layers)]
+    yield [
+        f"{_count(calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
+        *_symbols(layers),
+    ]
     if not calls:
         yield ["The graph has no mla_attention, so the split pass leaves it as it is."]
     for group in layers.groups:

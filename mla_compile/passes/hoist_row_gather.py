@@ -54,8 +54,8 @@ def _hoist(gather: fx.Node) -> bool:
         return False
     source, ids = operands
     rows, kept = first_value(source).shape[0], first_value(ids).shape[0]
-    if statically_known_true(kept >= rows) or statically_known_true(kept == 0):
-        return False  # nothing to save, or `view(-1, 2)` of no elements, which torch refuses
+    if statically_known_true(kept >= rows):
+        return False
     reducible = _reducible(gather, source, rows)
     if not reducible:
         return False

@@ -49,9 +49,14 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def reshape_sizes(node: fx.Node) -> Sequence[Any]:
-    """The sizes of `x.view(2, 3)` or `x.view((2, 3))`."""
-    sizes = node.args[1:]
-    return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+    """The sizes of `x.view(2, 3)` or `x.view((2, 3))`; -1 stays at the front only.
+
+    Anywhere else it is written out: with 0 rows kept, `x.view(0, 2, -1)` would be ambiguous.
+    """
+    sizes: Any = node.args[1:]
+    sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+    shape = first_value(node).shape
+    return [shape[dim] if dim and size == -1 else size for dim, size in enumerate(sizes)]
 
 
 def _has_rows(node: Any, rows: Any) -> bool:
@@ -78,7 +83,10 @@ def _last_dim(node: fx.Node, rows: Any) -> _Carriers:
 
 
 def _reshape(node: fx.Node, rows: Any) -> _Carriers:
-    """Sizes, not a dtype: where the leading size stays, every row is reshaped by itself."""
+    """Sizes, not a dtype: where the leading size stays, every row is reshaped by itself.
+
+    Not where -1 stands for a dynamic size, which is no node and cannot be written out.
+    """
     given = all(isinstance(size, (int, fx.Node)) for size in reshape_sizes(node))
     return _first_argument(node, rows) if reshape_sizes(node) and given else None
 

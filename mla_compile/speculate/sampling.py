@@ -18,7 +18,8 @@ class SamplingParams:
     """How one request's tokens are chosen.
 
     temperature: 0 is greedy. top_k: keep the k most likely ids, 0 keeps all. top_p: keep the smallest set of most
-    likely ids with at least this probability (of all ids, whatever top_k drops), 1 keeps all. seed: any integer in [0, 2**63).
+    likely ids with at least this probability (of all ids, whatever top_k drops), 1 keeps all. seed: any integer in
+    [0, 2**63).
     """
 
     temperature: float = 0.0

@@ -25,7 +25,6 @@ from mla_compile.errors import MLAError
 from mla_compile.speculate.sampling import sample
 from mla_compile.speculate.state import DecodeState
 
-
 MAX_DRAFTS = 32
 """Far more than pay: each one is a pass of the MTP layer in the graph."""
 
