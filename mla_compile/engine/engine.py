@@ -211,9 +211,8 @@ class Engine:
         reader, started = ReportReader(state), self._num_started
 
         def collect(*, is_step: bool) -> None:
-            for completion, report in zip(
-                completions, reader.pop(), strict=False
-            ):  # a bucket may have more rows
+            # Not strict: a bucket may have more rows than there are prompts.
+            for completion, report in zip(completions, reader.pop(), strict=False):
                 completion.extend(report, stop_ids, is_step=is_step)
 
         reader.push()

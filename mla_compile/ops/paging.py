@@ -33,10 +33,15 @@ def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> 
     if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
         return columns
     longest = int(seq_lens.max())
+    check_capacity("seq_lens", longest, columns, page_size)
+    return max(1, -(-longest // page_size))
+
+
+def check_capacity(name: str, longest: int, columns: int, page_size: int) -> None:
+    """Raises `MLAError` for a row that its `columns` pages cannot hold."""
     if longest > columns * page_size:
         expected = f"at most {columns * page_size} tokens (block_table has {columns} pages of {page_size})"
-        raise MLAError("seq_lens", expected, longest, "widen block_table")
-    return max(1, -(-longest // page_size))
+        raise MLAError(name, expected, longest, "widen block_table")
 
 
 def gather_latents(kv_cache: Tensor, block_table: Tensor, start: int, stop: int, seq_lens: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.paging import check_capacity
 from mla_compile.torch_internals import statically_known_true
 
 if TYPE_CHECKING:
@@ -218,15 +219,10 @@ def lengths(name: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) 
     """seq_lens fit the table, and the table entries that serve them are pages of the cache."""
     if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
         return
-    capacity = block_table.shape[1] * kv_cache.shape[1]
     low, high = (int(x) for x in seq_lens.aminmax())
     if low < 0:
         raise MLAError(name, "lengths >= 0", low)
-    if high > capacity:
-        expected = (
-            f"at most {capacity} tokens (block_table has {block_table.shape[1]} pages of {kv_cache.shape[1]})"
-        )
-        raise MLAError(name, expected, high, "widen block_table")
+    check_capacity(name, high, block_table.shape[1], kv_cache.shape[1])
     used = torch.arange(block_table.shape[1]) * kv_cache.shape[1] < seq_lens[:, None]
     pages = block_table[used]
     if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= kv_cache.shape[0]):

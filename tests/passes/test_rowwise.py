@@ -13,11 +13,6 @@ ROWS, WIDTH = 6, 4
 IDS = torch.tensor([4, 1])
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled_yet() -> None:
-    torch.compiler.reset()  # recompiles are counted per function
-
-
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 W = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2))
 TABLE = torch.randn(5, 3, generator=torch.Generator().manual_seed(4))
