@@ -21,6 +21,14 @@ def statically_known_true(condition: Any) -> bool:
     return known(condition)
 
 
+def size_hint(size: Any) -> int | None:
+    """A size as this compile's example has it, None where it is unbacked; asking adds no guard."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return hint if isinstance(hint, int) else None
+
+
 def inductor_modes() -> dict[str, dict[str, Any]]:
     """Inductor's options of each `torch.compile` mode."""
     from torch._inductor import list_mode_options
@@ -75,6 +83,12 @@ def mark_state_tensor(tensor: torch.Tensor) -> None:
     torch._dynamo.decorators.mark_unbacked(tensor, 0)
     for dim in range(1, tensor.dim()):
         torch._dynamo.mark_static(tensor, dim)
+
+
+def mark_cache(tensor: torch.Tensor) -> None:
+    """Tell the compiler of a cache what it takes for granted of a module's buffers: it stays, and keeps its sizes."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+    torch._dynamo.mark_static(tensor)
 
 
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ LEVELS = [
     {"models"},
     {"speculate"},
     {"engine", "explanation"},
-    {"cli"},
+    {"cli", "integrations"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

@@ -1,6 +1,7 @@
 """Generation for a batch of prompts that start together: prefill, then speculative steps until every row has ended."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,11 +11,27 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
-from mla_compile.models import MLAForCausalLM
-from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
+from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, SpeculativeDecoder
 from mla_compile.torch_internals import with_own_code
 
 Step = Callable[[DecodeState], None]
+
+
+class TokenChooser(Protocol):
+    """Chooses tokens on the host, from logits: what cannot be compiled into the step."""
+
+    def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
+        """The target's token at every position of a step.
+
+        Args:
+            logits: `[rows, n, vocab_size]`, of the rows that have a prompt: position j follows the completion's tokens
+                and the row's first j drafts.
+            drafts: int64 `[rows, n - 1]`.
+            completions: what each row has emitted; a finished one's logits mean nothing, and its token is ignored.
+
+        Returns:
+            int64 `[rows, n]`. Drafts are accepted as long as they agree with it.
+        """
 
 
 class Engine:
@@ -36,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        model: MLAForCausalLM,
+        model: ServedModel,
         *,
         num_speculative_tokens: int = 0,
         max_rows: int = 8,
@@ -49,7 +66,7 @@ class Engine:
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise MLAError(name, "an integer >= 1", value)
-        if num_speculative_tokens > 0 and model.mtp is None:
+        if num_speculative_tokens > 0 and not model.has_mtp:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
             expected = "0 for a model without MTP layers"
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
@@ -59,16 +76,22 @@ class Engine:
         self.k = num_speculative_tokens
         self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
         self.pages_per_row = -(-max_model_len // page_size)
-        self.device = model.embed_tokens.weight.device
+        self.device = model.device
         self._decoders = {
             sampled: SpeculativeDecoder(model, self.k, page_size=page_size, sampled=sampled)
             for sampled in (False, True)
         }
-        self._steps: dict[bool, Step] = dict(self._decoders)
-        if compile:  # one step per kind of sampling, traced on first use
-            for sampled, decoder in self._decoders.items():
-                step = with_own_code(decoder.forward)
-                self._steps[sampled] = torch.compile(step, backend="mla", mode=mode, fullgraph=True)
+
+        def compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+            if not compile:
+                return method
+            return torch.compile(with_own_code(method), backend="mla", mode=mode, fullgraph=True)
+
+        # Each is traced on first use; the halves only where tokens are chosen on the host.
+        decoders = self._decoders
+        self._steps: dict[bool, Step] = {s: compiled(decoder.forward) for s, decoder in decoders.items()}
+        self._verify = compiled(decoders[False].verify)
+        self._advance = {s: compiled(decoder.advance) for s, decoder in decoders.items()}
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
         self._caches = model.caches()
@@ -95,6 +118,7 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
+        choose: TokenChooser | None = None,
     ) -> Iterator[list[Completion]]:
         """Yield the completions of all prompts, in their order, each time some of them have grown.
 
@@ -103,6 +127,8 @@ class Engine:
             max_new_tokens: at most so many tokens a prompt, >= 1; a row also ends at `max_model_len`.
             sampling: for all prompts, or one for each; greedy by default.
             stop_ids: a row ends with the first of these that it emits.
+            choose: picks the tokens on the host, between the two halves of a step; `sampling` is then for the drafts
+                only. Slower: the host waits for every step.
 
         An engine runs one stream at a time. The list yielded is the same one each time, its completions growing.
 
@@ -121,10 +147,10 @@ class Engine:
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise MLAError("sampling", f"one entry per prompt ({len(prompts)})", len(sampling))
-        return self._waves(prompts, max_new_tokens, sampling, stop_ids)
+        return self._waves(prompts, max_new_tokens, sampling, stop_ids, choose)
 
     def _check_prompt(self, name: str, prompt: object) -> None:
-        vocab_size = self.model.arch.vocab_size
+        vocab_size = self.model.vocab_size
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise MLAError(name, "a list of token ids", type(prompt).__name__)
         if not prompt:
@@ -142,12 +168,15 @@ class Engine:
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
+        choose: TokenChooser | None,
     ) -> Iterator[list[Completion]]:
         completions = [Completion() for _ in prompts]
         for start in range(0, len(prompts), self.max_rows):
             wave = slice(start, start + self.max_rows)
-            step, state = self.start(prompts[wave], max_new_tokens, sampling[wave], stop_ids)
-            for _ in self._run(step, state, completions[wave], stop_ids):
+            mine = completions[wave]
+            picker = None if choose is None else _HostChoice(choose, mine)
+            step, state = self.start(prompts[wave], max_new_tokens, sampling[wave], stop_ids, picker)
+            for _ in self._run(step, state, mine, stop_ids, lag=choose is None):
                 yield completions
 
     def start(
@@ -156,6 +185,7 @@ class Engine:
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
+        picker: "_HostChoice | None" = None,
     ) -> tuple[Step, DecodeState]:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
@@ -166,8 +196,20 @@ class Engine:
         sampled = any(params.temperature > 0 for params in sampling)
         decoder = self._decoders[sampled]
         state = self._fill_state(prompts, max_new_tokens, sampling, stop_ids)
-        decoder.start(state, prefill_prompts(decoder, prompts, state))
-        return self._steps[sampled], state
+        hidden = prefill_prompts(decoder, prompts, state)
+        if picker is None:
+            decoder.start(state, hidden)
+            return self._steps[sampled], state
+
+        def step(state: DecodeState) -> None:
+            logits, hidden = self._verify(state)
+            advance(state, picker(logits, state.drafts), hidden)
+
+        advance = self._advance[sampled]
+        with torch.no_grad():
+            first = picker(self.model.logits(hidden)[:, None], state.drafts[:, :0])
+        decoder.begin(state, first, hidden)
+        return step, state
 
     def _fill_state(
         self,
@@ -205,9 +247,18 @@ class Engine:
         return state
 
     def _run(
-        self, step: Step, state: DecodeState, completions: list[Completion], stop_ids: Sequence[int]
+        self,
+        step: Step,
+        state: DecodeState,
+        completions: list[Completion],
+        stop_ids: Sequence[int],
+        *,
+        lag: bool,
     ) -> Iterator[None]:
-        """Step until every row has ended; yields when `completions` have grown."""
+        """Step until every row has ended; yields when `completions` have grown.
+
+        lag: read the reports a step late where that spares a device a wait.
+        """
         reader, started = ReportReader(state), self._num_started
 
         def collect(*, is_step: bool) -> None:
@@ -225,8 +276,7 @@ class Engine:
                 raise MLAError("stream", "one stream of an engine at a time", "another one has started", mend)
             step(state)
             reader.push()
-            # On a device the reports are read a step late, so that it never waits for the host.
-            if reader.ready():
+            if reader.ready() or not lag:
                 collect(is_step=True)
                 yield
 
@@ -234,3 +284,15 @@ class Engine:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
+
+
+class _HostChoice:
+    """A `TokenChooser` of some prompts, for the rows of their bucket."""
+
+    def __init__(self, choose: TokenChooser, completions: Sequence[Completion]) -> None:
+        self._choose, self._completions = choose, completions
+
+    def __call__(self, logits: Tensor, drafts: Tensor) -> Tensor:
+        count = len(self._completions)
+        chosen = self._choose(logits[:count], drafts[:count], self._completions)
+        return torch.nn.functional.pad(chosen, (0, 0, 0, logits.shape[0] - count))

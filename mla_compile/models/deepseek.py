@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,6 +39,18 @@ class MLAForCausalLM(nn.Module):
         )
         self.mtp = MTPLayer(arch) if mtp else None
         self.requires_grad_(False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.arch.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.mtp is not None
 
     def allocate_cache(self, num_pages: int, page_size: int) -> None:
         """Give every attention layer, the MTP layer's too, its own zeroed cache, replacing the one it had.

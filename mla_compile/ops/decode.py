@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
+from mla_compile.ops.kernels.plan import supports_decode
 from mla_compile.ops.library import define_op
 from mla_compile.ops.paging import accumulate_dtype, gather_latents, num_pages_to_read, visible_keys
-from mla_compile.ops.softmax import softmax_weighted
+from mla_compile.ops.softmax import product, softmax_weighted
 
 
 def _fake(
@@ -39,14 +40,31 @@ def decode_op(
     q_len: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
+    if supports_decode(q_latent, q_pe):
+        from mla_compile.ops.kernels.decode import decode_triton
+
+        return decode_triton(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+    return decode_torch(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+
+
+def decode_torch(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode` in plain torch: every device, every dtype, and the kernel's twin."""
     tokens, heads, rank = q_latent.shape
     rows = seq_lens.shape[0]
-    accumulate = accumulate_dtype(q_latent.dtype)
     columns = num_pages_to_read(seq_lens, block_table, kv_cache.shape[1])
-    latents = gather_latents(kv_cache, block_table, 0, columns, seq_lens).to(accumulate)
-    query = torch.cat([q_latent, q_pe], dim=-1).to(accumulate).view(rows, q_len * heads, -1)
+    latents = gather_latents(kv_cache, block_table, 0, columns, seq_lens)
+    query = torch.cat([q_latent, q_pe], dim=-1).view(rows, q_len * heads, -1)
 
-    scores = torch.bmm(query, latents.mT).mul_(softmax_scale).view(rows, q_len, heads, -1)
+    scores = product(query, latents.mT).mul_(softmax_scale).view(rows, q_len, heads, -1)
     bounds = visible_keys(seq_lens, q_lens, q_len)[:, :, None, None]
     scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) >= bounds, -torch.inf)
     out, lse = softmax_weighted(scores.view(rows, q_len * heads, -1), latents[..., :rank])

@@ -3,11 +3,24 @@
 import torch
 from torch import Tensor
 
+from mla_compile.ops.paging import accumulate_dtype
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, accumulated and returned in `accumulate_dtype(b.dtype)`; half-precision `b` has 3 dimensions.
+
+    Half-precision operands are widened on the CPU; a GPU multiplies them as they are, `a` rounded to the dtype of `b`.
+    """
+    dtype = accumulate_dtype(b.dtype)
+    if b.is_cuda and b.dtype != dtype:
+        return torch.bmm(a.to(b.dtype), b, out_dtype=dtype)
+    return torch.matmul(a.to(dtype), b.to(dtype))
+
 
 def softmax_weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`softmax(scores) @ values` and the natural-log log-sum-exp of the scores.
 
-    scores: `[..., n, keys]`, -inf where a key is not seen; overwritten. values: `[..., keys, width]`.
+    scores: `[..., n, keys]`, -inf where a key is not seen; overwritten. values: `[..., keys, width]`, of that dtype or a narrower one.
     Returns out `[..., n, width]` and lse `[..., n]`; 0 and -inf where no key is seen.
     """
     # exp(-inf - 0) is 0 where exp(-inf - -inf) would be NaN.
@@ -15,7 +28,7 @@ def softmax_weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     base = highest.masked_fill(highest == -torch.inf, 0)
     weights = scores.sub_(base).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    out = torch.matmul(weights, values).div_(total.masked_fill(total == 0, 1))
+    out = product(weights, values).div_(total.masked_fill(total == 0, 1))
     return out, (base + total.log())[..., 0]
 
 

@@ -2,6 +2,6 @@
 
 from mla_compile.speculate.sampling import SamplingParams
 from mla_compile.speculate.state import DecodeState
-from mla_compile.speculate.step import SpeculativeDecoder
+from mla_compile.speculate.step import ServedModel, SpeculativeDecoder
 
-__all__ = ["DecodeState", "SamplingParams", "SpeculativeDecoder"]
+__all__ = ["DecodeState", "SamplingParams", "ServedModel", "SpeculativeDecoder"]

@@ -17,9 +17,8 @@ from mla_compile.errors import MLAError
 class SamplingParams:
     """How one request's tokens are chosen.
 
-    temperature: 0 is greedy. top_k: keep the k most likely ids, 0 keeps all. top_p: keep the smallest set of most
-    likely ids with at least this probability (of all ids, whatever top_k drops), 1 keeps all. seed: any integer in
-    [0, 2**63).
+    temperature: 0 is greedy. top_k: keep the k most likely ids, 0 keeps all. top_p: of those, keep the smallest set
+    of most likely ids with at least this share of their probability, 1 keeps all. seed: any integer in [0, 2**63).
     """
 
     temperature: float = 0.0
@@ -66,13 +65,14 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores `[..., vocab]` with -inf outside the top-k and the top-p sets; top_k, top_p `[...]`."""
+    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`."""
     ordered, ids = scores.sort(dim=-1, descending=True)
-    probability = ordered.softmax(dim=-1)
-    before = probability.cumsum(dim=-1) - probability
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[..., None]
     rank = torch.arange(scores.shape[-1], device=scores.device)
-    ordered = ordered.masked_fill((rank >= limit) | (before >= top_p[..., None]), -torch.inf)
+    ordered = ordered.masked_fill(rank >= limit, -torch.inf)
+    probability = ordered.softmax(dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    ordered = ordered.masked_fill(before >= top_p[..., None], -torch.inf)
     # The most likely id always stays, however small top_p is.
     ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
     return torch.empty_like(scores).scatter(-1, ids, ordered)

@@ -44,6 +44,26 @@ class Target(Protocol):
         """The MTP layer: hidden states after `shared_head.norm`; appends to its own cache."""
 
 
+class ServedModel(Target, Protocol):
+    """A `Target` that an engine can serve: it owns the caches, which the engine allocates."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether `forward_mtp` can be called."""
+
+    def allocate_cache(self, num_pages: int, page_size: int) -> None:
+        """Give every attention layer a zeroed cache of its own, replacing the one it had."""
+
+    def caches(self) -> list[Tensor | None]:
+        """The layers' caches; None where there is none yet."""
+
+
 class SpeculativeDecoder(nn.Module):
     """Prefill, start and step of a batch; `forward` is the step, one MTP iteration that advances a `DecodeState`.
 
@@ -87,7 +107,12 @@ class SpeculativeDecoder(nn.Module):
 
         hidden: of each prompt's last token, `[rows, hidden_size]`; rows of the state that are inactive are ignored.
         """
-        first = self._choose(hidden, state.num_cached[:, None].long(), state)
+        first = self._choose(self.model.logits(hidden)[:, None], state.num_cached[:, None].long(), state)
+        self.begin(state, first, hidden)
+
+    @torch.no_grad()
+    def begin(self, state: DecodeState, first: Tensor, hidden: Tensor) -> None:
+        """`start` with first tokens, int64 `[rows, 1]`, that the caller has chosen."""
         stops = (first[..., None] == state.stop_ids[:, None]).any(dim=-1)[:, 0]
         count = state.active.to(torch.int32)
         active = state.active & ~stops & (state.num_cached + 1 < state.max_len)
@@ -100,35 +125,59 @@ class SpeculativeDecoder(nn.Module):
 
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
+        logits, hidden = self.verify(state)
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
-            self._step(state)
+            position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=hidden.device)
+            targets = self._choose(logits, position, state)
+        self.advance(state, targets, hidden)
 
-    def _step(self, state: DecodeState) -> None:
-        rows, q_len = state.num_rows(), self.k + 1
+    def verify(self, state: DecodeState) -> tuple[Tensor, Tensor]:
+        """The first half of a step: run the last token and the drafts.
+
+        Returns:
+            logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's hidden
+            states `[rows * (k + 1), hidden_size]` for `advance`.
+        """
+        with torch.no_grad():
+            rows = state.num_rows()
+            tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
+            batch, positions = self._decode_batch(
+                state, state.num_cached, self._query_lens(state, state.active), self.k + 1
+            )
+            hidden = self.model(tokens.view(-1), positions, batch)
+            return self.model.logits(hidden).view(rows, self.k + 1, -1), hidden
+
+    def advance(self, state: DecodeState, targets: Tensor, hidden: Tensor) -> None:
+        """The second half: accept, draft, move on.
+
+        targets: the target's tokens, chosen from the logits of `verify`, int64 `[rows, k + 1]`.
+        hidden: from `verify`.
+        """
+        with torch.no_grad():
+            rows, q_len = state.num_rows(), self.k + 1
+            count, active = self._accept(state, targets, self._query_lens(state, state.active))
+            accepted = (count - 1).clamp(min=0).long()
+            num_cached = state.num_cached + count
+            if self.k > 0:
+                batch, positions = self._decode_batch(
+                    state, state.num_cached, self._query_lens(state, active), q_len
+                )
+                drafted = self.model.forward_mtp(targets.view(-1), hidden, positions, batch)
+                picked = torch.arange(rows, device=accepted.device) * q_len + accepted
+                drafted = torch.index_select(drafted, 0, picked)
+                state.drafts.copy_(self._chain(state, drafted, num_cached, active))
+            last_token = targets.gather(1, accepted[:, None])[:, 0]
+            state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
+            state.num_cached.copy_(num_cached)
+            state.active.copy_(active)
+            state.report.copy_(torch.cat([count[:, None], active[:, None], targets], dim=1))
+
+    def _query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
+        """How many of a row's k + 1 positions are run, int32 `[rows]`."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
-        q_lens = torch.where(state.active, room.clamp(0, q_len), 0)
-
-        tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
-        batch, positions = self._decode_batch(state, state.num_cached, q_lens, q_len)
-        hidden = self.model(tokens.view(-1), positions, batch)
-        targets = self._choose(hidden, positions.view(rows, q_len) + 1, state)
-
-        count, active = self._accept(state, targets, q_lens)
-        accepted = (count - 1).clamp(min=0).long()
-        num_cached = state.num_cached + count
-        if self.k > 0:
-            batch, _ = self._decode_batch(state, state.num_cached, torch.where(active, q_lens, 0), q_len)
-            drafted = self.model.forward_mtp(targets.view(-1), hidden, positions, batch)
-            picked = torch.arange(rows, device=accepted.device) * q_len + accepted
-            drafted = torch.index_select(drafted, 0, picked)
-            state.drafts.copy_(self._chain(state, drafted, num_cached, active))
-        last_token = targets.gather(1, accepted[:, None])[:, 0]
-        state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
-        state.num_cached.copy_(num_cached)
-        state.active.copy_(active)
-        state.report.copy_(torch.cat([count[:, None], active[:, None], targets], dim=1))
+        return torch.where(active, room.clamp(0, self.k + 1), 0)
 
     def _decode_batch(
         self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int
@@ -138,9 +187,8 @@ class SpeculativeDecoder(nn.Module):
         )
         return MLABatch(decode=segment), positions
 
-    def _choose(self, hidden: Tensor, position: Tensor, state: DecodeState) -> Tensor:
-        """The tokens that take `position` `[rows, n]`, from hidden `[rows * n, hidden_size]`."""
-        logits = self.model.logits(hidden).view(*position.shape, -1)
+    def _choose(self, logits: Tensor, position: Tensor, state: DecodeState) -> Tensor:
+        """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`."""
         if not self.sampled:
             return logits.argmax(dim=-1)
         return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p)
@@ -165,7 +213,7 @@ class SpeculativeDecoder(nn.Module):
             if j > 0:
                 drafted = self._draft_after(state, drafts[-1], drafted, num_cached + (j - 1), active)
             position = (num_cached + (1 + j)).long()[:, None]
-            drafts.append(self._choose(drafted, position, state)[:, 0])
+            drafts.append(self._choose(self.model.logits(drafted)[:, None], position, state)[:, 0])
         return torch.stack(drafts, dim=1)
 
     def _draft_after(

@@ -1,0 +1,122 @@
+"""`accelerate`: a transformers model whose `generate` runs on our engine."""
+
+from typing import TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from mla_compile.engine import Engine
+from mla_compile.errors import MLAError
+from mla_compile.integrations.transformers.generation import AcceleratedGeneration
+from mla_compile.integrations.transformers.mtp import mtp_layer
+from mla_compile.integrations.transformers.requests import Request
+from mla_compile.integrations.transformers.target import TransformersTarget, check_model
+from mla_compile.speculate.step import MAX_DRAFTS
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def accelerate(
+    model: Model,
+    *,
+    num_speculative_tokens: int = 0,
+    mtp: nn.Module | None = None,
+    max_rows: int = 1,
+    max_model_len: int = 512,
+    page_size: int = 64,
+    compile: bool = True,
+    mode: str | None = "reduce-overhead",
+) -> Model:
+    """Let `model.generate` run on paged latents through the `mla` backend, with MTP speculation where asked for.
+
+    The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Greedy
+    and sampled generation, batches padded on the left, streamers, stopping criteria and logits processors work;
+    anything else (beams, `past_key_values`, ...) raises an `MLAError` that names it. `torch.manual_seed` repeats a
+    sampled text: not that of stock `generate` with the same seed, but the same one for any number of drafts.
+
+    Args:
+        model: a transformers model with MLA attention in every layer, on one device, in evaluation mode.
+        num_speculative_tokens: drafts per step, in [0, 32], from the model's MTP layer. `generate(use_mtp=False)` runs
+            without them.
+        mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
+            checkpoint that the model came from.
+        max_rows, max_model_len: sequences at once, and tokens of one, prompt included, that there is room for at first.
+            A larger call makes more room, and compiles anew: set them if you know.
+        page_size: tokens per cache page.
+        compile: False runs everything eagerly.
+        mode: the mode of `torch.compile`; "reduce-overhead" replays one CUDA graph per step.
+
+    Raises:
+        MLAError: a bad argument, named; the model is then as it was.
+    """
+    drafts = num_speculative_tokens
+    if type(drafts) is not int or not 0 <= drafts <= MAX_DRAFTS:
+        raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", drafts)
+    if drafts == 0 and mtp is not None:
+        raise MLAError("mtp", "None where num_speculative_tokens is 0", type(mtp).__name__)
+    check_model(model)
+    target = TransformersTarget(model, mtp_layer(model, mtp) if drafts > 0 else None)
+    accelerated = Accelerated(target, drafts, max_rows, max_model_len, page_size, compile, mode)
+    restore(model)
+    own = type(model)
+    # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.
+    model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
+    vars(model)["mla"] = accelerated
+    return model
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Give `model` its own `generate` back and free the caches; a model that was not accelerated stays as it is."""
+    if isinstance(model, AcceleratedGeneration):
+        model.__class__ = type(model).__mro__[2]
+        del vars(model)["mla"]
+
+
+class Accelerated:
+    """What an accelerated model has beside its weights: the target and the engine that serves it."""
+
+    def __init__(
+        self,
+        target: TransformersTarget,
+        num_speculative_tokens: int,
+        max_rows: int,
+        max_model_len: int,
+        page_size: int,
+        compile: bool,
+        mode: str | None,
+    ) -> None:
+        self.target = target
+        self._drafts = num_speculative_tokens
+        self._page_size, self._compile, self._mode = page_size, compile, mode
+        self._engine = self._new_engine(num_speculative_tokens, max_rows, max_model_len)
+
+    def _new_engine(self, drafts: int, rows: int, length: int) -> Engine:
+        return Engine(
+            self.target,
+            num_speculative_tokens=drafts,
+            max_rows=rows,
+            max_model_len=length,
+            page_size=self._page_size,
+            compile=self._compile,
+            mode=self._mode,
+        )
+
+    def engine_for(self, request: Request) -> Engine:
+        """The engine, a roomier one if it must be.
+
+        Raises:
+            MLAError: drafts are asked for, and there is no MTP layer.
+        """
+        use_mtp = request.config.use_mtp
+        if use_mtp and not self._drafts:
+            raise MLAError("use_mtp", "accelerate(model, num_speculative_tokens=...) first", use_mtp)
+        drafts = 0 if use_mtp is False else self._drafts
+        engine = self._engine
+        rows, length = engine.max_rows, engine.max_model_len
+        while rows < len(request.prompts):
+            rows *= 2
+        while length < max(map(len, request.prompts)) + request.max_new_tokens:
+            length *= 2
+        if (drafts, rows, length) != (engine.k, engine.max_rows, engine.max_model_len):
+            self._engine = self._new_engine(drafts, rows, length)
+        return self._engine

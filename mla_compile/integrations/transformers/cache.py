@@ -1,0 +1,85 @@
+"""Paged latents behind the cache protocol of transformers' MLA models.
+
+Their attention hands the new latents of a layer to `past_key_values.update(kv_c, k_pe, layer_idx)`, expands what comes
+back into keys and values, and calls the attention function that the config names. Ours wants the latents, so `update`
+keeps them for it (`LatentLayer.take`) and returns them as they came: the expansion of the new tokens is then used by
+nobody, and the compiler drops it.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from mla_compile.batch import MLABatch
+from mla_compile.torch_internals import mark_cache
+
+
+def attention_layers(model: nn.Module) -> list[Any]:
+    """The MLA attention modules of a transformers model, in order: those that can expand latents."""
+    return [module for module in model.modules() if hasattr(module, "expand_kv")]
+
+
+class LatentLayer(CacheLayerMixin):
+    """The paged latents of one attention module, and the new ones on their way from `update` to attention."""
+
+    def __init__(self, owner: "PagedLatentCache", attention: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner = owner
+        self.attention = attention
+        self.kv_cache: Tensor | None = None
+        self._incoming: tuple[Tensor, Tensor] | None = None
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """A zeroed `kv_cache` `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`."""
+        width = self.attention.kv_lora_rank + self.attention.qk_rope_head_dim
+        self.kv_cache = self.attention.kv_b_proj.weight.new_zeros(num_pages, page_size, width)
+        mark_cache(self.kv_cache)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep kv_c `[batch, 1, tokens, kv_lora_rank]` and k_pe `[.., qk_rope_head_dim]`; returns both."""
+        self._incoming = key_states, value_states
+        return key_states, value_states
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """What `update` kept. It keeps it no longer: a tensor left here would become an output of the graph."""
+        assert self._incoming is not None, "attention without a cache update"
+        incoming, self._incoming = self._incoming, None
+        return incoming
+
+    # Asked for masks and positions only: ours come with the batch.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedLatentCache(Cache):
+    """The cache of one model (the trunk, or its MTP layer). `batch` says whose the tokens of a forward are.
+
+    Layers without MLA (Kimi-Linear's) get transformers' own layer for a recurrent state, `linear`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        by_index = {module.layer_idx: module for module in attention_layers(model)}
+        count = max(getattr(module, "layer_idx", -1) for module in model.modules()) + 1
+        self.latent = {index: LatentLayer(self, module) for index, module in by_index.items()}
+        self.linear = {index: LinearAttentionLayer() for index in range(count) if index not in by_index}
+        layers: dict[int, Any] = self.latent | self.linear
+        super().__init__(layers=[layers[index] for index in range(count)])
+        self.batch: MLABatch | None = None
+        for index, layer in self.latent.items():
+            by_index[index].mla_layer = layer
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        for layer in self.latent.values():
+            layer.allocate(num_pages, page_size)

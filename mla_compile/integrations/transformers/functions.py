@@ -1,0 +1,89 @@
+"""The functions that stand in for transformers' own while an accelerated model generates: attention and experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.activations import SiLUActivation
+
+from mla_compile.ops import mla_attention
+from mla_compile.ops.moe import moe_experts
+
+ATTENTION = "mla_compile"
+"""The name of our attention function in transformers' `AttentionInterface`. It has no mask function of that name, which
+makes transformers build no mask."""
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """MLA over the paged latents, in the form of transformers' attention functions.
+
+    Args:
+        module: the attention module; its `mla_layer` has the latents, the pages and the batch.
+        query: `[batch, heads, tokens, qk_nope_head_dim + qk_rope_head_dim]`, rotated.
+        key, value: of the new tokens, expanded; not used.
+        scaling: multiplies the scores.
+
+    Returns:
+        `[batch, tokens, heads, v_head_dim]`, and no attention weights.
+    """
+    layer = module.mla_layer
+    kv_c, k_pe = layer.take()
+    batch, heads, tokens, _width = query.shape
+    widths = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+    q_nope, q_pe = query.transpose(1, 2).flatten(0, 1).split(widths, dim=-1)
+    w_uk, w_uv = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank).split(
+        [module.qk_nope_head_dim, module.v_head_dim], dim=1
+    )
+    out = mla_attention(
+        q_nope,
+        q_pe,
+        kv_c.flatten(0, 2),
+        k_pe.flatten(0, 2),
+        layer.kv_cache,
+        w_uk,
+        w_uv.transpose(1, 2),
+        layer.owner.batch,
+        scaling,
+    )
+    return out.view(batch, tokens, heads, module.v_head_dim), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+def has_our_experts(module: Any) -> bool:
+    """Whether `experts` computes what a module does: gated SiLU experts in two stacked weights, without biases."""
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    return (
+        isinstance(gate_up, nn.Parameter)
+        and isinstance(down, nn.Parameter)
+        and gate_up.dim() == down.dim() == 3
+        and gate_up.shape[1:] == (2 * down.shape[2], down.shape[1])
+        and isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation)
+        and not any("bias" in name for name, _ in module.named_parameters())
+    )
+
+
+def experts(module: Any, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    """Routed experts, in the form of transformers' expert modules: `[tokens, hidden_size]` to the same.
+
+    Ids past the stacked weights are LongCat-Flash's zero-computation experts, which return their input.
+    """
+    num_experts = module.down_proj.shape[0]
+    w_gate_up = module.gate_up_proj[:num_experts]
+    if getattr(module, "zero_expert_num", 0) == 0:
+        return moe_experts(hidden, topk_weights, topk_ids, w_gate_up, module.down_proj)
+    routed = topk_ids < num_experts
+    kept = torch.where(routed, topk_weights, 0)
+    out = moe_experts(hidden, kept, torch.where(routed, topk_ids, 0), w_gate_up, module.down_proj)
+    identity = torch.where(routed, 0, topk_weights).sum(dim=-1, keepdim=True)
+    return out + (hidden * identity).to(hidden.dtype)

@@ -1,0 +1,220 @@
+"""The decoding loop of an accelerated model, in place of transformers' `_sample`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from mla_compile.engine import Completion
+from mla_compile.errors import MLAError
+from mla_compile.integrations.transformers.requests import Request
+from mla_compile.speculate.sampling import gumbel_noise
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from mla_compile.integrations.transformers.accelerate import Accelerated
+
+
+class AcceleratedGeneration(GenerationMixin):
+    """Mixed into an accelerated model's class: `generate` prepares everything as ever and then calls one of these."""
+
+    mla: Any  # an `Accelerated`; transformers evaluates the annotations of model classes
+
+    def _sample(  # type: ignore[override]  # transformers types tensors as LongTensor
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: "BaseStreamer | None" = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        if synced_gpus:
+            raise MLAError("synced_gpus", "False: one process runs the model", synced_gpus)
+        request = Request.of(
+            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+        return _run(self.mla, request)
+
+    def _assisted_decoding(  # type: ignore[override]
+        self,
+        *args: Any,
+        assistant_model: Any = None,
+        inputs_tensor: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """What `use_mtp=True` chooses."""
+        if assistant_model is not None:
+            expected = "None: an accelerated model drafts with its own MTP layer"
+            raise MLAError("assistant_model", expected, type(assistant_model).__name__)
+        return self._sample(*args, **kwargs)
+
+    def _beam_search(  # type: ignore[override]
+        self, *args: Any, generation_config: GenerationConfig, **kwargs: Any
+    ) -> Any:
+        mend = "sample, or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
+        raise MLAError("num_beams", "1", generation_config.num_beams, mend)
+
+
+def _run(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOutput | Tensor:
+    engine = accelerated.engine_for(request)
+    choice = None if request.processors is None else _ProcessedChoice(request)
+    columns = _Columns(request)
+    longest = max(map(len, request.prompts)) + request.max_new_tokens
+    with accelerated.target.installed(longest):
+        for completions in engine.stream(
+            request.prompts,
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            stop_ids=request.stop_ids,
+            choose=choice,
+        ):
+            if columns.extend(completions):
+                break
+    if request.streamer is not None:
+        request.streamer.end()
+    config = request.config
+    if not config.return_dict_in_generate:
+        return columns.sequences()
+    recorded: dict[str, Any] = {} if choice is None else choice.recorded(columns.count())
+    sequences: Any = columns.sequences()
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=recorded.get("scores") if config.output_scores else None,
+        logits=recorded.get("logits") if config.output_logits else None,
+    )
+
+
+class _Columns:
+    """The tokens of all rows, position by position, as transformers' own loop would have made them.
+
+    Rows run ahead of one another here; streamers and stopping criteria are shown a position once every row has it.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._columns: list[list[int]] = []
+        self._done = [False] * len(request.prompts)
+
+    def count(self) -> int:
+        return len(self._columns)
+
+    def sequences(self) -> Tensor:
+        """The padded prompts and what followed, int64 `[rows, width + count]`."""
+        prompts = self._request.input_ids
+        columns = torch.tensor(self._columns, dtype=prompts.dtype, device=prompts.device)
+        return torch.cat([prompts, columns.view(-1, len(self._done)).T], dim=1)
+
+    def extend(self, completions: Sequence[Completion]) -> bool:
+        """Take the positions that are complete; whether every row is done."""
+        while self.count() < self._request.max_new_tokens and not all(self._done):
+            tokens = self._next(completions)
+            if tokens is None:
+                return False
+            self._take(tokens)
+        return True
+
+    def _next(self, completions: Sequence[Completion]) -> list[int] | None:
+        tokens = []
+        for completion, done in zip(completions, self._done, strict=True):
+            # transformers pads the rows that are done only where there is an end-of-sequence id.
+            if done and self._request.stop_ids:
+                tokens.append(self._request.pad_id)
+            elif len(completion.token_ids) > self.count():
+                tokens.append(completion.token_ids[self.count()])
+            else:
+                return None
+        return tokens
+
+    def _take(self, tokens: list[int]) -> None:
+        request = self._request
+        self._columns.append(tokens)
+        if request.streamer is not None:
+            request.streamer.put(torch.tensor(tokens))
+        stopped = [token in request.stop_ids for token in tokens]
+        if request.criteria:
+            by_criteria = request.criteria(self.sequences(), None).tolist()
+            stopped = [stop or other for stop, other in zip(stopped, by_criteria, strict=True)]
+        self._done = [done or stop for done, stop in zip(self._done, stopped, strict=True)]
+
+
+class _ProcessedChoice:
+    """Tokens from logits that transformers' processors have been over; a `TokenChooser`.
+
+    A processor sees what it would see without drafts: all rows at one length, padded prompts included. So it is
+    called once for each length that occurs, and only the rows that have this length keep what comes of it.
+    """
+
+    def __init__(self, request: Request) -> None:
+        assert request.processors is not None
+        self._request = request
+        self._processors: Any = request.processors
+        self._pending: tuple[Tensor, Tensor, list[int]] | None = None
+        self._completions: Sequence[Completion] = []
+        self._kept: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in request.prompts]
+
+    def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
+        self._flush()
+        logits = logits.to(torch.float32, copy=True)
+        scores = self._process(logits, drafts, completions)
+        self._completions = completions
+        self._pending = scores, logits, [len(c.token_ids) for c in completions]
+        if not self._request.config.do_sample:
+            return scores.argmax(dim=-1)
+        return (scores + self._noise(scores, completions)).argmax(dim=-1)
+
+    def _process(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
+        prompts, n = self._request.input_ids, logits.shape[1]
+        running = [row for row, c in enumerate(completions) if c.finish_reason is None]
+        texts = [[*c.token_ids, *d] for c, d in zip(completions, drafts.tolist(), strict=True)]
+        lengths = [len(c.token_ids) for c in completions]
+        scores = logits.clone()
+        for length in sorted({lengths[row] + j for row in running for j in range(n)}):
+            rows = [row for row in running if 0 <= length - lengths[row] < n]
+            same_length = [[*text, *[self._request.pad_id] * length][:length] for text in texts]
+            generated = torch.tensor(same_length, dtype=prompts.dtype, device=prompts.device)
+            position = [min(max(length - own, 0), n - 1) for own in lengths]
+            every = torch.arange(len(texts)), torch.tensor(position)
+            ids = torch.cat([prompts, generated.view(len(texts), length)], dim=1)
+            processed = self._processors(ids, logits[every].clone())
+            scores[every[0][rows], every[1][rows]] = processed[rows]
+        return scores
+
+    def _noise(self, scores: Tensor, completions: Sequence[Completion]) -> Tensor:
+        """What the compiled step would add: the tokens do not depend on where they are chosen."""
+        device = scores.device
+        seeds = torch.tensor([[params.seed] for params in self._request.sampling], device=device)
+        prompts = self._request.prompts
+        starts = [len(p) + len(c.token_ids) for p, c in zip(prompts, completions, strict=True)]
+        position = torch.tensor(starts, device=device)[:, None] + torch.arange(scores.shape[1], device=device)
+        return gumbel_noise(seeds, position, scores.shape[2])
+
+    def _flush(self) -> None:
+        """Keep the scores of the tokens that the last step emitted."""
+        config = self._request.config
+        if self._pending is None or not (config.output_scores or config.output_logits):
+            return
+        scores, logits, before = self._pending
+        for row, completion in enumerate(self._completions):
+            emitted = len(completion.token_ids) - before[row]
+            self._kept[row][0].extend(scores[row, :emitted])
+            self._kept[row][1].extend(logits[row, :emitted])
+        self._pending = None
+
+    def recorded(self, count: int) -> dict[str, tuple[Tensor, ...]]:
+        """`scores` and `logits` of each of `count` positions, `[rows, vocab_size]`; zeros after a row's end."""
+        self._flush()
+        recorded = {}
+        for index, name in enumerate(("scores", "logits")):
+            rows = [kept[index] for kept in self._kept]
+            nothing = [torch.zeros_like(row[0]) for row in rows if row][:1] * count
+            filled = [[*row, *nothing[len(row) :]] for row in rows]
+            recorded[name] = tuple(torch.stack([row[i] for row in filled]) for i in range(count))
+        return recorded

@@ -1,0 +1,154 @@
+"""The MTP layer of a transformers model: the one transformers loads, or LongCat-Flash's, for which it has no class."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+from transformers.models.longcat_flash.modeling_longcat_flash import (
+    LongcatFlashForCausalLM,
+    LongcatFlashMLA,
+    LongcatFlashMLP,
+    LongcatFlashRMSNorm,
+)
+
+from mla_compile.errors import MLAError
+from mla_compile.models.safetensor_files import SafetensorFiles
+
+
+class LongcatMtpLayer(nn.Module):
+    """LongCat-Flash's MTP layer: one attention and one dense MLP where a trunk layer has two of each and experts.
+
+    The computation is that of vLLM's `longcat_flash_mtp`. Called as transformers' `MtpLayer` is.
+    """
+
+    def __init__(self, model: LongcatFlashForCausalLM) -> None:
+        """Random weights, in the model's dtype and on its device."""
+        super().__init__()
+        config = model.config
+
+        def norm() -> LongcatFlashRMSNorm:
+            return LongcatFlashRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.self_attn = LongcatFlashMLA(config, layer_idx=0)
+        self.mlp = LongcatFlashMLP(config)
+        self.norm = norm()
+        self.to(model.device, model.dtype).eval()
+
+    @classmethod
+    def from_pretrained(cls, model: LongcatFlashForCausalLM) -> "LongcatMtpLayer":
+        """The layer that the model's checkpoint holds under `model.mtp`. Raises `MLAError` where it does not."""
+        layer = cls(model)
+        path: Any = model.config.name_or_path
+        directory = (
+            Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
+        )
+        files = SafetensorFiles(directory)
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                published = _published_name(name)
+                if published not in files.entries:
+                    mend = "set it to 0 or load a checkpoint with the MTP layer's weights"
+                    raise MLAError(
+                        "num_speculative_tokens", f"0 for a checkpoint without {published}", "more", mend
+                    )
+                parameter.copy_(files.read(published))
+        return layer
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        previous_hidden_state: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Any,
+    ) -> Tensor:
+        """All `[batch, tokens, hidden_size]`; hidden states after the layer's final norm."""
+        joined = torch.cat([self.enorm(inputs_embeds), self.hnorm(previous_hidden_state)], dim=-1)
+        hidden = self.eh_proj(joined)
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+        )
+        hidden = hidden + attended
+        out: Tensor = self.norm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        return out
+
+
+def _published_name(ours: str) -> str:
+    if ours == "norm.weight":
+        return "model.mtp.norm.weight"
+    if ours in ("enorm.weight", "hnorm.weight"):
+        ours = ours.replace("norm.", "norm.m.")
+    elif ours.startswith("mlp."):
+        ours = f"transformer_layer.{ours}"
+    return f"model.mtp.layers.0.{ours}"
+
+
+def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module:
+    """The layer that drafts: out of `mtp`, or from the checkpoint that the model was loaded from.
+
+    mtp: a `MtpModel` or a `LongcatMtpLayer`.
+
+    Raises:
+        MLAError: there is none, or several.
+    """
+    if mtp is None:
+        mtp = _load(model)
+    if isinstance(mtp, LongcatMtpLayer):
+        return mtp
+    if not isinstance(mtp, MtpModel):
+        raise MLAError("mtp", "a transformers MtpModel or a LongcatMtpLayer", type(mtp).__name__)
+    if mtp.num_mtp_layers != 1:
+        raise MLAError("mtp", "one MTP layer, which drafts several tokens in turn", mtp.num_mtp_layers)
+    layer: nn.Module = mtp.layers[0]
+    return layer
+
+
+def _load(model: PreTrainedModel) -> nn.Module:
+    if isinstance(model, LongcatFlashForCausalLM):
+        return LongcatMtpLayer.from_pretrained(model)
+    config = model.config.get_text_config()
+    count = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None) or 0
+    if count != 1:
+        expected = "0 for a model without MTP layers" if count == 0 else "0 for one with several MTP layers"
+        raise MLAError("num_speculative_tokens", expected, f"a model whose config names {count}")
+    with _mtp_known(model):
+        loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
+    return loaded.eval()
+
+
+@contextmanager
+def _mtp_known(model: PreTrainedModel) -> Iterator[None]:
+    """What `MtpModel.from_pretrained` asks of a model, and GLM-4 MoE Lite lacks.
+
+    It also finds the layer's weights by the published models' numbers of layers, 61 or 47, whatever this one has.
+    """
+    config: Any = model.config.get_text_config()
+    fields: dict[str, Any] = {"num_mtp_layers": 1}
+    if hasattr(config, "mlp_layer_types"):
+        fields["mtp_mlp_layer_types"] = ["sparse"]
+    missing = {name: value for name, value in fields.items() if getattr(config, name, None) is None}
+    patterns = vars(model).get("_keys_to_ignore_on_load_unexpected")
+    try:
+        for name, value in missing.items():
+            setattr(config, name, value)
+        model._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.{config.num_hidden_layers}\."}
+        yield
+    finally:
+        del model._keys_to_ignore_on_load_unexpected
+        if patterns is not None:
+            model._keys_to_ignore_on_load_unexpected = patterns
+        for name in missing:
+            delattr(config, name)

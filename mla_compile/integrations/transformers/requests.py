@@ -1,0 +1,159 @@
+"""What a call of `generate` asks for, in our words; what we cannot honour is refused by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from mla_compile.errors import MLAError
+from mla_compile.speculate import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+_UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
+_COMPILED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+"""In the order in which transformers applies them, which is ours."""
+
+
+@dataclass
+class Request:
+    """One call of `generate`.
+
+    input_ids: int64 `[rows, width]`, padded on the left. prompts: the same without padding.
+    stop_ids: end-of-sequence ids. pad_id: what stands after a row's end.
+    sampling: per row. In a request that `processors` treat it only shapes the drafts.
+    processors: what must see the logits on the host; None where the compiled step chooses the tokens.
+    criteria: stopping criteria beyond the length and the end-of-sequence ids.
+    """
+
+    input_ids: Tensor
+    prompts: list[list[int]]
+    max_new_tokens: int
+    stop_ids: list[int]
+    pad_id: int
+    sampling: list[SamplingParams]
+    processors: LogitsProcessorList | None
+    criteria: StoppingCriteriaList
+    streamer: "BaseStreamer | None"
+    config: GenerationConfig
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: "BaseStreamer | None",
+        model_kwargs: dict[str, Any],
+    ) -> "Request":
+        """From what `generate` has prepared. Raises `MLAError` for what we cannot do, before anything runs."""
+        _check_config(config)
+        _check_model_kwargs(model_kwargs)
+        for processor in processors:
+            _check_processor(processor)
+        rows, width = input_ids.shape
+        eos = [c for c in criteria if isinstance(c, EosTokenCriteria)]
+        rest = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+        on_host = not all(type(p) in _COMPILED for p in processors)
+        on_host |= bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+        pad = config._pad_token_tensor
+        return cls(
+            input_ids=input_ids,
+            prompts=_prompts(input_ids, model_kwargs),
+            max_new_tokens=config.max_length - width,
+            stop_ids=[int(i) for c in eos for i in c.eos_token_id],
+            pad_id=0 if pad is None else int(pad),
+            sampling=_sampling(processors, rows) if config.do_sample else [SamplingParams()] * rows,
+            processors=processors if on_host else None,
+            criteria=StoppingCriteriaList(rest),
+            streamer=streamer,
+            config=config,
+        )
+
+
+def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask.shape != input_ids.shape:
+        raise MLAError("attention_mask", f"{list(input_ids.shape)}, as input_ids", list(mask.shape))
+    live = mask.bool()
+    if bool((live[:, :-1] & ~live[:, 1:]).any()) or not bool(live[:, -1].all()):
+        mend = "set tokenizer.padding_side = 'left'"
+        raise MLAError("attention_mask", "zeros only at the start of a row", "zeros after a token", mend)
+    positions = model_kwargs.get("position_ids")
+    usual = (live.long().cumsum(dim=-1) - 1).masked_fill(~live, 0)
+    if positions is not None and not bool(((positions == usual) | ~live).all()):
+        raise MLAError("position_ids", "each row counted from its first token", "others", "leave it out")
+    return [row[keep].tolist() for row, keep in zip(input_ids, live, strict=True)]
+
+
+def _sampling(processors: LogitsProcessorList, rows: int) -> list[SamplingParams]:
+    """Each row's parameters; seeds come from torch's generator, so that `torch.manual_seed` repeats a text."""
+    values: dict[str, Any] = {"temperature": 1.0}
+    for processor in processors:
+        if isinstance(processor, TemperatureLogitsWarper):
+            values["temperature"] = float(processor.temperature)
+        elif isinstance(processor, TopKLogitsWarper):
+            values["top_k"] = int(processor.top_k)
+        elif isinstance(processor, TopPLogitsWarper):
+            values["top_p"] = float(processor.top_p)
+    seeds = torch.randint(2**62, (rows,)).tolist()
+    return [SamplingParams(**values, seed=seed) for seed in seeds]
+
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "use_cache": (lambda value: value is False, "True: the latents live in a cache"),
+    "cache_implementation": (bool, "None: the latents live in our pages"),
+    "compile_config": (bool, "None: give mode to accelerate instead"),
+    "output_attentions": (bool, "False: attention weights are never formed"),
+    "output_hidden_states": (bool, "False"),
+    "token_healing": (bool, "False"),
+    "is_assistant": (bool, "False: an accelerated model drafts with its own MTP layer"),
+    "prompt_lookup_num_tokens": (bool, "None: drafts come from the MTP layer"),
+    "assistant_early_exit": (bool, "None: drafts come from the MTP layer"),
+}
+
+
+def _check_config(config: GenerationConfig) -> None:
+    for name, (is_refused, expected) in _REFUSED.items():
+        value = getattr(config, name, None)
+        if is_refused(value):
+            raise MLAError(name, expected, value, f"leave it out, {_UNDO}")
+
+
+_KNOWN_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
+    for name, value in model_kwargs.items():
+        given = bool(value) if isinstance(value, dict) else value is not None
+        if name not in _KNOWN_KWARGS and given:
+            raise MLAError(name, "nothing beyond token ids and their mask", type(value).__name__, _UNDO)
+    cache = model_kwargs.get("past_key_values")
+    # `generate` makes an empty one, which stays so.
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        raise MLAError("past_key_values", "None: the latents live in our pages", type(cache).__name__, _UNDO)
+
+
+def _check_processor(processor: object) -> None:
+    name = type(processor).__name__
+    if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        raise MLAError("guidance_scale", f"None: {name} runs the model itself", "a scale", _UNDO)
+    if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
+        expected = (
+            f"no SynthID: {name} counts its calls, and speculation calls it for tokens that are rejected"
+        )
+        raise MLAError("watermarking_config", expected, name, _UNDO)

@@ -1,0 +1,159 @@
+"""A transformers model, and its MTP layer, as what our engine serves."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
+from mla_compile.integrations.transformers.cache import PagedLatentCache, attention_layers
+from mla_compile.integrations.transformers.functions import ATTENTION, experts, has_our_experts
+from mla_compile.integrations.transformers.recurrent import RecurrentStates
+from mla_compile.integrations.transformers.rope import FixedRope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TransformersTarget(nn.Module):
+    """Runs the model's own forward on packed tokens, which to transformers are one sequence `[1, tokens]`.
+
+    Its modules are token-wise but for attention, which is ours and knows whose the tokens are, and for recurrent
+    layers, for which `RecurrentStates` lays the tokens out in rows. Call it inside `installed()`.
+    """
+
+    def __init__(self, model: "PreTrainedModel", mtp_layer: nn.Module | None) -> None:
+        """mtp_layer: called as transformers' `MtpLayer` is; None where nothing drafts.
+
+        Raises:
+            MLAError: a model that cannot be run so, or drafts for one with recurrent layers.
+        """
+        super().__init__()
+        check_model(model)
+        self.model: Any = model
+        self.mtp_layer = mtp_layer
+        self._trunk = PagedLatentCache(model)
+        self._mtp = None if mtp_layer is None else PagedLatentCache(mtp_layer)
+        self._states = RecurrentStates(self._trunk) if self._trunk.linear else None
+        if self._states is not None and mtp_layer is not None:
+            expected = (
+                "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"
+            )
+            raise MLAError("num_speculative_tokens", expected, "more")
+        modules: list[Any] = list(self.modules())
+        # By identity: equal configs are not the same one, and are compared slowly.
+        configs: list[Any] = [getattr(module, "config", None) for module in modules]
+        self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
+        # Made once: a compiled step knows the very objects.
+        self._experts = [(module, partial(experts, module)) for module in modules if has_our_experts(module)]
+        self._rope = FixedRope(model)
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.model.get_output_embeddings().weight.shape[0]
+        return size
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.mtp_layer is not None
+
+    def allocate_cache(self, num_pages: int, page_size: int) -> None:
+        for cache in self._paged():
+            cache.allocate(num_pages, page_size)
+        if self._states is not None:
+            self._states.allocate(num_pages)
+
+    def caches(self) -> list[Tensor | None]:
+        return [layer.kv_cache for cache in self._paged() for layer in cache.latent.values()]
+
+    def _paged(self) -> list[PagedLatentCache]:
+        return [cache for cache in (self._trunk, self._mtp) if cache is not None]
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        if self._states is not None:
+            return self._states.forward(self._run, token_ids, positions, batch)
+        return self._run(token_ids[None], positions[None], batch)[0]
+
+    def _run(self, input_ids: Tensor, position_ids: Tensor, batch: MLABatch) -> Tensor:
+        """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` takes the tokens row by row."""
+        self._trunk.batch = batch
+        out = self.model.get_decoder()(
+            input_ids=input_ids, position_ids=position_ids, past_key_values=self._trunk, use_cache=True
+        )
+        self._trunk.batch = None
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        # MiniCPM3 scales before its head.
+        scale = getattr(self.model.config.get_text_config(), "logits_scaling", 1)
+        logits: Tensor = self.model.get_output_embeddings()(hidden if scale == 1 else hidden / scale)
+        return logits
+
+    def forward_mtp(
+        self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
+    ) -> Tensor:
+        assert self.mtp_layer is not None
+        assert self._mtp is not None
+        embeds = self.model.get_input_embeddings()(next_token_ids[None])
+        # transformers counts an MTP position from the token that it reads, which is the next one.
+        position_ids = positions[None] + 1
+        self._mtp.batch = batch
+        out: Tensor = self.mtp_layer(
+            embeds,
+            hidden[None],
+            position_embeddings=self.model.get_decoder().rotary_emb(embeds, position_ids=position_ids),
+            attention_mask=None,
+            position_ids=position_ids,
+            past_key_values=self._mtp,
+        )
+        self._mtp.batch = None
+        return out[0]
+
+    @contextmanager
+    def installed(self, longest: int) -> Iterator[None]:
+        """Our attention and experts in place of transformers'. Outside, the model is as it was.
+
+        longest: tokens of the longest row, prompt and generation together.
+        """
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation = ATTENTION
+            for module, forward in self._experts:
+                module.forward = forward
+            with self._rope.fixed(longest):
+                yield
+        finally:
+            for module, _ in self._experts:
+                module.__dict__.pop("forward", None)
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation = implementation
+
+
+def check_model(model: Any) -> None:
+    """Raises `MLAError` for a model that `TransformersTarget` would run wrongly."""
+    layers = attention_layers(model)
+    if not layers or not hasattr(model, "get_decoder"):
+        mend = "docs/transformers.md has the families"
+        raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, mend)
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise MLAError("model", "all parameters on one device", ", ".join(sorted(devices)))
+    if model.training:
+        raise MLAError("model", "a model in evaluation mode", "one in training mode", "call model.eval()")
+    for layer in layers:
+        up = layer.kv_b_proj
+        if type(up) is not nn.Linear or not up.weight.is_floating_point() or "bias" in up.state_dict():
+            expected = "kv_b_proj to be a plain floating-point torch.nn.Linear without bias"
+            mend = "merge adapters and dequantise first: attention reads its weight"
+            raise MLAError("model", expected, up, mend)
