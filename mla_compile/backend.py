@@ -46,8 +46,10 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     if mode is not None and mode not in modes:
         raise MLAError("mode", f"one of {', '.join(modes)}", repr(mode))
     # Partitions let CUDA graphs capture around an op that must not be captured; without them one tagged op turns
-    # capture off for the whole graph.
-    settings = {"graph_partition": True, **modes[mode or "default"], **(options or {})}
+    # capture off for the whole graph. The folding of uniform constants asks whether a tensor is contiguous, which one
+    # with an unbacked number of rows cannot say (torch 2.13: an error, seen with group-limited routing).
+    defaults = {"graph_partition": True, "joint_graph_constant_folding": False}
+    settings = {**defaults, **modes[mode or "default"], **(options or {})}
     if unknown := sorted(settings.keys() - inductor_options() - {"passes"}):
         mend = "see torch._inductor.config for the names; ours is 'passes'"
         raise MLAError("options", "options of Inductor or 'passes'", ", ".join(unknown), mend)

@@ -29,6 +29,13 @@ def size_hint(size: Any) -> int | None:
     return hint if isinstance(hint, int) else None
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that is made of other tensors: quantised or sharded, say."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def inductor_modes() -> dict[str, dict[str, Any]]:
     """Inductor's options of each `torch.compile` mode."""
     from torch._inductor import list_mode_options
@@ -83,6 +90,11 @@ def mark_state_tensor(tensor: torch.Tensor) -> None:
     torch._dynamo.decorators.mark_unbacked(tensor, 0)
     for dim in range(1, tensor.dim()):
         torch._dynamo.mark_static(tensor, dim)
+
+
+def mark_rows(tensor: torch.Tensor) -> None:
+    """Tell the compiler that the first dimension of a tensor varies from call to call, whatever it is."""
+    torch._dynamo.decorators.mark_unbacked(tensor, 0)
 
 
 def mark_cache(tensor: torch.Tensor) -> None:

@@ -62,9 +62,10 @@ def test_the_entry_point_names_the_backend() -> None:
 
 
 def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
+    defaults = {"graph_partition": True, "joint_graph_constant_folding": False}
     for mode, options in inductor_modes().items():
-        assert resolve_settings(mode, None) == {"graph_partition": True, **options}
-    assert resolve_settings(None, {"graph_partition": False}) == {"graph_partition": False}
+        assert resolve_settings(mode, None) == {**defaults, **options}
+    assert resolve_settings(None, {"graph_partition": False}) == {**defaults, "graph_partition": False}
 
 
 @pytest.mark.parametrize(

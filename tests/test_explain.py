@@ -13,6 +13,7 @@ from mla_compile.cli.inspect import inspect
 from mla_compile.explanation.inspect import inspect_forward, inspect_step
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import Capture, Stack, make_inputs, nodes_of, shape
+from tests.passes.mla_modules import BATCH, HIDDEN, KEYS, StaticCacheMLA
 
 DECODE, PREFILL = {"rows": 2, "q_len": 3}, {"chunks": (4,)}
 
@@ -126,6 +127,15 @@ def test_a_call_without_attention_is_explained_too(tmp_path: Path) -> None:
     explanation = explain(nn.Linear(3, 2), torch.zeros(1, 3))
     assert "no mla_attention" in str(explanation)
     ET.parse(explanation.save(tmp_path / "plain.svg"))
+
+
+def test_mla_in_plain_torch_is_explained_with_the_pass_that_absorbs_it(tmp_path: Path) -> None:
+    model = StaticCacheMLA(lambda positions: torch.arange(KEYS) <= positions[:, None, :, None])
+    with torch.no_grad():
+        explanation = explain(model, torch.randn(BATCH, 1, HIDDEN).double(), torch.tensor([1, 2]))
+    assert list(explanation.graphs) == ["captured", "absorb_mla"]
+    assert "passes: absorb_mla" in str(explanation) and "mla_decode" in str(explanation)
+    ET.parse(explanation.save(tmp_path / "absorbed.svg"))
 
 
 def test_a_call_without_tensor_operations_is_an_error() -> None:

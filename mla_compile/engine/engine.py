@@ -12,7 +12,7 @@ from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
 from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, SpeculativeDecoder
-from mla_compile.torch_internals import with_own_code
+from mla_compile.torch_internals import mark_rows, with_own_code
 
 Step = Callable[[DecodeState], None]
 
@@ -203,7 +203,11 @@ class Engine:
 
         def step(state: DecodeState) -> None:
             logits, hidden = self._verify(state)
-            advance(state, picker(logits, state.drafts), hidden)
+            targets = picker(logits, state.drafts)
+            hidden = hidden.clone()  # the next replay overwrites what this one returned
+            for given in (targets, hidden):
+                mark_rows(given)
+            advance(state, targets, hidden)
 
         advance = self._advance[sampled]
         with torch.no_grad():

@@ -12,6 +12,7 @@ from mla_compile.explanation.layers import Layers, find_layers
 from mla_compile.explanation.picture import draw
 from mla_compile.explanation.text import describe
 from mla_compile.passes import pipeline
+from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.torch_internals import capture_graph, uncompiled
 
 
@@ -70,10 +71,15 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
 def run_step_by_step(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] = ()
 ) -> dict[str, fx.GraphModule]:
-    """The graph as it is and after each of `passes` (the backend's by default); `gm` itself stays as it is."""
+    """The graph as it is and after each of `passes` (the backend's by default); `gm` itself stays as it is.
+
+    Without `absorb_mla` where it found nothing: a model that calls our op has nothing for it.
+    """
     graphs = {"captured": copy_graph(gm)}
     for graph_pass in passes or pipeline.default_passes(gm):
-        gm = graph_pass(copy_graph(gm), example_inputs)
+        before, gm = gm, graph_pass(copy_graph(gm), example_inputs)
+        if graph_pass is absorb_mla and str(gm.graph) == str(before.graph):
+            continue
         graphs[getattr(graph_pass, "__name__", type(graph_pass).__name__)] = gm
     return graphs
 

@@ -9,11 +9,12 @@ from itertools import groupby, pairwise
 import torch
 from torch import fx
 
-from mla_compile.explanation.shapes import Shapes, module_path, op_name, rows_of
+from mla_compile.explanation.shapes import Shapes, op_name, rows_of
 from mla_compile.ops.append import append_op
 from mla_compile.ops.attention import attention_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.prefill import prefill_op
+from mla_compile.passes.provenance import module_path
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,17 @@ def _fold(layers: list[Layer]) -> Iterator[Group]:
 
 
 def _calls(gm: fx.GraphModule) -> list[_Call]:
-    """An append opens a call; the segments that read the same cache, up to its next append, belong to it."""
+    """An append opens a call; the segments that read the same cache, up to its next append, belong to it.
+
+    `mla_decode` on a cache without appends is none: `absorb_mla` made it of plain attention.
+    """
     calls: list[_Call] = []
     current: dict[fx.node.Argument, _Call] = {}
     for node in gm.graph.nodes:
         if node.target is append_op:
             calls.append(_Call(node))
             current[node.args[2]] = calls[-1]
-        elif node.target is decode_op:
+        elif node.target is decode_op and node.args[2] in current:
             current[node.args[2]].decode = node
         elif node.target is prefill_op:
             current[node.args[5]].prefill = node

@@ -60,15 +60,3 @@ def op_name(node: fx.Node) -> str:
         return node.target
     name = getattr(node.target, "__name__", str(node.target))
     return str(name).removesuffix(".default")
-
-
-def module_path(node: fx.Node) -> str:
-    """The innermost module that the node comes from, `layers.0.self_attn`, the outermost one's class name where it is
-    that one; empty outside any module."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    if not stack:
-        return ""
-    # Dynamo writes L['function'].layers[0].self_attn or L['self']._modules['layers']._modules['0'].
-    path = re.sub(r"^L\[[^\]]*\]\.?", "", stack[-1][0])
-    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path.replace("_modules", ""))
-    return re.sub(r"\.{2,}", ".", path).strip(".") or str(getattr(stack[-1][1], "__name__", stack[-1][1]))

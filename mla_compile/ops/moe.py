@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
+from mla_compile.ops.kernels.plan import supports_moe
 from mla_compile.ops.library import define_op
 from mla_compile.torch_internals import statically_known_true
 
@@ -96,6 +97,15 @@ def _fake(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, 
 def moe_experts_op(
     x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
 ) -> Tensor:
+    if supports_moe(x, topk_weights, topk_ids, w_gate_up, w_down):
+        from mla_compile.ops.kernels.moe import moe_triton
+
+        return moe_triton(x, topk_weights, topk_ids, w_gate_up, w_down)
+    return moe_torch(x, topk_weights, topk_ids, w_gate_up, w_down)
+
+
+def moe_torch(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """`moe_experts` in plain torch: every device, every dtype, every number of tokens."""
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     small = x.shape[0] * w_gate_up.numel() < _SMALL

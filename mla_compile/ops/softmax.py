@@ -20,8 +20,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def softmax_weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`softmax(scores) @ values` and the natural-log log-sum-exp of the scores.
 
-    scores: `[..., n, keys]`, -inf where a key is not seen; overwritten. values: `[..., keys, width]`, of that dtype or a narrower one.
-    Returns out `[..., n, width]` and lse `[..., n]`; 0 and -inf where no key is seen.
+    scores: `[..., n, keys]`, -inf where a key is not seen; overwritten. values: `[..., keys, width]`, of that dtype
+    or a narrower one. Returns out `[..., n, width]` and lse `[..., n]`; 0 and -inf where no key is seen.
     """
     # exp(-inf - 0) is 0 where exp(-inf - -inf) would be NaN.
     highest = scores.amax(dim=-1, keepdim=True)

@@ -85,6 +85,14 @@ def set_example_value(node: fx.Node, fake_mode: Any) -> None:
     node.meta["example_value"] = value
 
 
+def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:
+    """`torch.arange` as a node, on the device of the proxy `like`; a call without a proxy would run at once."""
+    device = like.node.meta["example_value"].device
+    return like.tracer.create_proxy(
+        "call_function", torch.arange, (start, stop), {"dtype": dtype, "device": device}
+    )
+
+
 def inline(
     origin: fx.Node, function: Callable[..., Any], args: Any, shared: dict[Any, fx.Node] | None = None
 ) -> Any:

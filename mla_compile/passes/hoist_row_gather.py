@@ -14,26 +14,18 @@ the kept tokens as rows of one query token, each with the keys that it saw befor
 Only `index_select` along dimension 0 is such a gather. `x[ids]` is not: its ids may be negative or a mask.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import decode_op, flatten_to_single
+from mla_compile.passes.effects import memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
 from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
-from mla_compile.torch_internals import is_mutable, statically_known_true, storage_key
-
-_OPERATORS_IN_PLACE = {
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
-    *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem),
-    *(operator.ilshift, operator.irshift),
-}
-"""What `x += y` and `x[i] = y` become. By name, `and_` and `or_` would look like them."""
+from mla_compile.torch_internals import statically_known_true
 
 
 def hoist_row_gather(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
@@ -78,13 +70,13 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
     reducible: dict[fx.Node, list[fx.Node]] = {}
     appended_later: set[int] = set()
     node = gather.prev
-    while node.op != "root" and not _mutates(node):
+    while node.op != "root" and not mutates(node):
         if node.target is append_op:
-            appended_later |= _memory([node.args[2]])
+            appended_later |= memory([node.args[2]])
         carriers = None
         if node.users and all(_reduced_in(user, node, gather, source, reducible) for user in node.users):
             carriers = row_inputs(node, rows)
-        if carriers and appended_later.isdisjoint(_memory(node.all_input_nodes)):
+        if carriers and appended_later.isdisjoint(memory(node.all_input_nodes)):
             reducible[node] = carriers
         node = node.prev
     # A tuple cannot be gathered: its elements come with it, or are gathered where they are taken out.
@@ -93,13 +85,6 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
         for node, carriers in reducible.items()
         if not any(_is_tuple(n) and n not in reducible for n in carriers)
     }
-
-
-def _memory(nodes: Sequence[Any]) -> set[int]:
-    """What tells apart the memory of tensors: a view, or a second input, may be the same cache."""
-    values = [node.meta.get("example_value") for node in nodes]
-    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    return {storage_key(value) for value in flat if isinstance(value, Tensor)}
 
 
 def _is_tuple(node: fx.Node) -> bool:
@@ -112,33 +97,6 @@ def _reduced_in(
     if user is gather:
         return node is source
     return node in reducible.get(user, ())
-
-
-def _mutates(node: fx.Node) -> bool:
-    """Reduced nodes move down to the gather, so none may cross a write to what it reads.
-
-    Appends are told apart by their cache; anything else that may write in place ends the climb, and so does what is
-    called for its effect only, since it may decide how later nodes compute (autocast).
-    """
-    if node.target is append_op:
-        return False
-    called = node.op.startswith("call_")
-    if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
-        return True
-    if called and node.meta.get("example_value") is None:
-        return True
-    if getattr(node.target, "__module__", "") == "_operator":
-        return node.target in _OPERATORS_IN_PLACE
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    flagged = any(value is True for value in (node.kwargs.get("inplace"), *node.args[1:]))
-    return called and (in_place or flagged or "out" in node.kwargs)
-
-
-def _renormalizes(node: fx.Node) -> bool:
-    """Whether an embedding has a `max_norm`, to which it cuts rows of its weight in place."""
-    max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
-    return node.target in (F.embedding, F.embedding_bag) and max_norm is not None
 
 
 def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.Node, list[fx.Node]]) -> None:

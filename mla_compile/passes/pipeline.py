@@ -5,27 +5,29 @@ from typing import Any
 
 from torch import fx
 
+from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 
 Pass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 
 PASSES: list[Pass] = [
+    absorb_mla,  # first: it reads the graph as the user wrote it
     split_prefill_decode,
     hoist_row_gather,  # after the split: it reduces decode segments too
 ]
 
 
 def default_passes(gm: fx.GraphModule) -> Sequence[Pass]:
-    """`PASSES` for a graph with an op of ours; any other graph is not our business and stays as Dynamo made it."""
+    """`PASSES` for a graph with an op of ours; any other graph is searched for MLA written without it, and no more."""
     ours = any(getattr(node.target, "namespace", "") == "mla_compile" for node in gm.graph.nodes)
-    return PASSES if ours else ()
+    return PASSES if ours else (absorb_mla,)
 
 
 def run(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
 ) -> fx.GraphModule:
-    """Run `passes` on a Dynamo graph, in place; by default `PASSES`, and none on a graph without an op of ours."""
+    """Run `passes` on a Dynamo graph, in place; by default those of `default_passes`."""
     for graph_pass in default_passes(gm) if passes is None else passes:
         gm = graph_pass(gm, example_inputs)
     return gm

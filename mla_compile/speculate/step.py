@@ -156,6 +156,8 @@ class SpeculativeDecoder(nn.Module):
         """
         with torch.no_grad():
             rows, q_len = state.num_rows(), self.k + 1
+            torch._check(targets.shape[0] == rows)
+            torch._check(hidden.shape[0] == rows * q_len)
             count, active = self._accept(state, targets, self._query_lens(state, state.active))
             accepted = (count - 1).clamp(min=0).long()
             num_cached = state.num_cached + count

@@ -65,3 +65,31 @@ def test_generation_with_and_without_drafts_prints_the_same_text(
     out = capsys.readouterr().out
     assert all(prompt in out for prompt in example.PROMPTS)
     assert "steps instead of 7" in out
+
+
+@runs("absorb_plain_mla")
+def test_plain_mla_gives_the_same_tokens_absorbed(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(num_layers=1, max_len=64, new_tokens=4)
+    *steps, ratio = [line for line in lines_of(capsys) if "ms a step" in line or "times as fast" in line]
+    assert len(steps) == 3 and all(line.endswith("tokens equal: True") for line in steps)
+    assert ratio.startswith('backend="mla" is ')
+
+
+@runs("transformers_accelerate")
+def test_an_accelerated_model_generates_the_tokens_of_stock(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(max_new_tokens=12, compile=False)
+    results = [line for line in lines_of(capsys) if " drafts " in line]
+    assert [line.split()[0] for line in results] == ["0", "3"]
+    assert all("same tokens" in line for line in results)
+
+
+@runs("transformers_compile_config")
+def test_a_compile_config_alone_keeps_the_tokens(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(cache_len=64, max_new_tokens=8, backends=("mla",))
+    assert lines_of(capsys)[0].endswith("same tokens")

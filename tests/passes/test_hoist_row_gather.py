@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 
 from mla_compile import MLABatch
-from mla_compile.explanation.shapes import module_path
 from mla_compile.ops.append import append_op
 from mla_compile.ops.moe import moe_experts
 from mla_compile.passes import pipeline
-from mla_compile.passes.hoist_row_gather import _mutates, hoist_row_gather
+from mla_compile.passes.effects import mutates
+from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.provenance import module_path
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph
 from tests.models_for_tests import tiny_model
@@ -155,8 +156,8 @@ def test_it_stops_at_a_write_in_place_by(write: Callable[[Tensor], None]) -> Non
 def test_it_stops_at_a_higher_order_operator_and_at_a_module_call() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    assert _mutates(graph.call_module("anything", (x,)))
-    assert _mutates(graph.call_function(torch.ops.higher_order.cond, (x,)))
+    assert mutates(graph.call_module("anything", (x,)))
+    assert mutates(graph.call_function(torch.ops.higher_order.cond, (x,)))
 
 
 def test_it_does_not_leave_an_autocast_region() -> None:

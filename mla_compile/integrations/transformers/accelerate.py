@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_compile.engine import Engine
+from mla_compile.engine import Completion, Engine
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import mtp_layer
@@ -73,7 +73,10 @@ def restore(model: PreTrainedModel) -> None:
 
 
 class Accelerated:
-    """What an accelerated model has beside its weights: the target and the engine that serves it."""
+    """What an accelerated model has beside its weights, as `model.mla`: the target and the engine that serves it.
+
+    completions: of the last call of `generate`, one a row, with the steps it took and its acceptance length.
+    """
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class Accelerated:
         mode: str | None,
     ) -> None:
         self.target = target
+        self.completions: list[Completion] = []
         self._drafts = num_speculative_tokens
         self._page_size, self._compile, self._mode = page_size, compile, mode
         self._engine = self._new_engine(num_speculative_tokens, max_rows, max_model_len)

@@ -39,6 +39,10 @@ def attention(
     kv_c, k_pe = layer.take()
     batch, heads, tokens, _width = query.shape
     widths = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+    if query.device.type == "cpu":
+        # Mistral4 scales its queries last. Inductor asks of a product's input that is not in memory yet whether it has
+        # one row, which an unbacked size cannot say; what `cat` makes is in memory.
+        query = torch.cat([query[..., : widths[0]], query[..., widths[0] :]], dim=-1)
     q_nope, q_pe = query.transpose(1, 2).flatten(0, 1).split(widths, dim=-1)
     w_uk, w_uv = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank).split(
         [module.qk_nope_head_dim, module.v_head_dim], dim=1

@@ -76,6 +76,7 @@ def _run(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOut
             stop_ids=request.stop_ids,
             choose=choice,
         ):
+            accelerated.completions = completions
             if columns.extend(completions):
                 break
     if request.streamer is not None:

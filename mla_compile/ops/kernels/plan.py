@@ -1,0 +1,163 @@
+"""Which calls the Triton kernels serve, and with which tiles and grid: pure functions of shapes and of the device.
+
+No value of a tensor is read, so that a captured graph's grid serves every length at replay.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_KEYS = 128
+"""Keys of a row under which a further split is not worth its start and its share of the sum."""
+
+_WAVES = 4
+"""At most so many programs per multiprocessor; more only write more partial results."""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the plans ask of a GPU."""
+
+    multiprocessors: int
+    capability: tuple[int, int]
+
+
+H200 = Device(132, (9, 0))
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(properties.multi_processor_count, (properties.major, properties.minor))
+
+
+def device_of(tensor: Tensor) -> Device:
+    """The GPU of a tensor; one on the CPU, where only Triton's interpreter runs, is planned as if for an H200."""
+    return _cuda_device(tensor.device.index) if tensor.is_cuda else H200
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below `n` nor below 16, the least side of a tensor core's tile."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether Triton kernels can run where a tensor is, in its dtype."""
+    return (
+        tensor.is_cuda
+        and tensor.dtype in (*_HALF, torch.float32)
+        and has_triton()
+        and torch.version.hip is None
+        and device_of(tensor).capability >= (8, 0)
+    )
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """How much a program of the decode kernel holds."""
+
+    rows: int
+    """Query rows: query tokens times heads."""
+    keys: int
+    warps: int
+    stages: int
+
+
+def supports_decode(q_latent: Tensor, q_pe: Tensor) -> bool:
+    """Whether `decode_triton` serves these queries; `mla_decode`'s torch code serves all."""
+    return (
+        serves(q_latent)
+        and q_latent.shape[0] * q_latent.shape[1] > 0
+        and all(0 < x.shape[2] <= most and x.shape[2] % 16 == 0 for x, most in ((q_latent, 512), (q_pe, 128)))
+    )
+
+
+def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
+    """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
+
+    query_rows: `q_len * heads`. On Hopper four warps share 64 keys, what one of its matrix instructions takes; two
+    such groups would compute the scores twice. Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on
+    the plain cores: tensor cores would round it.
+    """
+    if dtype == torch.float32:
+        return DecodeTiles(rows=16, keys=16, warps=8, stages=1)
+    if device.capability[0] != 9:
+        return DecodeTiles(rows=16, keys=32, warps=4, stages=3)
+    most = 32 if rank > 256 else 64
+    return DecodeTiles(rows=min(most, power_of_two(query_rows)), keys=64, warps=4, stages=2)
+
+
+@functools.cache
+def num_splits(programs: int, max_keys: int, device: Device) -> int:
+    """Into how many splits `programs` blocks of query rows divide their keys, `max_keys` at most.
+
+    One program runs on a multiprocessor at a time, so with `s` splits the work takes `ceil(programs * s / SMs)`
+    waves, each as long as a split plus its fixed cost, about the time of MIN_KEYS keys. The best `s` fills whole
+    waves; of those within 5% of it the least is taken, as more of them write more partial results.
+    """
+    most = max(1, min(-(-max_keys // MIN_KEYS), _WAVES * device.multiprocessors // programs))
+
+    def cost(splits: int) -> float:
+        return -(-programs * splits // device.multiprocessors) * (max_keys / splits + MIN_KEYS)
+
+    best = min(map(cost, range(1, most + 1)))
+    return next(s for s in range(1, most + 1) if cost(s) <= 1.05 * best)
+
+
+@dataclass(frozen=True)
+class MoeTiles:
+    """How much a program of an expert kernel holds."""
+
+    tokens: int
+    columns: int
+    depth: int
+    """Elements of a row that are multiplied at a time."""
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """As the kernels' arguments spell them."""
+        return {
+            "BLOCK_T": self.tokens,
+            "BLOCK_C": self.columns,
+            "BLOCK_K": self.depth,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+_MOST_PAIRS = 512
+"""(token, expert) pairs beyond which each program would spend more on finding its own than sorting costs."""
+
+
+def supports_moe(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+) -> bool:
+    """Whether `moe_triton` serves this call; `moe_experts`' torch code serves all."""
+    return (
+        serves(x)
+        and 0 < topk_ids.numel() <= _MOST_PAIRS
+        and topk_weights.dtype != torch.float64  # the sum would have to run in it
+        and w_gate_up.is_contiguous()
+        and w_down.is_contiguous()
+    )
+
+
+def moe_tiles(pairs: int, experts: int, columns: int, dtype: torch.dtype, device: Device) -> MoeTiles:
+    """Wide tiles read more at a time, narrow ones make enough programs of few pairs to fill the GPU."""
+    if dtype == torch.float32:
+        return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
+    tokens = 16 if pairs <= 8 * experts else 32
+    if min(pairs, experts) * columns < 4 * 32 * device.multiprocessors:
+        return MoeTiles(tokens, columns=16, depth=256, warps=2, stages=4)
+    return MoeTiles(tokens, columns=32, depth=128, warps=4, stages=4)

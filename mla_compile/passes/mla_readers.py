@@ -1,0 +1,82 @@
+"""How what an absorbed attention reads is brought into the shape that it needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mla_compile.passes.absorbed_form import Reader, Step, reader
+from mla_compile.passes.index_map import Sizes
+from mla_compile.passes.joins import joined_parts
+from mla_compile.passes.mla_checks import first_write
+from mla_compile.passes.mla_match import RANK, Expansion, Match, Part
+from mla_compile.passes.products import SUMMED
+from mla_compile.passes.trace import View, tensor, trace
+
+
+@dataclass(frozen=True)
+class Summand:
+    """A part of the scores: queries, the weight that takes them to the latents or None, latents or shared keys."""
+
+    query: Reader
+    w_uk: Reader | None
+    keys: Reader
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The summands of the scores, and what the weights meet afterwards."""
+
+    scores: tuple[Summand, ...]
+    kv_c: Reader
+    w_uv: Reader
+
+
+def readers(match: Match) -> Readers | None:
+    """None where slicing and `unflatten` cannot bring a tensor into shape.
+
+    For a fused attention the dimensions are those of `absorbed_form.fused_attention`; for products spelled out, the
+    labels of the product in alphabetical order.
+    """
+    keys, values = match.keys, match.values
+    rows, heads = ("_", "a") if len(keys.out_term) == 3 else ("a", "b")
+
+    def read(view: View, sizes: Sizes, term: str) -> Reader | None:
+        wanted = term if match.fused else None
+        return reader(view, sizes, wanted) or reader(trace(view, sizes), sizes, wanted)
+
+    scores: list[Summand] = []
+    for part in keys.parts:
+        sizes = {**keys.sizes, SUMMED: part.size}
+        w_uk: Reader | None = None
+        if isinstance(part.source, Expansion):
+            sizes[RANK] = part.source.rank
+            w_uk = read(part.source.weight, sizes, heads + SUMMED + RANK)
+            met = read(part.source.latent, sizes, rows + "d" + RANK)
+        else:
+            met = read(part.source, sizes, rows + "d" + SUMMED)
+        if met is None or (w_uk is None and isinstance(part.source, Expansion)):
+            return None
+        scores.append(Summand(_query(match, part), w_uk, met))
+    expansion = values.expansion
+    sizes = {**values.sizes, RANK: expansion.rank}
+    kv_c = read(expansion.latent, sizes, rows + SUMMED + RANK)
+    w_uv = read(expansion.weight, sizes, heads + RANK + "d")
+    return None if kv_c is None or w_uv is None else Readers(tuple(scores), kv_c, w_uv)
+
+
+def _query(match: Match, part: Part) -> Reader:
+    """The queries that meet one part of the keys: an operand of the `cat` that joined them, or a slice."""
+    keys = match.keys
+    node, dim = keys.query.node, keys.query_term.index(SUMMED)
+    cut = part.size < keys.sizes[SUMMED]
+    joined = joined_parts(node)
+    low = 0
+    for operand, filled_by in joined[1] if joined is not None and joined[0] == dim else ():
+        width: Any = tensor(operand).shape[dim]
+        kept = View(operand, (), ((node, operand),))
+        if (low, width) == (part.start, part.size) and not filled_by and not first_write(match, [kept]):
+            node, cut = operand, False
+        low += width
+    steps: list[Step] = [lambda x: x.narrow(dim, part.start, part.size)] if cut else []
+    if match.fused and len(keys.query_term) == 3:
+        steps.append(lambda x: x.unsqueeze(0))
+    return Reader(node, keys.query_term, tuple(steps))

@@ -1,0 +1,180 @@
+"""Where the elements of a tensor come from: layout ops followed backwards through a Dynamo graph.
+
+`trace` stops where it does not know an op, or where elements are computed rather than moved; the view that it gives is
+right wherever it stops. What is written in place on the way is not its business: a `View` keeps its `steps`, by which
+`mla_checks` finds writes in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_compile.passes.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
+from mla_compile.torch_internals import storage_key
+
+Steps = tuple[tuple[fx.Node, fx.Node], ...]
+"""Nodes that were passed, each with the one that it reads."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The elements `node[indices]`. `steps` are the nodes passed on the way here, each with the one it read."""
+
+    node: fx.Node
+    indices: tuple[Index, ...]
+    steps: Steps = field(default=(), compare=False)
+
+    @property
+    def labels(self) -> set[str]:
+        return set().union(*(index.labels for index in self.indices)) if self.indices else set()
+
+    def onto(self, node: fx.Node, indices: Sequence[Index]) -> "View":
+        return View(node, tuple(indices), (*self.steps, (self.node, node)))
+
+
+def read(node: fx.Node, labels: Sequence[str]) -> tuple[View, dict[str, Any]]:
+    """The whole of a node with a label for every dimension, and the sizes. Dimensions of size 1 need no label."""
+    shape = tensor(node).shape
+    sizes = dict(zip(labels, shape))
+    return View(node, tuple(index_of(label, size) for label, size in zip(labels, shape))), sizes
+
+
+def trace(view: View, sizes: Sizes) -> View:
+    """Follow layout ops backwards as far as they go."""
+    while (source := _source(view, sizes)) is not None:
+        view = source
+    return view
+
+
+def tensor(node: fx.Node) -> Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, Tensor), f"{node.name} is no tensor"
+    return value
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), Tensor)
+
+
+def torch_name(node: fx.Node) -> str:
+    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`; empty for what is not torch's own."""
+    if node.op == "call_method":
+        return str(node.target)
+    module = getattr(node.target, "__module__", None) or "torch"
+    ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
+    return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def rereads(view: View) -> list[fx.Node]:
+    """The nodes on the way that copied or computed: what the view's node held at the first of them is what counts."""
+    return [node for node, source in view.steps if _moves_data(node, source)]
+
+
+def _moves_data(node: fx.Node, source: fx.Node) -> bool:
+    if not is_tensor(node) or not is_tensor(source):
+        return False
+    return storage_key(tensor(node)) != storage_key(tensor(source))
+
+
+_MOVES = {"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "getattr", "adjoint"}
+_RESHAPES = {
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+    "ravel",
+}
+_EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"}
+_COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach"}
+_SPLITS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes"}
+_CUTS = {"getitem", "narrow", "select"}
+
+
+def is_layout(node: fx.Node) -> bool:
+    """Whether an op only moves elements, one that `trace` cannot always follow perhaps."""
+    return torch_name(node) in _MOVES | _RESHAPES | _EXPANSIONS | _CUTS
+
+
+def _source(view: View, sizes: Sizes) -> View | None:
+    """The view one node further up; None where `view.node` computes its elements or is not understood."""
+    node, name = view.node, torch_name(view.node)
+    source = node.args[0] if node.args else None
+    if name == "getitem" and isinstance(source, fx.Node) and torch_name(source) in _SPLITS:
+        return _split(view, source)
+    if not isinstance(source, fx.Node) or not is_tensor(source) or not is_tensor(node):
+        return None
+    if tensor(source).dtype != tensor(node).dtype or tensor(source).device != tensor(node).device:
+        return None  # a cast rounds
+    indices: Sequence[Index] | None = None
+    if name in _MOVES:
+        indices = _moved(view, source)
+    elif name in _RESHAPES:
+        indices = reshaped(view.indices, tensor(node).shape, tensor(source).shape, sizes)
+    elif name in _EXPANSIONS:
+        indices = expanded(view.indices, tensor(node).shape, tensor(source).shape)
+    elif name in _COPIES:
+        indices = view.indices
+    elif name in _CUTS:
+        indices = _cut(view, source)
+    return None if indices is None else view.onto(source, indices)
+
+
+def _moved(view: View, source: fx.Node) -> Sequence[Index] | None:
+    """Run the permutation on a tensor whose sizes tell its dimensions apart."""
+    node = view.node
+    if torch_name(node) == "getattr" and node.args[1] not in ("mT", "T", "H", "mH"):
+        return None
+    probe = torch.empty(tuple(range(2, 2 + tensor(source).dim())), device="meta")
+    if node.op == "call_method":
+        moved = getattr(probe, str(node.target))(*node.args[1:], **node.kwargs)
+    else:
+        assert callable(node.target)
+        moved = node.target(probe, *node.args[1:], **node.kwargs)
+    order = [size - 2 for size in moved.shape]
+    return [view.indices[order.index(dim)] for dim in range(len(order))]
+
+
+def _split(view: View, source: fx.Node) -> View | None:
+    """An element of `split`, `chunk` or `unbind`."""
+    (origin, *_), position = source.args, view.node.args[1]
+    if not isinstance(origin, fx.Node) or not is_tensor(origin) or not isinstance(position, int):
+        return None
+    by_rows = torch_name(source) == "unbind"
+    dim = argument(source, 1 if by_rows else 2, "dim", 0) % tensor(origin).dim()
+    position %= len(source.meta["example_value"])
+    indices = list(view.indices)
+    if by_rows:
+        indices.insert(dim, Index(position))
+    else:
+        before = [part.shape[dim] for part in source.meta["example_value"][:position]]
+        if not all(isinstance(width, int) for width in before):
+            return None
+        indices[dim] = indices[dim].shifted(sum(before))
+    return replace(view, steps=(*view.steps, (view.node, source))).onto(origin, indices)
+
+
+def _cut(view: View, source: fx.Node) -> list[Index] | None:
+    """Slices, single indices and new dimensions: `x[:, None, 2:]`, `narrow`, `select`."""
+    node, shape = view.node, tensor(source).shape
+    name = torch_name(node)
+    if name == "getitem":
+        return cut_at(view.indices, node.args[1], shape)
+    dim = argument(node, 1, "dim") % len(shape)
+    start = argument(node, 2, "index" if name == "select" else "start")
+    if not isinstance(start, int) or not isinstance(shape[dim], int):
+        return None
+    start %= shape[dim] + (name == "narrow")
+    if name == "select":
+        return [*view.indices[:dim], Index(start), *view.indices[dim:]]
+    return [index.shifted(start) if i == dim else index for i, index in enumerate(view.indices)]

@@ -1,0 +1,53 @@
+"""On a CUDA device: accelerated models replay CUDA graphs and generate what the stock ones do."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_compile.integrations.transformers import accelerate
+from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
+from tests.integrations import stock
+from tests.integrations.families import FAMILIES, prompts, stock_model
+from tests.integrations.mtp import STEPS, with_mtp
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def on_cuda(model: Any, texts: list[list[int]], **options: Any) -> list[list[int]]:
+    ids, mask = (tensor.cuda() for tensor in stock.left_padded(texts))
+    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=STEPS, **options)
+    tokens: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_captured_steps_are_those_of_stock(family: str) -> None:
+    model = stock_model(family).cuda()
+    batches = [prompts(), prompts()[:1], prompts()[:2], prompts()]
+    expected = [on_cuda(model, texts) for texts in batches]
+    accelerate(model, max_rows=4)
+    assert [on_cuda(model, texts) for texts in batches] == expected
+    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
+    assert recorded_cuda_graphs(0) == [[], [], []], "one graph for each number of rows, no tensor copied"
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["in the step", "on the host"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_tokens_of_captured_steps_with_drafts_are_those_of_stock(
+    family: str, options: dict[str, Any]
+) -> None:
+    model, mtp, _ = with_mtp(family)
+    model.cuda()
+    mtp.cuda()
+    expected = on_cuda(model, prompts(), **options)
+    accelerate(model, num_speculative_tokens=3, mtp=mtp, max_rows=4)
+    assert on_cuda(model, prompts(), **options) == expected
+    assert compile_counters()["cudagraph_skips"] == 0
+    assert max(c.acceptance_length or 1 for c in model.mla.completions) > 1.2

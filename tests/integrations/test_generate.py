@@ -1,0 +1,321 @@
+"""What people do with `generate` works on an accelerated model as on the stock one, or is refused by name."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from mla_compile.errors import MLAError
+from mla_compile.integrations.transformers import accelerate, restore
+from tests.integrations.families import prompts, stock_model
+from tests.integrations.mtp import with_mtp
+from tests.integrations.stock import greedy, left_padded
+
+IDS, MASK = left_padded(prompts())
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[PreTrainedModel, nn.Module]:
+    model, mtp, _ = with_mtp("deepseek_v3")
+    return model, mtp
+
+
+@pytest.fixture
+def model(parts: tuple[PreTrainedModel, nn.Module]) -> Iterator[PreTrainedModel]:
+    yield parts[0]
+    restore(parts[0])
+
+
+@pytest.fixture(params=[0, 3])
+def on(request: pytest.FixtureRequest, parts: tuple[PreTrainedModel, nn.Module]) -> Any:
+    """Accelerates the model, without and with drafts."""
+    k = request.param
+    return lambda: accelerate(parts[0], num_speculative_tokens=k, mtp=parts[1] if k else None, compile=False)
+
+
+def generate(model: Any, **kwargs: Any) -> Any:
+    given = {"attention_mask": MASK, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0} | kwargs
+    return model.generate(IDS, **given)
+
+
+class Plus(LogitsProcessor):
+    """Favours a token that depends on the text so far and on the row."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        favoured = (input_ids.sum(dim=-1) + torch.arange(len(input_ids))) % scores.shape[1]
+        return scores + 3 * torch.nn.functional.one_hot(favoured, scores.shape[1])
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 12, "eos_token_id": [5, 9, 77]},
+        {"bad_words_ids": [[3], [8, 9]], "renormalize_logits": True},
+        {"logits_processor": LogitsProcessorList([Plus()])},
+        {"prefix_allowed_tokens_fn": lambda row, ids: range(1 + row, 60 + 3 * row + len(ids))},
+        {"forced_eos_token_id": 4, "eos_token_id": 4},
+        {"eos_token_id": list(range(0, 211, 7))},
+    ],
+    ids=lambda kwargs: "-".join(kwargs),
+)
+def test_logits_processors_give_the_tokens_of_stock(model: Any, on: Any, kwargs: dict[str, Any]) -> None:
+    expected = generate(model, **kwargs)
+    on()
+    assert torch.equal(generate(model, **kwargs), expected)
+
+
+def test_scores_and_logits_are_those_of_stock(model: Any, on: Any) -> None:
+    kwargs = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    expected = generate(model, repetition_penalty=1.2, **kwargs)
+    on()
+    got = generate(model, repetition_penalty=1.2, **kwargs)
+    assert torch.equal(got.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        assert len(got[name]) == STEPS
+        for ours, stocks in zip(got[name], expected[name], strict=True):
+            torch.testing.assert_close(ours, stocks, atol=1e-4, rtol=1e-4)
+
+
+def test_scores_of_rows_that_have_ended_are_zeros(model: Any, on: Any) -> None:
+    text = generate(model)
+    on()
+    eos = int(text[1, IDS.shape[1] + 4])
+    out = generate(model, eos_token_id=eos, output_logits=True, return_dict_in_generate=True)
+    ends = (out.sequences[:, IDS.shape[1] :] == eos).int().argmax(dim=1)
+    assert 0 <= ends[1] <= 4
+    assert all((logits[1] == 0).all() == (i > ends[1]) for i, logits in enumerate(out.logits))
+
+
+class Collect(BaseStreamer):
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_gets_the_prompt_then_a_token_of_every_row_at_a_time(model: Any, on: Any) -> None:
+    stock, ours = Collect(), Collect()
+    text = generate(model, streamer=stock)
+    eos = int(text[0, IDS.shape[1] + 6])
+    stock = Collect()
+    generate(model, streamer=stock, eos_token_id=eos)
+    on()
+    generate(model, streamer=ours, eos_token_id=eos)
+    assert ours.ended
+    assert [part.tolist() for part in ours.parts] == [part.tolist() for part in stock.parts]
+
+
+class After(StoppingCriteria):
+    """Stops a row behind a given token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("eos", [None, 0])
+def test_stopping_criteria_end_rows_where_stock_does(model: Any, on: Any, eos: int | None) -> None:
+    text = generate(model)
+    criteria = StoppingCriteriaList([After(int(text[0, IDS.shape[1] + 5])), After(int(text[2, -2]))])
+    kwargs = {"stopping_criteria": criteria, "eos_token_id": eos}
+    expected = generate(model, **kwargs)
+    on()
+    assert torch.equal(generate(model, **kwargs), expected)
+
+
+def test_stopping_everything_ends_the_call(model: Any, on: Any) -> None:
+    on()
+    kwargs = {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids[:, -1] >= 0])}
+    assert generate(model, **kwargs).shape[1] == IDS.shape[1] + 1
+
+
+SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
+
+
+def sampled(model: Any, seed: int, **kwargs: Any) -> Tensor:
+    torch.manual_seed(seed)
+    out: Tensor = generate(model, **(SAMPLING | kwargs))
+    return out
+
+
+def test_a_sampled_text_depends_on_the_seed_alone(model: Any, parts: Any) -> None:
+    accelerate(model, compile=False)
+    plain, other = sampled(model, 1), sampled(model, 2)
+    on_host = sampled(model, 1, renormalize_logits=True)
+    accelerate(model, num_speculative_tokens=3, mtp=parts[1], compile=False)
+    assert not torch.equal(plain, other)
+    assert torch.equal(sampled(model, 1), plain), "drafts change no token"
+    assert torch.equal(on_host, plain), "nor does it matter where a token is chosen"
+    assert torch.equal(sampled(model, 1, renormalize_logits=True), plain)
+
+
+def test_the_same_prompt_twice_gives_two_samples(model: Any) -> None:
+    accelerate(model, compile=False)
+    torch.manual_seed(0)
+    out = model.generate(IDS[:1], max_new_tokens=STEPS, num_return_sequences=3, **SAMPLING)
+    assert len({tuple(row) for row in out.tolist()}) == 3
+
+
+def test_sampling_follows_the_distribution_of_stock(model: Any) -> None:
+    """First tokens of many samples, against the probabilities that stock's processors leave."""
+    stock = model.generate(
+        IDS[2:3], max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **SAMPLING
+    )
+    probability = stock.scores[0][0].softmax(dim=-1)
+    accelerate(model, compile=False)
+    torch.manual_seed(0)
+    out = model.generate(IDS[2:3], max_new_tokens=1, num_return_sequences=2000, **SAMPLING)
+    share = torch.bincount(out[:, -1], minlength=len(probability)) / len(out)
+    assert set(share.nonzero().flatten().tolist()) <= set(probability.nonzero().flatten().tolist())
+    assert (share - probability).abs().max() < 4 * (0.25 / len(out)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("num_beams", {"num_beams": 2}),
+        ("past_key_values", {"past_key_values": DynamicCache()}),
+        ("cache_implementation", {"cache_implementation": "dynamic"}),
+        ("use_cache", {"use_cache": False}),
+        ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
+        ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
+        ("guidance_scale", {"guidance_scale": 1.5}),
+        ("compile_config", {"compile_config": CompileConfig()}),
+        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 2}),
+        ("use_mtp", {"use_mtp": True}),
+        ("position_ids", {"position_ids": torch.arange(IDS.shape[1]).expand(4, -1) + 5}),
+        ("attention_mask", {"attention_mask": MASK.flip(1)}),
+        ("inputs_embeds", {"inputs_embeds": torch.zeros(4, IDS.shape[1], 64)}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name_and_nothing_is_lost(
+    model: Any, name: str, kwargs: dict[str, Any]
+) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    with pytest.raises(MLAError) as error:
+        generate(model, **kwargs)
+    assert error.value.name == name
+    assert torch.equal(generate(model), expected)
+
+
+def test_use_mtp_false_turns_the_drafts_off(model: Any, parts: Any) -> None:
+    expected = generate(model)
+    accelerate(model, num_speculative_tokens=2, mtp=parts[1], compile=False)
+    assert torch.equal(generate(model, use_mtp=False), expected)
+    assert model.mla._engine.k == 0
+    assert torch.equal(generate(model, use_mtp=True), expected)
+    assert model.mla._engine.k == 2
+
+
+def test_room_grows_with_the_request(model: Any) -> None:
+    expected = generate(model, max_new_tokens=40)
+    accelerate(model, compile=False, max_rows=2, max_model_len=16, page_size=4)
+    assert torch.equal(generate(model, max_new_tokens=40), expected)
+
+
+def test_the_model_itself_stays_as_it_was(model: Any) -> None:
+    before, state = copy.deepcopy(model.config.to_dict()), list(model.state_dict())
+    logits = model(IDS, attention_mask=MASK).logits
+    assert accelerate(model, compile=False) is model
+    generate(model)
+    assert type(model).__name__ == "DeepseekV3ForCausalLM"
+    assert model.config.to_dict() == before
+    assert list(model.state_dict()) == state
+    assert torch.equal(model(IDS, attention_mask=MASK).logits, logits)
+
+
+def test_a_streamer_that_fails_leaves_the_model_usable(model: Any) -> None:
+    class Broken(Collect):
+        def put(self, value: Tensor) -> None:
+            if self.parts:
+                raise RuntimeError("the pipe is closed")
+            super().put(value)
+
+    expected = generate(model)
+    accelerate(model, compile=False)
+    with pytest.raises(RuntimeError, match="the pipe is closed"):
+        generate(model, streamer=Broken())
+    assert torch.equal(generate(model), expected)
+    restore(model)
+    assert torch.equal(generate(model), expected)
+
+
+def test_accelerating_twice_and_restoring_twice_are_harmless(model: Any) -> None:
+    own = type(model)
+    accelerate(accelerate(model, compile=False), compile=False)
+    assert type(model).__mro__[2] is own
+    restore(model)
+    restore(model)
+    assert type(model) is own
+    assert not hasattr(model, "mla")
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("num_speculative_tokens", {"num_speculative_tokens": -1}),
+        ("num_speculative_tokens", {"num_speculative_tokens": 33}),
+        ("mtp", {"mtp": nn.Linear(2, 2)}),
+        ("mtp", {"mtp": nn.Linear(2, 2), "num_speculative_tokens": 1}),
+        ("page_size", {"page_size": 0}),
+        ("max_rows", {"max_rows": 0}),
+        ("mode", {"mode": "fast"}),
+    ],
+)
+def test_bad_arguments_are_named_and_the_model_stays_stock(
+    model: Any, name: str, kwargs: dict[str, Any]
+) -> None:
+    own = type(model)
+    with pytest.raises(MLAError) as error:
+        accelerate(model, **kwargs)
+    assert error.value.name == name
+    assert type(model) is own
+
+
+def test_models_that_would_run_wrongly_are_refused() -> None:
+    with pytest.raises(MLAError, match="MLA attention"):
+        accelerate(nn.Linear(2, 2))  # type: ignore[type-var]
+    with pytest.raises(MLAError, match="evaluation mode"):
+        accelerate(stock_model("youtu").train())
+    biased = stock_model("youtu")
+    biased.model.layers[0].self_attn.kv_b_proj = nn.Linear(32, 224)
+    with pytest.raises(MLAError, match="kv_b_proj"):
+        accelerate(biased)
+    without_mtp = stock_model("youtu")
+    with pytest.raises(MLAError, match="num_speculative_tokens"):
+        accelerate(without_mtp, num_speculative_tokens=1)
+
+
+def test_a_text_past_the_border_of_longrope_has_the_long_frequencies() -> None:
+    model = stock_model("minicpm3", max_position_embeddings=512)
+    long = [prompts((270,))[0]]
+    expected, short = greedy(model, long, 8), greedy(model, prompts(), 8)
+    accelerate(model, compile=False)
+    assert greedy(model, long, 8) == expected
+    assert greedy(model, prompts(), 8) == short
+    restore(model)
+    assert greedy(model, long, 8) == expected

@@ -1,0 +1,165 @@
+"""Problems for the decode and expert kernels on any device; their answers in float64, from the definition."""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+HUGE = 2**31 - 1
+
+
+@dataclass
+class DecodeCase:
+    """Arguments of `mla_decode`, by name."""
+
+    q_latent: Tensor
+    q_pe: Tensor
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    q_lens: Tensor | None
+    q_len: int
+    softmax_scale: float
+
+    def args(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def decode_case(
+    seq_lens: list[int],
+    *,
+    q_len: int = 1,
+    q_lens: list[int] | None = None,
+    heads: int = 4,
+    rank: int = 32,
+    rope: int = 16,
+    page_size: int = 16,
+    columns: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> DecodeCase:
+    """Pages are shuffled. What no row owns is NaN, tails of last pages too; unused table entries are huge."""
+    g = torch.Generator(device).manual_seed(seed)
+    used = [-(-n // page_size) for n in seq_lens]
+    columns = columns or max(1, *used)
+    num_pages = sum(used) + 2
+    order = torch.randperm(num_pages, generator=g, device=device).int()
+    table = torch.full((len(seq_lens), columns), HUGE, dtype=torch.int32, device=device)
+    cache = torch.full((num_pages, page_size, rank + rope), torch.nan, dtype=dtype, device=device)
+    for row, (n, pages) in enumerate(zip(seq_lens, used)):
+        mine, order = order[:pages], order[pages:]
+        table[row, :pages] = mine
+        latents = torch.full((pages * page_size, rank + rope), torch.nan, dtype=dtype, device=device)
+        latents[:n] = torch.randn(n, rank + rope, generator=g, device=device).to(dtype)
+        cache[mine.long()] = latents.view(pages, page_size, rank + rope)
+
+    def queries(width: int) -> Tensor:
+        shape = (len(seq_lens) * q_len, heads, width)
+        return torch.randn(shape, generator=g, device=device).to(dtype)
+
+    def lengths(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    valid = None if q_lens is None else lengths(q_lens)
+    scale = (rank + rope) ** -0.5
+    return DecodeCase(queries(rank), queries(rope), cache, table, lengths(seq_lens), valid, q_len, scale)
+
+
+def decode_reference(case: DecodeCase) -> tuple[Tensor, Tensor]:
+    """out and lse in float64, one query token at a time."""
+    rank = case.q_latent.shape[2]
+    page_size = case.kv_cache.shape[1]
+    outs, lses = [], []
+    for row, seq_len in enumerate(case.seq_lens.tolist()):
+        valid = case.q_len if case.q_lens is None else int(case.q_lens[row])
+        position = torch.arange(seq_len, device=case.kv_cache.device)
+        latents = case.kv_cache[
+            case.block_table[row, position // page_size].long(), position % page_size
+        ].double()
+        for j in range(case.q_len):
+            seen = latents[: max(0, seq_len - (valid - 1 - j)) if j < valid else 0]
+            query = torch.cat([case.q_latent, case.q_pe], -1)[row * case.q_len + j].double()
+            scores = query @ seen.T * case.softmax_scale
+            outs.append(scores.softmax(-1) @ seen[:, :rank])
+            lses.append(scores.logsumexp(-1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def check_decode(case: DecodeCase, got: tuple[Tensor, Tensor]) -> None:
+    """`got` is finite and equals the definition, 0 and -inf where a token sees nothing."""
+    out, lse = got
+    expected_out, expected_lse = decode_reference(case)
+    assert out.is_contiguous() and out.dtype == case.q_latent.dtype and out.shape == case.q_latent.shape
+    assert lse.is_contiguous() and lse.dtype == torch.float32 and lse.shape == out.shape[:2]
+    empty = expected_lse == -torch.inf
+    assert (out[empty] == 0).all() and (lse[empty] == -torch.inf).all()
+    tolerance = TOLERANCE[out.dtype]
+    # Each query row on its own scale: many keys average out to little.
+    scale = expected_out.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    error = (out.double() - expected_out).abs() / scale
+    assert error[~empty].numel() == 0 or error[~empty].max() < 2 * tolerance, error[~empty].max()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=2e-5)
+
+
+@dataclass
+class MoeCase:
+    """Arguments of `moe_experts`, by name."""
+
+    x: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+
+    def args(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def moe_case(
+    tokens: int,
+    topk: int,
+    *,
+    experts: int = 8,
+    hidden: int = 48,
+    intermediate: int = 40,
+    among: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> MoeCase:
+    """Tokens choose from the first `among` experts, the same one twice perhaps; the others get none."""
+    g = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
+
+    return MoeCase(
+        x=randn(tokens, hidden) * hidden**0.5,
+        topk_weights=torch.rand(tokens, topk, generator=g, device=device),
+        topk_ids=torch.randint(0, among or experts, (tokens, topk), generator=g, device=device),
+        w_gate_up=randn(experts, 2 * intermediate, hidden),
+        w_down=randn(experts, hidden, intermediate),
+    )
+
+
+def moe_reference(case: MoeCase) -> Tensor:
+    """The routed experts in float64, one (token, expert) pair at a time."""
+    x, weights = case.x.double(), case.topk_weights.double()
+    out = torch.zeros_like(x)
+    for token, chosen in enumerate(case.topk_ids.tolist()):
+        for k, expert in enumerate(chosen):
+            gate, up = (case.w_gate_up[expert].double() @ x[token]).chunk(2)
+            activated = torch.nn.functional.silu(gate) * up
+            out[token] += weights[token, k] * (case.w_down[expert].double() @ activated)
+    return out
+
+
+def check_moe(case: MoeCase, got: Tensor) -> None:
+    expected = moe_reference(case)
+    assert got.is_contiguous() and got.dtype == case.x.dtype and got.shape == case.x.shape
+    error = (got.double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE[got.dtype], error

@@ -1,0 +1,73 @@
+"""`moe_triton` in Triton's interpreter; `tests/ops/test_triton_moe.py` runs this file."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.triton_interpreter import mend_interpreter
+
+mend_interpreter()
+
+from mla_compile.ops.kernels.moe import moe_triton  # noqa: E402
+from mla_compile.ops.kernels.plan import MoeTiles  # noqa: E402
+from tests.kernel_cases import check_moe, moe_case  # noqa: E402
+
+SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("topk", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+def test_tokens_and_choices_equal_the_definition(tokens: int, topk: int, dtype: torch.dtype) -> None:
+    case = moe_case(tokens, topk, among=6, dtype=dtype)
+    check_moe(case, moe_triton(*case.args()))
+
+
+@pytest.mark.parametrize("experts", [2, 300])
+def test_all_tokens_on_one_expert_more_than_fit_a_tile(experts: int) -> None:
+    case = moe_case(75, 2, experts=experts, among=1, hidden=16, intermediate=16)
+    check_moe(case, moe_triton(*case.args()))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 33), (40, 8), (100, 70)], ids=str)
+def test_sizes_that_fill_no_tile(size: tuple[int, int]) -> None:
+    case = moe_case(5, 2, hidden=size[0], intermediate=size[1])
+    check_moe(case, moe_triton(*case.args(), gate_up=SMALL, down=SMALL))
+
+
+def test_rows_may_be_apart_and_weights_in_half_precision() -> None:
+    case = moe_case(6, 2, dtype=torch.bfloat16)
+    apart = torch.cat([case.x, case.x], 1)[:, : case.x.shape[1]]
+    case = replace(case, x=apart, topk_weights=case.topk_weights.bfloat16())
+    check_moe(case, moe_triton(*case.args()))
+    check_moe(case, moe_triton(*replace(case, x=case.x.T.contiguous().T).args()))
+
+
+def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
+    case, other = moe_case(12, 4), moe_case(12, 4, seed=1)
+    other.w_gate_up, other.w_down = case.w_gate_up, case.w_down
+    for name in ("x", "topk_weights", "topk_ids"):
+        getattr(other, name)[5] = getattr(case, name)[5]
+    assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_drawn_shapes_and_tiles(data: st.DataObject) -> None:
+    experts = data.draw(st.integers(1, 20))
+    case = moe_case(
+        data.draw(st.integers(1, 40)),
+        data.draw(st.integers(1, 4)),
+        experts=experts,
+        among=data.draw(st.integers(1, experts)),
+        hidden=data.draw(st.integers(1, 70)),
+        intermediate=data.draw(st.integers(1, 70)),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    block = st.sampled_from([16, 32])
+    tiles = [MoeTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
+    check_moe(case, moe_triton(*case.args(), gate_up=tiles[0], down=tiles[1]))

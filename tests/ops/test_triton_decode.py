@@ -1,0 +1,85 @@
+"""The decode kernel without a GPU: results in Triton's interpreter, plans, what the compiled code uses."""
+
+import itertools
+
+import pytest
+import torch
+
+from mla_compile.ops.kernels import plan
+from mla_compile.ops.kernels.plan import H200, MIN_KEYS, Device, decode_tiles, num_splits, supports_decode
+from tests.kernel_cases import decode_case
+from tests.triton_interpreter import run_interpreted
+
+GPUS = {
+    80: (Device(108, (8, 0)), 166_912),
+    86: (Device(84, (8, 6)), 101_376),
+    90: (H200, 232_448),
+    100: (Device(148, (10, 0)), 232_448),
+    120: (Device(170, (12, 0)), 101_376),
+}
+"""By compute capability: a GPU, and the bytes of shared memory that a program may use."""
+WIDTHS = {"GLM": (20, 512, 64), "V3": (128, 512, 64), "Mistral4": (32, 256, 64), "MiniCPM3": (40, 256, 32)}
+
+
+def test_the_kernel_equals_the_definition_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted("decode")
+
+
+@pytest.mark.parametrize(
+    ("capability", "model", "dtype"),
+    [
+        *itertools.product([90], WIDTHS, [torch.bfloat16, torch.float32]),
+        *itertools.product([80, 86, 100, 120], ["GLM", "MiniCPM3"], [torch.bfloat16]),
+        (90, "GLM", torch.float16),
+        (80, "GLM", torch.float32),
+    ],
+    ids=str,
+)
+def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
+    capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.decode import decode_triton
+    from tests.triton_compile import compiled_for
+
+    heads, rank, rope = WIDTHS[model]
+    device, shared_memory = GPUS[capability]
+    monkeypatch.setattr(plan, "H200", device)
+    case = decode_case([64, 64], heads=heads, rank=rank, rope=rope, page_size=64, columns=16, dtype=dtype)
+    with compiled_for(capability) as kernels:
+        decode_triton(*case.args())
+    assert [kernel.name for kernel in kernels] == ["split_kernel", "combine_kernel"]
+    for kernel in kernels:
+        assert kernel.shared_memory <= shared_memory, kernel.name
+        assert kernel.spilled_bytes <= 64, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
+    wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
+    assert wanted in kernels[0].text, "the products must run on tensor cores"
+
+
+@pytest.mark.parametrize("max_keys", [16, 1024, 5000, 131_072])
+@pytest.mark.parametrize("programs", [1, 2, 3, 32, 100, 132, 133, 1000])
+def test_splits_fill_the_gpu_without_flooding_it(programs: int, max_keys: int) -> None:
+    splits = num_splits(programs, max_keys, H200)
+    assert 1 <= splits <= max(1, -(-max_keys // MIN_KEYS)), "a split of less than MIN_KEYS keys is of no use"
+    assert splits == 1 or programs * splits <= 4 * H200.multiprocessors
+    if max_keys >= 132 * MIN_KEYS:
+        waves = programs * splits / H200.multiprocessors
+        assert waves / -(-waves // 1) > 0.75, f"{waves} waves leave much of the GPU idle"
+
+
+def test_a_plan_is_a_function_of_shapes_only() -> None:
+    assert decode_tiles(20, 512, torch.bfloat16, H200).rows == 32
+    assert decode_tiles(80, 512, torch.bfloat16, H200).rows == 32
+    assert decode_tiles(80, 256, torch.bfloat16, H200).rows == 64
+    assert decode_tiles(1, 512, torch.bfloat16, H200).rows == 16
+
+
+def test_the_torch_code_keeps_what_the_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, rope = torch.zeros(2, 4, 32), torch.zeros(2, 4, 16)
+    assert not supports_decode(query, rope), "no kernel runs on the CPU"
+    monkeypatch.setattr(plan, "serves", lambda tensor: True)
+    assert supports_decode(query, rope)
+    assert not supports_decode(query, torch.zeros(2, 4, 8))
+    assert not supports_decode(torch.zeros(2, 4, 1024), rope)
+    assert not supports_decode(query[:0], rope[:0])

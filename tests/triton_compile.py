@@ -1,0 +1,71 @@
+"""Triton kernels compiled for a GPU that is not there: what a launch would use, without launching.
+
+The kernels' own launch code runs on CPU tensors. A stand-in for the driver names the GPU; `run` stops after compiling.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+@dataclass
+class Compiled:
+    """A kernel as the GPU's assembler left it."""
+
+    name: str
+    shared_memory: int
+    registers: int
+    spilled_bytes: int
+    text: str
+    """PTX."""
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+
+
+@contextmanager
+def compiled_for(capability: int) -> Iterator[list[Compiled]]:
+    """Inside, launching a kernel compiles it for compute capability 90, say, and appends it to the list."""
+    target = GPUTarget("cuda", capability, 32)
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: capability,  # a key of each kernel's cache
+        get_current_stream=lambda device: 0,
+    )
+    kernels: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        used = _resources(kernel.asm["cubin"])
+        spilled = used["STACK"] + used["LOCAL"]
+        shared = kernel.metadata.shared
+        kernels.append(Compiled(kernel.name, shared, used["REG"], spilled, kernel.asm["ptx"]))
+        return kernel
+
+    active = driver._active
+    driver.set_active(stand_in)
+    JITFunction.run = compile_only
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+        driver.set_active(active)

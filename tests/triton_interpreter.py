@@ -1,0 +1,54 @@
+"""Triton kernels without a GPU: run in Triton's interpreter, and compiled for a GPU that is not there.
+
+Triton reads TRITON_INTERPRET when it is imported, and Inductor's kernels must not see it: interpreted tests live in
+files that pytest does not collect by itself (`tests/ops/interpreted/`), each run in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+INTERPRETED = Path(__file__).parent / "ops" / "interpreted"
+
+
+def run_interpreted(name: str) -> None:
+    """Run the tests of `tests/ops/interpreted/<name>.py`; fails with their report."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(INTERPRETED / f"{name}.py"),
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, env=environment, cwd=INTERPRETED.parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def mend_interpreter() -> None:
+    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, and bfloat16 products."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def widened(operand):
+        if operand.dtype != tl.bfloat16:
+            return operand
+        bits = operand.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
+        self, widened(a), widened(b), *rest
+    )
