@@ -7,8 +7,8 @@
     k_pe ─> expand ─> cat ─> k ─> attention ┴─> o                    o <─ w_uv <─ (weights · kv_c) <───────────┘
                                q ──┘
 
-`mla_pattern` finds it, `index_map` sees through the way it is written, `mla_checks` says what speaks against it and
-`mla_cost` where it pays: for decode, not for prefill. The rewrite moves brackets in products of matrices, so it holds
+In `absorption/`, `pattern` finds it, `index_map` sees through the way it is written, `checks` says what speaks against it and
+`cost` where it pays: for decode, not for prefill. The rewrite moves brackets in products of matrices, so it holds
 for any mask; what lies between the two products of an attention spelled out stays as it is.
 
 Where the latents and rotary keys are the two parts of one contiguous graph input `[rows, keys, rank + rope]`, read
@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes import absorbed_form as form
-from mla_compile.passes.absorbed_form import Reader
+from mla_compile.passes.absorption import form
+from mla_compile.passes.absorption.checks import cost_sizes, refusal, superseded
+from mla_compile.passes.absorption.form import Reader
+from mla_compile.passes.absorption.match import Match
+from mla_compile.passes.absorption.pattern import find
+from mla_compile.passes.absorption.products import SUMMED
+from mla_compile.passes.absorption.readers import Readers, readers
+from mla_compile.passes.absorption.static_cache import StaticCache, static_cache
+from mla_compile.passes.absorption.trace import argument, tensor
 from mla_compile.passes.emit import inline
-from mla_compile.passes.mla_checks import cost_sizes, refusal, superseded
-from mla_compile.passes.mla_match import Match
-from mla_compile.passes.mla_pattern import find
-from mla_compile.passes.mla_readers import Readers, readers
-from mla_compile.passes.products import SUMMED
 from mla_compile.passes.provenance import where
-from mla_compile.passes.static_cache import StaticCache, static_cache
-from mla_compile.passes.trace import argument, tensor
 
 log = logging.getLogger(__name__)
 

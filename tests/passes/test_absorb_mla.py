@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from mla_compile.passes import mla_cost, pipeline
+from mla_compile.passes import pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
+from mla_compile.passes.absorption import cost as mla_cost
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import Capture, nodes_of, ops, shape
 from tests.passes.mla_modules import (

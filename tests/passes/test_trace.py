@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from mla_compile.passes.index_map import Index
-from mla_compile.passes.joins import trace_pieces
-from mla_compile.passes.trace import View, read, tensor, trace
+from mla_compile.passes.absorption.index_map import Index
+from mla_compile.passes.absorption.joins import trace_pieces
+from mla_compile.passes.absorption.trace import View, read, tensor, trace
 from mla_compile.torch_internals import capture_graph
 
 LABELS = "abcdefgh"

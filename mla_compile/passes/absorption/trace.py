@@ -2,7 +2,7 @@
 
 `trace` stops where it does not know an op, or where elements are computed rather than moved; the view that it gives is
 right wherever it stops. What is written in place on the way is not its business: a `View` keeps its `steps`, by which
-`mla_checks` finds writes in between.
+`checks` finds writes in between.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.passes.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
+from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
 from mla_compile.torch_internals import storage_key
 
 Steps = tuple[tuple[fx.Node, fx.Node], ...]

@@ -15,11 +15,20 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.passes.index_map import same
-from mla_compile.passes.joins import Piece, trace_pieces
-from mla_compile.passes.mla_match import RANK, Expansion, Keys, Match, NearMiss, Part, Values
-from mla_compile.passes.products import SUMMED, Product, as_product, source_product
-from mla_compile.passes.trace import View, argument, is_layout, is_tensor, read, tensor, torch_name, trace
+from mla_compile.passes.absorption.index_map import same
+from mla_compile.passes.absorption.joins import Piece, trace_pieces
+from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match, NearMiss, Part, Values
+from mla_compile.passes.absorption.products import SUMMED, Product, as_product, source_product
+from mla_compile.passes.absorption.trace import (
+    View,
+    argument,
+    is_layout,
+    is_tensor,
+    read,
+    tensor,
+    torch_name,
+    trace,
+)
 
 
 def find(graph: fx.Graph) -> Iterator[Match | NearMiss]:

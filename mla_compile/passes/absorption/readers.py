@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mla_compile.passes.absorbed_form import Reader, Step, reader
-from mla_compile.passes.index_map import Sizes
-from mla_compile.passes.joins import joined_parts
-from mla_compile.passes.mla_checks import first_write
-from mla_compile.passes.mla_match import RANK, Expansion, Match, Part
-from mla_compile.passes.products import SUMMED
-from mla_compile.passes.trace import View, tensor, trace
+from mla_compile.passes.absorption.checks import first_write
+from mla_compile.passes.absorption.form import Reader, Step, reader
+from mla_compile.passes.absorption.index_map import Sizes
+from mla_compile.passes.absorption.joins import joined_parts
+from mla_compile.passes.absorption.match import RANK, Expansion, Match, Part
+from mla_compile.passes.absorption.products import SUMMED
+from mla_compile.passes.absorption.trace import View, tensor, trace
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Readers:
 def readers(match: Match) -> Readers | None:
     """None where slicing and `unflatten` cannot bring a tensor into shape.
 
-    For a fused attention the dimensions are those of `absorbed_form.fused_attention`; for products spelled out, the
+    For a fused attention the dimensions are those of `form.fused_attention`; for products spelled out, the
     labels of the product in alphabetical order.
     """
     keys, values = match.keys, match.values

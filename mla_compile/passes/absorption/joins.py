@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.passes.index_map import Index, Sizes, cut_at, same
-from mla_compile.passes.trace import Steps, View, argument, is_tensor, tensor, torch_name, trace
+from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, same
+from mla_compile.passes.absorption.trace import Steps, View, argument, is_tensor, tensor, torch_name, trace
 
 FILLS = ("copy_", "setitem")
 _EMPTY = {"new_empty", "empty", "empty_like", "new_zeros", "zeros", "zeros_like"}

@@ -1,11 +1,11 @@
-"""What `mla_pattern` finds: the products of an attention, with keys and values as they come from latents."""
+"""What `pattern` finds: the products of an attention, with keys and values as they come from latents."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from mla_compile.passes.trace import View
+from mla_compile.passes.absorption.trace import View
 
 RANK = "r"
 """The label of the latents' dimension."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.passes.index_map import Index, index_of, same
-from mla_compile.passes.trace import View, argument, is_tensor, tensor, torch_name
+from mla_compile.passes.absorption.index_map import Index, index_of, same
+from mla_compile.passes.absorption.trace import View, argument, is_tensor, tensor, torch_name
 
 SUMMED = "z"
 """The label of the dimension that a product sums over; dimension i of its result has the i-th letter."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from mla_compile.passes import mla_cost
+from mla_compile.passes.absorption import cost as mla_cost
+from mla_compile.passes.absorption.index_map import Sizes, same
+from mla_compile.passes.absorption.joins import FILLS
+from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match
+from mla_compile.passes.absorption.products import SUMMED
+from mla_compile.passes.absorption.trace import View, rereads, tensor, torch_name
 from mla_compile.passes.effects import may_write, memory
-from mla_compile.passes.index_map import Sizes, same
-from mla_compile.passes.joins import FILLS
-from mla_compile.passes.mla_match import RANK, Expansion, Keys, Match
-from mla_compile.passes.products import SUMMED
-from mla_compile.passes.trace import View, rereads, tensor, torch_name
 from mla_compile.torch_internals import is_wrapper, size_hint
 
 _MANY_KEYS = 4096

@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from mla_compile.passes.absorbed_form import Reader, reader
-from mla_compile.passes.causal_prefix import prefix_length
-from mla_compile.passes.index_map import Index, Sizes, same
-from mla_compile.passes.mla_checks import first_write
-from mla_compile.passes.mla_match import RANK, Match
-from mla_compile.passes.products import SUMMED
-from mla_compile.passes.trace import View, argument, is_tensor, tensor, trace
+from mla_compile.passes.absorption.causal_prefix import prefix_length
+from mla_compile.passes.absorption.checks import first_write
+from mla_compile.passes.absorption.form import Reader, reader
+from mla_compile.passes.absorption.index_map import Index, Sizes, same
+from mla_compile.passes.absorption.match import RANK, Match
+from mla_compile.passes.absorption.products import SUMMED
+from mla_compile.passes.absorption.trace import View, argument, is_tensor, tensor, trace
 
 
 @dataclass(frozen=True)

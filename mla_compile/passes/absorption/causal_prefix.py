@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.index_map import Sizes, expanded, index_of
-from mla_compile.passes.trace import View, argument, is_tensor, tensor, torch_name, trace
+from mla_compile.passes.absorption.index_map import Sizes, expanded, index_of
+from mla_compile.passes.absorption.trace import View, argument, is_tensor, tensor, torch_name, trace
 
 LABELS = "abcd"
 """Rows, heads, query tokens, keys."""

@@ -12,9 +12,9 @@ from torch import fx
 
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.passes.absorption.index_map import Index, Sizes, furthest, same
+from mla_compile.passes.absorption.trace import View, tensor
 from mla_compile.passes.emit import counting
-from mla_compile.passes.index_map import Index, Sizes, furthest, same
-from mla_compile.passes.trace import View, tensor
 from mla_compile.torch_internals import size_hint
 
 Step = Callable[[Any], Any]

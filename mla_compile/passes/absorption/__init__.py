@@ -1,0 +1,1 @@
+"""What `absorb_mla` needs: seeing MLA through the way it is written, deciding, and emitting the absorbed form."""
