@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_compile import mla_decode
-from mla_compile.ops.kernels.plan import device_of, supports_decode, supports_moe
+from mla_compile import mla_append, mla_decode
+from mla_compile.ops.append import append_torch
+from mla_compile.ops.kernels.plan import device_of, supports_append, supports_decode, supports_moe
 from mla_compile.ops.moe import moe_experts
 from tests.kernel_cases import DecodeCase, check_decode, check_moe, decode_case, decode_reference, moe_case
 
@@ -158,3 +159,17 @@ def test_the_plans_know_the_device() -> None:
     assert device.multiprocessors > 0 and device.capability >= (8, 0)
     case = make("GLM", [4])
     assert decode_reference(case)[0].is_cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [1, 32, 3000])
+def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: torch.dtype) -> None:
+    latents = torch.randn(tokens, 576, device="cuda", dtype=dtype)
+    cache = torch.full((1 + tokens // 32, 64, 576), float("nan"), device="cuda", dtype=dtype)
+    slots = torch.randperm(cache.shape[0] * 64, device="cuda")[:tokens]
+    slots[::5] = -1
+    expected = cache.clone()
+    assert supports_append(latents[:, :512], latents[:, 512:])
+    mla_append(latents[:, :512], latents[:, 512:], cache, slots)
+    append_torch(latents[:, :512], latents[:, 512:], expected, slots)
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
+from mla_compile.ops.kernels.plan import supports_append
 from mla_compile.ops.library import define_op
 
 
@@ -13,6 +14,15 @@ def _fake(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) ->
 
 @define_op("mla_append(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()", fake=_fake)
 def append_op(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    if supports_append(kv_c, k_pe):
+        from mla_compile.ops.kernels.append import append_triton
+
+        return append_triton(kv_c, k_pe, kv_cache, slot_mapping)
+    return append_torch(kv_c, k_pe, kv_cache, slot_mapping)
+
+
+def append_torch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """`mla_append` in plain torch: every device and dtype."""
     flat = kv_cache.view(-1, kv_cache.shape[-1])
     latents = torch.cat([kv_c, k_pe], dim=-1)
     if latents.shape[0] == 0:

@@ -7,9 +7,9 @@
     k_pe ─> expand ─> cat ─> k ─> attention ┴─> o                    o <─ w_uv <─ (weights · kv_c) <───────────┘
                                q ──┘
 
-In `absorption/`, `pattern` finds it, `index_map` sees through the way it is written, `checks` says what speaks against it and
-`cost` where it pays: for decode, not for prefill. The rewrite moves brackets in products of matrices, so it holds
-for any mask; what lies between the two products of an attention spelled out stays as it is.
+In `absorption/`, `pattern` finds it, `index_map` sees through the way it is written, `checks` says what speaks against
+it and `cost` where it pays: for decode, not for prefill. The rewrite moves brackets in products of matrices, so it
+holds for any mask; what lies between the two products of an attention spelled out stays as it is.
 
 Where the latents and rotary keys are the two parts of one contiguous graph input `[rows, keys, rank + rope]`, read
 whole, and the mask of a fused attention is a causal prefix (`causal_prefix`), the attention becomes one `mla_decode`

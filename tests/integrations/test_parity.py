@@ -87,7 +87,13 @@ def test_drafts_do_not_pass_the_number_of_new_tokens(steps):
     assert stock.greedy(model, prompts(), steps) == [text[:steps] for text in expected]
 
 
-@pytest.mark.parametrize("family", ["longcat_flash", "minicpm3"])
+QUICK = ("longcat_flash", "minicpm3", "mistral4")
+"""What is compiled in every run of the tests: experts with an identity, fixed LongRoPE, queries scaled last."""
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
 def test_greedy_tokens_of_a_compiled_model_are_those_of_stock(family):
     model = stock_model(family)
     expected = stock.greedy(model, prompts(), STEPS)

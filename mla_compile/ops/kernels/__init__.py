@@ -1,5 +1,5 @@
-"""Triton kernels behind `mla_decode` and `moe_experts` on CUDA; the plain torch code of the ops is their twin.
+"""Triton kernels behind `mla_append`, `mla_decode` and `moe_experts` on CUDA; the ops' plain torch code is their twin.
 
-`plan.py` is pure Python: whether a kernel serves a call, and with which tiles and grid. `decode.py` and `moe.py` import
-triton and so are imported on first use, by an op that was given CUDA tensors.
+`plan.py` is pure Python: whether a kernel serves a call, and with which tiles and grid. The others import triton and
+so are imported on first use, by an op that was given CUDA tensors.
 """

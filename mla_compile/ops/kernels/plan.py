@@ -62,6 +62,11 @@ def serves(tensor: Tensor) -> bool:
     )
 
 
+def supports_append(kv_c: Tensor, k_pe: Tensor) -> bool:
+    """Whether `append_triton` serves these latents; `mla_append`'s torch code serves all."""
+    return serves(kv_c) and kv_c.shape[0] > 0 and kv_c.stride(1) == k_pe.stride(1) == 1
+
+
 @dataclass(frozen=True)
 class DecodeTiles:
     """How much a program of the decode kernel holds."""
