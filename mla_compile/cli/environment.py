@@ -13,6 +13,7 @@ import typer
 
 import mla_compile
 from mla_compile.cli.machine import cannot_compile
+from mla_compile.ops.kernels.plan import has_triton, triton_serves
 from mla_compile.torch_internals import cpp_compiler
 
 
@@ -25,7 +26,18 @@ class AttentionBackend:
     why_not: Callable[[], str | None]
 
 
-ATTENTION_BACKENDS = (AttentionBackend("reference", "plain torch, any device", lambda: None),)
+def _why_no_triton() -> str | None:
+    if not torch.cuda.is_available():
+        return _why_no_cuda()
+    if not has_triton():
+        return "triton is not installed"
+    return None if triton_serves(torch.device("cuda", 0)) else "needs an NVIDIA GPU of SM 80 or newer"
+
+
+ATTENTION_BACKENDS = (
+    AttentionBackend("reference", "plain torch, any device", lambda: None),
+    AttentionBackend("triton", "decode, latent widths that are multiples of 16", _why_no_triton),
+)
 
 
 def env() -> None:

@@ -41,6 +41,16 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.device.index) if tensor.is_cuda else H200
 
 
+def triton_serves(device: torch.device) -> bool:
+    """Whether the Triton kernels run on a device."""
+    return (
+        device.type == "cuda"
+        and has_triton()
+        and torch.version.hip is None
+        and _cuda_device(device.index).capability >= (8, 0)
+    )
+
+
 @functools.cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
@@ -53,13 +63,7 @@ def power_of_two(n: int) -> int:
 
 def serves(tensor: Tensor) -> bool:
     """Whether Triton kernels can run where a tensor is, in its dtype."""
-    return (
-        tensor.is_cuda
-        and tensor.dtype in (*_HALF, torch.float32)
-        and has_triton()
-        and torch.version.hip is None
-        and device_of(tensor).capability >= (8, 0)
-    )
+    return tensor.dtype in (*_HALF, torch.float32) and triton_serves(tensor.device)
 
 
 def supports_append(kv_c: Tensor, k_pe: Tensor) -> bool:
