@@ -1,12 +1,13 @@
 """The engine around the step: who owns its caches, odd arguments, chunks of prompts."""
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import pytest
 import torch
 
 from mla_compile import Engine, MLAError, SamplingParams
-from mla_compile.engine import prefill
+from mla_compile.engine import Completion, prefill
 from tests.models_for_tests import poison_caches, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -37,6 +38,36 @@ def test_prompts_in_chunks_leave_the_tokens_and_the_first_drafts_of_whole_prompt
 
 def test_more_prompts_than_rows_run_in_waves() -> None:
     assert tokens(engine(max_rows=2)) == tokens(engine())
+
+
+@pytest.mark.parametrize("max_rows", [2, 4])
+@pytest.mark.parametrize("k", [0, 3])
+def test_tokens_chosen_on_the_host_are_those_of_the_step(k: int, max_rows: int) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
+        assert logits.shape[:2] == (len(completions), drafts.shape[1] + 1)
+        seen.extend(
+            (c.token_ids[:], d) for c, d in zip(completions, drafts.tolist()) if c.finish_reason is None
+        )
+        return logits.argmax(dim=-1)
+
+    one = engine(k, max_rows=max_rows)
+    out = [[], *one.stream(PROMPTS, max_new_tokens=20, choose=choose)][-1]
+    assert [c.token_ids for c in out] == tokens(engine(k))
+    assert all(len(drafts) == (k if text else 0) for text, drafts in seen), "the first token follows no draft"
+    assert [c.num_steps for c in out] == [c.num_steps for c in engine(k).generate(PROMPTS, max_new_tokens=20)]
+
+
+def test_a_chosen_token_that_no_draft_guessed_is_what_the_next_step_reads() -> None:
+    """Every row is made to say 7, 8, 9, ..., which the drafter cannot know."""
+
+    def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
+        start = torch.tensor([[7 + len(c.token_ids)] for c in completions])
+        return start + torch.arange(logits.shape[1])
+
+    out = [[], *engine().stream(PROMPTS, max_new_tokens=10, choose=choose)][-1]
+    assert [c.token_ids for c in out] == [list(range(7, 17))] * 3
 
 
 def test_an_engine_whose_caches_a_newer_one_replaced_says_so() -> None:
