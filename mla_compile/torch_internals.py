@@ -3,7 +3,9 @@
 Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `import mla_compile` stays light.
 """
 
+import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -198,6 +200,29 @@ def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
         recorded.append([tensors[i].name for i in node.non_static_input_idx if i < len(tensors)])
         pending += [child for children in node.children.values() for child in children]
     return recorded
+
+
+_shared_graphs: dict[str, Any] = {}
+
+
+def share_cuda_graphs() -> None:
+    """Let the calling thread replay the CUDA graphs that another thread recorded, if it has none of its own.
+
+    Inductor keeps them by thread: torch 2.11 fails in a thread that Python made (pytorch issue 123177), and 2.13
+    records anew in each. Threads that share them must take turns.
+    """
+    from torch._inductor.cudagraph_trees import local
+
+    makers: dict[str, Callable[[], Any]] = {
+        "tree_manager_containers": dict,
+        "tree_manager_locks": lambda: defaultdict(threading.Lock),
+    }
+    for name, make in makers.items():
+        if hasattr(local, name):
+            _shared_graphs.setdefault(name, getattr(local, name))
+        else:
+            setattr(local, name, _shared_graphs.setdefault(name, make()))
+            torch._C._stash_obj_in_tls(name, getattr(local, name))
 
 
 def compile_counters() -> dict[str, int]:

@@ -1,5 +1,6 @@
 """On a CUDA device: accelerated models replay CUDA graphs and generate what the stock ones do."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -51,3 +52,17 @@ def test_tokens_of_captured_steps_with_drafts_are_those_of_stock(
     assert on_cuda(model, prompts(), **options) == expected
     assert compile_counters()["cudagraph_skips"] == 0
     assert max(c.acceptance_length or 1 for c in model.mla.completions) > 1.2
+
+
+def test_threads_replay_the_graphs_of_the_first_one() -> None:
+    """As with transformers' `TextIteratorStreamer`, for which each call of `generate` is in a thread of its own."""
+    model = stock_model("glm4_moe_lite").cuda()
+    expected = on_cuda(model, prompts())
+    accelerate(model, max_rows=4)
+    results = [on_cuda(model, prompts())]
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: results.append(on_cuda(model, prompts())))
+        thread.start()
+        thread.join()
+    assert results == [expected] * 4
+    assert compile_counters()["graphs"] == 1

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -262,6 +263,14 @@ def test_a_streamer_that_fails_leaves_the_model_usable(model: Any) -> None:
     assert torch.equal(generate(model), expected)
     restore(model)
     assert torch.equal(generate(model), expected)
+
+
+def test_calls_from_several_threads_take_turns(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: generate(model), range(6)))
+    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_accelerating_twice_and_restoring_twice_are_harmless(model: Any) -> None:

@@ -1,5 +1,6 @@
 """The decoding loop of an accelerated model, in place of transformers' `_sample`."""
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from mla_compile.engine import Completion
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.requests import Request
 from mla_compile.speculate.sampling import gumbel_noise
+from mla_compile.torch_internals import share_cuda_graphs
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -63,7 +65,18 @@ class AcceleratedGeneration(GenerationMixin):
         raise MLAError("num_beams", "1", generation_config.num_beams, mend)
 
 
+_TURN = threading.RLock()
+"""Of all accelerated models: people call `generate` from threads, for streamers, and threads share CUDA graphs."""
+
+
 def _run(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOutput | Tensor:
+    with _TURN:
+        if accelerated.target.device.type == "cuda":
+            share_cuda_graphs()
+        return _generate(accelerated, request)
+
+
+def _generate(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOutput | Tensor:
     engine = accelerated.engine_for(request)
     choice = None if request.processors is None else _ProcessedChoice(request)
     columns = _Columns(request)
