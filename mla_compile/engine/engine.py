@@ -1,5 +1,6 @@
 """Generation for a batch of prompts that start together: prefill, then speculative steps until every row has ended."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -108,8 +109,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; see `stream`."""
         stream = self.stream(prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
-        *_, completions = [[], *stream]
-        return completions
+        last = deque(stream, maxlen=1)
+        return last[0] if last else []
 
     def stream(
         self,
@@ -174,8 +175,11 @@ class Engine:
         for start in range(0, len(prompts), self.max_rows):
             wave = slice(start, start + self.max_rows)
             mine = completions[wave]
-            picker = None if choose is None else _HostChoice(choose, mine)
-            step, state = self.start(prompts[wave], max_new_tokens, sampling[wave], stop_ids, picker)
+            asked = prompts[wave], max_new_tokens, sampling[wave], stop_ids
+            if choose is None:
+                step, state = self.start(*asked)
+            else:
+                step, state = self._start_choosing(choose, mine, *asked)
             for _ in self._run(step, state, mine, stop_ids, lag=choose is None):
                 yield completions
 
@@ -185,35 +189,58 @@ class Engine:
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
-        picker: "_HostChoice | None" = None,
     ) -> tuple[Step, DecodeState]:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
         Returns the step and the state to call it with, for loops that are not `stream`'s.
         """
-        self._check_caches()
-        self._num_started += 1
-        sampled = any(params.temperature > 0 for params in sampling)
-        decoder = self._decoders[sampled]
-        state = self._fill_state(prompts, max_new_tokens, sampling, stop_ids)
-        hidden = prefill_prompts(decoder, prompts, state)
-        if picker is None:
-            decoder.start(state, hidden)
-            return self._steps[sampled], state
+        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids)
+        decoder.start(state, hidden)
+        return self._steps[decoder.sampled], state
+
+    def _start_choosing(
+        self,
+        choose: TokenChooser,
+        completions: Sequence[Completion],
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sequence[SamplingParams],
+        stop_ids: Sequence[int],
+    ) -> tuple[Step, DecodeState]:
+        """`start` with tokens that `choose` picks on the host, the first ones and those of the steps."""
+        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids)
+        count, advance = len(prompts), self._advance[decoder.sampled]
+
+        def chosen(logits: Tensor, drafts: Tensor) -> Tensor:
+            tokens = choose(logits[:count], drafts[:count], completions)
+            return torch.nn.functional.pad(tokens, (0, 0, 0, logits.shape[0] - count))
 
         def step(state: DecodeState) -> None:
             logits, hidden = self._verify(state)
-            targets = picker(logits, state.drafts)
+            targets = chosen(logits, state.drafts)
             hidden = hidden.clone()  # the next replay overwrites what this one returned
             for given in (targets, hidden):
                 mark_rows(given)
             advance(state, targets, hidden)
 
-        advance = self._advance[sampled]
         with torch.no_grad():
-            first = picker(self.model.logits(hidden)[:, None], state.drafts[:, :0])
+            first = chosen(self.model.logits(hidden)[:, None], state.drafts[:, :0])
         decoder.begin(state, first, hidden)
         return step, state
+
+    def _prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sequence[SamplingParams],
+        stop_ids: Sequence[int],
+    ) -> tuple[SpeculativeDecoder, DecodeState, Tensor]:
+        """The decoder, its state after the prompts, and the hidden states of their last tokens."""
+        self._check_caches()
+        self._num_started += 1
+        decoder = self._decoders[any(params.temperature > 0 for params in sampling)]
+        state = self._fill_state(prompts, max_new_tokens, sampling, stop_ids)
+        return decoder, state, prefill_prompts(decoder, prompts, state)
 
     def _fill_state(
         self,
@@ -288,15 +315,3 @@ class Engine:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
-
-
-class _HostChoice:
-    """A `TokenChooser` of some prompts, for the rows of their bucket."""
-
-    def __init__(self, choose: TokenChooser, completions: Sequence[Completion]) -> None:
-        self._choose, self._completions = choose, completions
-
-    def __call__(self, logits: Tensor, drafts: Tensor) -> Tensor:
-        count = len(self._completions)
-        chosen = self._choose(logits[:count], drafts[:count], self._completions)
-        return torch.nn.functional.pad(chosen, (0, 0, 0, logits.shape[0] - count))

@@ -125,7 +125,8 @@ def _emit_decode(match: Match, read: Readers, cache: StaticCache) -> None:
     def emit(values: Sequence[Any], latents: Any) -> Any:
         q_nope, q_pe, w_uk, w_uv, *lengths = values
         terms = [(sign, length) for (sign, _), length in zip(cache.lengths, lengths)]
-        seq_lens = form.last_token_lengths(cache.constant, terms, q_nope.shape[0], cache.most)
+        rows, _, q_len, _ = q_nope.shape
+        seq_lens = form.token_lengths(latents, cache.constant, terms, rows, q_len, cache.shape[1])
         pages = latents if len(latents.shape) == 3 else latents.view(cache.shape)
         return form.decode_attention(
             q_nope, q_pe, w_uk, w_uv, pages, seq_lens, cache.first_row, _scale(match)

@@ -3,12 +3,15 @@
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     CompileConfig,
     DynamicCache,
     LogitsProcessor,
@@ -16,13 +19,18 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, restore
 from tests.integrations.families import prompts, stock_model
-from tests.integrations.mtp import with_mtp
+from tests.integrations.mtp import MTP_FAMILIES, with_mtp
 from tests.integrations.stock import greedy, left_padded
 
 IDS, MASK = left_padded(prompts())
@@ -72,6 +80,8 @@ class Plus(LogitsProcessor):
         {"prefix_allowed_tokens_fn": lambda row, ids: range(1 + row, 60 + 3 * row + len(ids))},
         {"forced_eos_token_id": 4, "eos_token_id": 4},
         {"eos_token_id": list(range(0, 211, 7))},
+        {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(IDS.shape[1] + 5)])},
+        {"max_time": 60.0},
     ],
     ids=lambda kwargs: "-".join(kwargs),
 )
@@ -147,6 +157,39 @@ def test_stopping_criteria_end_rows_where_stock_does(model: Any, on: Any, eos: i
     assert torch.equal(generate(model, **kwargs), expected)
 
 
+def test_stop_strings_end_a_text_where_stock_does() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)
+    kwargs = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "stop_strings": ["saw", " the"],
+        "tokenizer": tokenizer,
+    }
+    inputs = tokenizer("And it came to pass, that", return_tensors="pt")
+    expected = model.generate(**inputs, **kwargs)
+    assert expected.shape[1] < inputs.input_ids.shape[1] + 24
+    for drafts in (0, 3):
+        accelerate(model, num_speculative_tokens=drafts, compile=False)
+        assert torch.equal(model.generate(**inputs, **kwargs), expected)
+
+
+def test_stopping_criteria_see_the_scores_that_were_asked_for(model: Any, on: Any) -> None:
+    class Unsure(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return scores[-1].softmax(dim=-1).amax(dim=-1) < 0.4
+
+    kwargs = {
+        "stopping_criteria": StoppingCriteriaList([Unsure()]),
+        "output_scores": True,
+        "return_dict_in_generate": True,
+        "eos_token_id": 0,
+    }
+    expected = generate(model, **kwargs).sequences
+    on()
+    assert torch.equal(generate(model, **kwargs).sequences, expected)
+
+
 def test_stopping_everything_ends_the_call(model: Any, on: Any) -> None:
     on()
     kwargs = {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids[:, -1] >= 0])}
@@ -178,6 +221,29 @@ def test_the_same_prompt_twice_gives_two_samples(model: Any) -> None:
     torch.manual_seed(0)
     out = model.generate(IDS[:1], max_new_tokens=STEPS, num_return_sequences=3, **SAMPLING)
     assert len({tuple(row) for row in out.tolist()}) == 3
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [TopKLogitsWarper(2)],
+        [TemperatureLogitsWarper(0.5), TemperatureLogitsWarper(0.5)],
+        [TopPLogitsWarper(1e-6, min_tokens_to_keep=3)],
+        [TopKLogitsWarper(2), TemperatureLogitsWarper(3.0)],
+    ],
+    ids=["twice", "multiplied", "at least", "order"],
+)
+def test_processors_of_ones_own_act_beside_those_of_the_config(model: Any, processors: list[Any]) -> None:
+    def one(**kwargs: Any) -> Any:
+        given = {"do_sample": True, "max_new_tokens": 1, "logits_processor": LogitsProcessorList(processors)}
+        return model.generate(IDS[2:3], **given, **kwargs)
+
+    allowed = one(output_scores=True, return_dict_in_generate=True).scores[0][0].softmax(dim=-1)
+    accelerate(model, compile=False)
+    torch.manual_seed(0)
+    share = torch.bincount(one(num_return_sequences=1000)[:, -1], minlength=len(allowed)) / 1000
+    assert (share - allowed).abs().max() < 4 * (0.25 / 1000) ** 0.5
+    assert set(share.nonzero().flatten().tolist()) <= set(allowed.nonzero().flatten().tolist())
 
 
 def test_sampling_follows_the_distribution_of_stock(model: Any) -> None:
@@ -273,6 +339,79 @@ def test_calls_from_several_threads_take_turns(model: Any) -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
+def attributes(model: Any) -> list[tuple[str, set[str]]]:
+    return [(name, set(vars(module))) for name, module in model.named_modules()]
+
+
+def test_nothing_stays_on_the_models_modules(model: Any) -> None:
+    before = attributes(model)
+    accelerate(model, compile=False)
+    generate(model)
+    assert attributes(model)[1:] == before[1:]
+    restore(model)
+    assert attributes(model) == before
+
+
+def test_a_refused_call_leaves_an_accelerated_model_as_it_was(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    with pytest.raises(MLAError, match="page_size"):
+        accelerate(model, compile=False, page_size=0)
+    assert torch.equal(generate(model), expected)
+
+
+def test_a_model_that_is_converted_gets_new_caches() -> None:
+    model = stock_model("youtu")
+    accelerate(model, compile=False)
+    generate(model)
+    model.to(torch.float64)
+    got = generate(model)
+    restore(model)
+    assert torch.equal(got, generate(model))
+
+
+def test_no_memory_for_more_room_is_no_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    no_room = lambda *_: (_ for _ in ()).throw(MemoryError)  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.mla.target), "allocate_cache", no_room)
+        with pytest.raises(MemoryError):
+            generate(model)
+    assert torch.equal(generate(model), expected)
+
+
+def test_adapters_and_hooks_on_the_up_projection_are_refused_when_they_come(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, compile=False)
+    up = model.model.layers[0].self_attn.kv_b_proj
+    handle = up.register_forward_hook(lambda *_: None)
+    with pytest.raises(MLAError, match="no hooks on kv_b_proj"):
+        generate(model)
+    handle.remove()
+    assert torch.equal(generate(model), expected)
+
+
+def test_experts_that_somebody_patched_stay_patched(model: Any) -> None:
+    experts = model.model.layers[1].mlp.experts
+    calls = []
+    experts.forward = lambda *args: calls.append(1) or type(experts).forward(experts, *args)
+    try:
+        accelerate(model, compile=False)
+        generate(model)
+        assert calls
+        assert "forward" in vars(experts)
+    finally:
+        del experts.forward
+
+
+def test_the_model_called_from_its_own_generate_says_so(model: Any) -> None:
+    accelerate(model, compile=False)
+    criteria = StoppingCriteriaList([lambda ids, scores: model(ids).logits[:, -1, 0] > 0])
+    with pytest.raises(MLAError, match="outside of generate"):
+        generate(model, stopping_criteria=criteria)
+
+
 def test_accelerating_twice_and_restoring_twice_are_harmless(model: Any) -> None:
     own = type(model)
     accelerate(accelerate(model, compile=False), compile=False)
@@ -315,8 +454,16 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
     with pytest.raises(MLAError, match="kv_b_proj"):
         accelerate(biased)
     without_mtp = stock_model("youtu")
-    with pytest.raises(MLAError, match="num_speculative_tokens"):
+    with pytest.raises(MLAError, match="loaded from a checkpoint"):
         accelerate(without_mtp, num_speculative_tokens=1)
+
+
+@pytest.mark.parametrize("family", MTP_FAMILIES)
+def test_a_checkpoint_without_the_mtp_layers_weights_is_named(family: str, tmp_path: Path) -> None:
+    stock_model(family).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a checkpoint without"):
+        accelerate(model, num_speculative_tokens=1)
 
 
 def test_a_text_past_the_border_of_longrope_has_the_long_frequencies() -> None:

@@ -116,7 +116,7 @@ class StaticCacheMLA(nn.Module):
     def forward(self, x: Tensor, start: Tensor) -> Tensor:
         batch, q_len, _ = x.shape
         positions = start[:, None] + torch.arange(q_len)
-        self.kv_cache[torch.arange(batch)[:, None], positions] = self.kv_proj(x)
+        self.kv_cache[torch.arange(batch)[:, None], positions % KEYS] = self.kv_proj(x)
         latents, k_pe = self.kv_cache[:batch].split([RANK, ROPE], dim=-1)
         q = self.q_proj(x).view(batch, q_len, HEADS, NOPE + ROPE).transpose(1, 2)
         kv = self.kv_b_proj(latents).view(batch, KEYS, HEADS, NOPE + V).transpose(1, 2)

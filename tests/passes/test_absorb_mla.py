@@ -142,7 +142,7 @@ def test_a_joint_static_cache_under_a_causal_prefix_is_decoded_by_the_op(
     inputs = torch.randn(BATCH, q_len, HIDDEN, dtype=torch.float64), torch.tensor([7, KEYS - q_len])
     gm = run(StaticCacheMLA(visible), *inputs)
     (decode,) = nodes_of(gm, "mla_decode")
-    assert shape(decode.args[2]) == (BATCH, KEYS, RANK + ROPE) and decode.args[6] == q_len
+    assert shape(decode.args[2]) == (BATCH, KEYS, RANK + ROPE) and decode.args[6] == 1
     assert not expanded_tensors(gm)
 
 
@@ -163,6 +163,13 @@ def test_a_token_that_sees_no_key_gets_zeros_from_the_op_too() -> None:
         torch.randn(BATCH, 2, HIDDEN).double(),
         torch.tensor([0, 3]),
     )
+    assert len(nodes_of(gm, "mla_decode")) == 1
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_a_cache_that_wraps_around_is_decoded_by_the_op(q_len: int) -> None:
+    starts = torch.tensor([KEYS - 2, KEYS + 7])  # tokens on both sides of the end, and behind it
+    gm = run(StaticCacheMLA(batched), torch.randn(BATCH, q_len, HIDDEN).double(), starts)
     assert len(nodes_of(gm, "mla_decode")) == 1
 
 

@@ -1,6 +1,6 @@
 """`accelerate`: a transformers model whose `generate` runs on our engine."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,7 +10,7 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.requests import Request
-from mla_compile.integrations.transformers.target import TransformersTarget, check_model
+from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.speculate.step import MAX_DRAFTS
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -54,13 +54,14 @@ def accelerate(
         raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", drafts)
     if drafts == 0 and mtp is not None:
         raise MLAError("mtp", "None where num_speculative_tokens is 0", type(mtp).__name__)
-    check_model(model)
     target = TransformersTarget(model, mtp_layer(model, mtp) if drafts > 0 else None)
-    accelerated = Accelerated(target, drafts, max_rows, max_model_len, page_size, compile, mode)
+    settings = {"page_size": page_size, "compile": compile, "mode": mode}
+    accelerated = Accelerated(target, drafts, max_rows, max_model_len, settings)
     restore(model)
     own = type(model)
     # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.
     model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
+    accelerated.own_class = own
     vars(model)["mla"] = accelerated
     return model
 
@@ -68,8 +69,7 @@ def accelerate(
 def restore(model: PreTrainedModel) -> None:
     """Give `model` its own `generate` back and free the caches; a model that was not accelerated stays as it is."""
     if isinstance(model, AcceleratedGeneration):
-        model.__class__ = type(model).__mro__[2]
-        del vars(model)["mla"]
+        model.__class__ = vars(model).pop("mla").own_class
 
 
 class Accelerated:
@@ -78,21 +78,18 @@ class Accelerated:
     completions: of the last call of `generate`, one a row, with the steps it took and its acceptance length.
     """
 
+    own_class: type[PreTrainedModel]
+
     def __init__(
-        self,
-        target: TransformersTarget,
-        num_speculative_tokens: int,
-        max_rows: int,
-        max_model_len: int,
-        page_size: int,
-        compile: bool,
-        mode: str | None,
+        self, target: TransformersTarget, drafts: int, rows: int, length: int, settings: dict[str, Any]
     ) -> None:
+        """settings: of every engine; drafts, rows, length: of the first."""
         self.target = target
         self.completions: list[Completion] = []
-        self._drafts = num_speculative_tokens
-        self._page_size, self._compile, self._mode = page_size, compile, mode
-        self._engine = self._new_engine(num_speculative_tokens, max_rows, max_model_len)
+        self._settings = settings
+        self._drafts = drafts
+        self._sizes = drafts, rows, length
+        self._engine: Engine | None = self._new_engine(*self._sizes)
 
     def _new_engine(self, drafts: int, rows: int, length: int) -> Engine:
         return Engine(
@@ -100,9 +97,7 @@ class Accelerated:
             num_speculative_tokens=drafts,
             max_rows=rows,
             max_model_len=length,
-            page_size=self._page_size,
-            compile=self._compile,
-            mode=self._mode,
+            **self._settings,
         )
 
     def engine_for(self, request: Request) -> Engine:
@@ -115,12 +110,16 @@ class Accelerated:
         if use_mtp and not self._drafts:
             raise MLAError("use_mtp", "accelerate(model, num_speculative_tokens=...) first", use_mtp)
         drafts = 0 if use_mtp is False else self._drafts
-        engine = self._engine
-        rows, length = engine.max_rows, engine.max_model_len
+        _, rows, length = self._sizes
         while rows < len(request.prompts):
             rows *= 2
         while length < max(map(len, request.prompts)) + request.max_new_tokens:
             length *= 2
-        if (drafts, rows, length) != (engine.k, engine.max_rows, engine.max_model_len):
-            self._engine = self._new_engine(drafts, rows, length)
+        sizes = drafts, rows, length
+        if self._engine is None or sizes != self._sizes or not self.target.fits_its_caches():
+            self._engine = (
+                None  # its caches go, and where there is no memory for new ones the next call tries again
+            )
+            self._engine = self._new_engine(*sizes)
+            self._sizes = sizes
         return self._engine

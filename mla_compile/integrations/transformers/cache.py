@@ -6,6 +6,8 @@ keeps them for it (`LatentLayer.take`) and returns them as they came: the expans
 nobody, and the compiler drops it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
 from mla_compile.torch_internals import mark_cache
 
 
@@ -44,7 +47,9 @@ class LatentLayer(CacheLayerMixin):
 
     def take(self) -> tuple[Tensor, Tensor]:
         """What `update` kept. It keeps it no longer: a tensor left here would become an output of the graph."""
-        assert self._incoming is not None, "attention without a cache update"
+        if self._incoming is None:
+            mend = "call it outside of generate's processors, criteria and streamers"
+            raise MLAError("past_key_values", "the cache of the model's own generate", "another", mend)
         incoming, self._incoming = self._incoming, None
         return incoming
 
@@ -77,8 +82,17 @@ class PagedLatentCache(Cache):
         layers: dict[int, Any] = self.latent | self.linear
         super().__init__(layers=[layers[index] for index in range(count)])
         self.batch: MLABatch | None = None
-        for index, layer in self.latent.items():
-            by_index[index].mla_layer = layer
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """The attention modules know their layers, as `mla_layer`."""
+        for layer in self.latent.values():
+            vars(layer.attention)["mla_layer"] = layer
+        try:
+            yield
+        finally:
+            for layer in self.latent.values():
+                del vars(layer.attention)["mla_layer"]
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         for layer in self.latent.values():

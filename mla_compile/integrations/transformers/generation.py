@@ -34,8 +34,11 @@ class AcceleratedGeneration(GenerationMixin):
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: "BaseStreamer | None" = None,
+        tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
+        # The tokenizers have served: stop strings are among the criteria.
         if synced_gpus:
             raise MLAError("synced_gpus", "False: one process runs the model", synced_gpus)
         request = Request.of(
@@ -48,14 +51,12 @@ class AcceleratedGeneration(GenerationMixin):
         *args: Any,
         assistant_model: Any = None,
         inputs_tensor: Any = None,
-        assistant_tokenizer: Any = None,
-        tokenizer: Any = None,
         **kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """What `use_mtp=True` chooses."""
         if assistant_model is not None:
             expected = "None: an accelerated model drafts with its own MTP layer"
-            raise MLAError("assistant_model", expected, type(assistant_model).__name__)
+            raise MLAError("assistant_model", expected, type(assistant_model).__name__, "leave it out")
         return self._sample(*args, **kwargs)
 
     def _beam_search(  # type: ignore[override]
@@ -79,7 +80,7 @@ def _run(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOut
 def _generate(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOutput | Tensor:
     engine = accelerated.engine_for(request)
     choice = None if request.processors is None else _ProcessedChoice(request)
-    columns = _Columns(request)
+    columns = _Columns(request, choice)
     longest = max(map(len, request.prompts)) + request.max_new_tokens
     with accelerated.target.installed(longest):
         for completions in engine.stream(
@@ -112,10 +113,14 @@ class _Columns:
     Rows run ahead of one another here; streamers and stopping criteria are shown a position once every row has it.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, choice: "_ProcessedChoice | None") -> None:
         self._request = request
+        self._choice = choice
         self._columns: list[list[int]] = []
         self._done = [False] * len(request.prompts)
+        prompts = request.input_ids
+        # For criteria: the prompts and as many of the columns as there are.
+        self._ids = torch.cat([prompts, prompts.new_zeros(len(prompts), request.max_new_tokens)], dim=1)
 
     def count(self) -> int:
         return len(self._columns)
@@ -123,7 +128,7 @@ class _Columns:
     def sequences(self) -> Tensor:
         """The padded prompts and what followed, int64 `[rows, width + count]`."""
         prompts = self._request.input_ids
-        columns = torch.tensor(self._columns, dtype=prompts.dtype, device=prompts.device)
+        columns = torch.tensor(self._columns, dtype=torch.int64, device=prompts.device)
         return torch.cat([prompts, columns.view(-1, len(self._done)).T], dim=1)
 
     def extend(self, completions: Sequence[Completion]) -> bool:
@@ -154,9 +159,20 @@ class _Columns:
             request.streamer.put(torch.tensor(tokens))
         stopped = [token in request.stop_ids for token in tokens]
         if request.criteria:
-            by_criteria = request.criteria(self.sequences(), None).tolist()
+            by_criteria = self._criteria(tokens).tolist()
             stopped = [stop or other for stop, other in zip(stopped, by_criteria, strict=True)]
         self._done = [done or stop for done, stop in zip(self._done, stopped, strict=True)]
+
+    def _criteria(self, tokens: list[int]) -> Tensor:
+        request = self._request
+        end = request.input_ids.shape[1] + self.count()
+        self._ids[:, end - 1] = torch.tensor(tokens, device=self._ids.device)
+        scores: Any = None
+        if self._choice is not None and request.config.output_scores:
+            scores = self._choice.recorded(self.count())["scores"]
+        ids: Any = self._ids[:, :end]
+        stopped: Tensor = request.criteria(ids, scores)
+        return stopped
 
 
 class _ProcessedChoice:

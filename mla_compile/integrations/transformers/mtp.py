@@ -105,6 +105,9 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module:
         MLAError: there is none, or several.
     """
     if mtp is None:
+        if not model.config.name_or_path:
+            expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
+            raise MLAError("mtp", expected, "a model without one", "give the layer as mtp")
         mtp = _load(model)
     if isinstance(mtp, LongcatMtpLayer):
         return mtp
@@ -124,8 +127,12 @@ def _load(model: PreTrainedModel) -> nn.Module:
     if count != 1:
         expected = "0 for a model without MTP layers" if count == 0 else "0 for one with several MTP layers"
         raise MLAError("num_speculative_tokens", expected, f"a model whose config names {count}")
-    with _mtp_known(model):
-        loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
+    try:
+        with _mtp_known(model):
+            loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
+    except RuntimeError as error:
+        expected = f"0 for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
+        raise MLAError("num_speculative_tokens", expected, error) from error
     return loaded.eval()
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
 _COMPILED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-"""In the order in which transformers applies them, which is ours."""
+"""What the compiled step does, in its order."""
 
 
 @dataclass
@@ -65,15 +65,17 @@ class Request:
         for processor in processors:
             _check_processor(processor)
         rows, width = input_ids.shape
-        eos = [c for c in criteria if isinstance(c, EosTokenCriteria)]
-        rest = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-        on_host = not all(type(p) in _COMPILED for p in processors)
+        # By type: a subclass may decide otherwise.
+        eos = [c for c in criteria if type(c) is EosTokenCriteria]
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        on_host = not _is_compiled(processors)
         on_host |= bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
         pad = config._pad_token_tensor
         return cls(
             input_ids=input_ids,
             prompts=_prompts(input_ids, model_kwargs),
-            max_new_tokens=config.max_length - width,
+            max_new_tokens=min(config.max_length, *lengths) - width,
             stop_ids=[int(i) for c in eos for i in c.eos_token_id],
             pad_id=0 if pad is None else int(pad),
             sampling=_sampling(processors, rows) if config.do_sample else [SamplingParams()] * rows,
@@ -90,6 +92,8 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     if mask.shape != input_ids.shape:
         raise MLAError("attention_mask", f"{list(input_ids.shape)}, as input_ids", list(mask.shape))
     live = mask.bool()
+    if not bool(live.any(dim=-1).all()):
+        raise MLAError("attention_mask", "a token in every row", "a row of padding only")
     if bool((live[:, :-1] & ~live[:, 1:]).any()) or not bool(live[:, -1].all()):
         mend = "set tokenizer.padding_side = 'left'"
         raise MLAError("attention_mask", "zeros only at the start of a row", "zeros after a token", mend)
@@ -100,8 +104,25 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     return [row[keep].tolist() for row, keep in zip(input_ids, live, strict=True)]
 
 
+def _is_compiled(processors: LogitsProcessorList) -> bool:
+    """Whether the compiled step does what the processors do: each at most once, in its order, with nothing special."""
+    kinds = [type(processor) for processor in processors]
+    if any(kind not in _COMPILED for kind in kinds):
+        return False
+    order = [_COMPILED.index(kind) for kind in kinds]
+    plain = all(
+        getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "filter_value", -float("inf")) == -float("inf")
+        for processor in processors
+    )
+    return plain and order == sorted(set(order))
+
+
 def _sampling(processors: LogitsProcessorList, rows: int) -> list[SamplingParams]:
-    """Each row's parameters; seeds come from torch's generator, so that `torch.manual_seed` repeats a text."""
+    """Each row's parameters; seeds come from torch's generator, so that `torch.manual_seed` repeats a text.
+
+    Exact where `_is_compiled`; otherwise they only shape the drafts.
+    """
     values: dict[str, Any] = {"temperature": 1.0}
     for processor in processors:
         if isinstance(processor, TemperatureLogitsWarper):

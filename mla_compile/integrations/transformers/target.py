@@ -1,7 +1,7 @@
 """A transformers model, and its MTP layer, as what our engine serves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,12 @@ class TransformersTarget(nn.Module):
     def has_mtp(self) -> bool:
         return self.mtp_layer is not None
 
+    def fits_its_caches(self) -> bool:
+        """Whether the caches still have the weights' dtype and device, which `model.to` changes."""
+        layer = next(iter(self._trunk.latent.values()))
+        weight, cache = layer.attention.kv_b_proj.weight, layer.kv_cache
+        return cache is not None and (cache.dtype, cache.device) == (weight.dtype, weight.device)
+
     def allocate_cache(self, num_pages: int, page_size: int) -> None:
         for cache in self._paged():
             cache.allocate(num_pages, page_size)
@@ -125,19 +131,25 @@ class TransformersTarget(nn.Module):
 
         longest: tokens of the longest row, prompt and generation together.
         """
+        check_model(self.model)  # adapters may have come since
         before = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation = ATTENTION
-            for module, forward in self._experts:
-                module.forward = forward
-            with self._rope.fixed(longest):
+        # A forward that somebody else has put there stays.
+        replaced = [(module, forward) for module, forward in self._experts if "forward" not in vars(module)]
+        with ExitStack() as stack:
+            for cache in self._paged():
+                stack.enter_context(cache.bound())
+            stack.enter_context(self._rope.fixed(longest))
+            try:
+                for config in self._configs:
+                    config._attn_implementation = ATTENTION
+                for module, forward in replaced:
+                    module.forward = forward
                 yield
-        finally:
-            for module, _ in self._experts:
-                module.__dict__.pop("forward", None)
-            for config, implementation in zip(self._configs, before, strict=True):
-                config._attn_implementation = implementation
+            finally:
+                for module, _ in replaced:
+                    del module.forward
+                for config, implementation in zip(self._configs, before, strict=True):
+                    config._attn_implementation = implementation
 
 
 def check_model(model: Any) -> None:
@@ -157,3 +169,7 @@ def check_model(model: Any) -> None:
             expected = "kv_b_proj to be a plain floating-point torch.nn.Linear without bias"
             mend = "merge adapters and dequantise first: attention reads its weight"
             raise MLAError("model", expected, up, mend)
+        if up._forward_hooks or up._forward_pre_hooks:
+            raise MLAError(
+                "model", "no hooks on kv_b_proj, whose forward is not called", "some", "remove them"
+            )

@@ -182,8 +182,12 @@ def decode_attention(
 ) -> Any:
     """`mla_decode` on a static cache `[rows, keys, rank + rope]`, each row of which is one page.
 
+    Every query token is a row of one token to the op, with the keys that it sees: in a cache that wraps around, the
+    last token's number would not tell those of the others.
+
     q_nope, q_pe: `[rows, heads, q_len, ...]`; w_uk: `[heads, nope, rank]`; w_uv: `[heads, rank, v_head_dim]`;
-    first_row: row of the cache at which the batch starts. Returns `[rows, heads, q_len, v_head_dim]`.
+    seq_lens: `[rows * q_len]`; first_row: row of the cache at which the batch starts.
+    Returns `[rows, heads, q_len, v_head_dim]`.
     """
     rows, heads, q_len, _ = q_nope.shape
     rank = w_uk.shape[2]
@@ -193,18 +197,24 @@ def decode_attention(
         q_latent.reshape(rows * q_len, heads, rank),
         q_pe.transpose(1, 2).reshape(rows * q_len, heads, q_pe.shape[3]),
         cache,
-        pages[:, None],
+        pages[:, None].expand(rows, q_len).reshape(rows * q_len, 1),
         seq_lens,
         None,
-        q_len,
+        1,
         scale,
     )
     return torch.einsum("bqhr,hrv->bhqv", out.view(rows, q_len, heads, rank), w_uv)
 
 
-def last_token_lengths(constant: int, terms: Sequence[tuple[int, Any]], rows: int, most: int | None) -> Any:
-    """`seq_lens`, int32 `[rows]`: the constant and the signed terms, each `[rows or 1]`, from 0 to `most`."""
+def token_lengths(
+    like: Any, constant: int, terms: Sequence[tuple[int, Any]], rows: int, q_len: int, keys: int
+) -> Any:
+    """Keys that each query token sees, int32 `[rows * q_len]`, from 0 to `keys`.
+
+    The constant and the signed terms, each `[rows or 1]`, are the number that a row's last token sees.
+    """
     total: Any = constant
     for sign, term in terms:
         total = total + term if sign > 0 else total - term
-    return total.clamp(0, most).to(torch.int32).expand(rows).contiguous()
+    each = total[:, None] + counting(like, 1 - q_len, 1, torch.int64)
+    return each.clamp(0, keys).to(torch.int32).expand(rows, q_len).reshape(rows * q_len)

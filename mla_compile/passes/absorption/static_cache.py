@@ -18,7 +18,7 @@ class StaticCache:
     """A graph input `[cache rows, keys, rank + rope]` (dimensions of size 1 may be between), read whole.
 
     shape: the cache's, in those three dimensions; first_row: where the batch starts; lengths: constant and signed
-    readers, each `[rows or 1]`, whose sum is `seq_lens`; most: what it may not pass.
+    readers, each `[rows or 1]`, whose sum is what a row's last token sees.
     """
 
     node: fx.Node
@@ -26,7 +26,6 @@ class StaticCache:
     first_row: int
     constant: int
     lengths: tuple[tuple[int, Reader], ...]
-    most: int | None
 
 
 def static_cache(match: Match) -> StaticCache | None:
@@ -57,11 +56,8 @@ def static_cache(match: Match) -> StaticCache | None:
     ):
         return None
     lengths = tuple((sign, found) for sign, found in readers if found is not None)
-    # With several tokens the op takes the others' lengths from the last one's: it must not be cut. A token past the
-    # end of the cache could not have been written to it anyway.
-    most = sizes["d"] if sizes["c"] == 1 else None
     shape = (latents.rows, sizes["d"], width)
-    return StaticCache(views[0].node, shape, latents.first_row, bound.constant, lengths, most)
+    return StaticCache(views[0].node, shape, latents.first_row, bound.constant, lengths)
 
 
 @dataclass(frozen=True)
