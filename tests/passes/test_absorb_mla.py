@@ -369,6 +369,22 @@ def test_what_nearly_is_mla_is_left_untouched_and_the_log_says_why(
     assert NEAR_MISSES[module] in message
 
 
+class Sinks(Plain):
+    """Each head has a score that no key earns (as gpt-oss has them)."""
+
+    def attend(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (HEADS, NOPE + ROPE)).transpose(1, 2)
+        scores = q @ k.transpose(2, 3) / 5
+        sink = torch.linspace(0, 1, HEADS, dtype=x.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1] @ v
+
+
+def test_attention_with_sinks_is_absorbed_and_said_to_be_once(said: Callable[[], list[str]]) -> None:
+    assert not expanded_tensors(run(Sinks(), *make_inputs()))
+    (message,) = said()
+    assert message.startswith("absorbed: ")
+
+
 def test_a_plain_one_of_these_is_absorbed() -> None:
     assert not expanded_tensors(run(Plain(), *make_inputs()))
 

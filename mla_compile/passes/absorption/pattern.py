@@ -39,7 +39,7 @@ def find(graph: fx.Graph) -> Iterator[Match | NearMiss]:
         if name == "scaled_dot_product_attention" or str(node.target) == "flex_attention":
             yield from _fused(node)
         elif name in ("matmul", "bmm", "einsum"):
-            product = as_product(node)
+            product, matched = as_product(node), False
             for position in (0, 1) if product is not None else ():
                 assert product is not None
                 keys = _keys(product, position)
@@ -47,8 +47,12 @@ def find(graph: fx.Graph) -> Iterator[Match | NearMiss]:
                     scores[node] = keys
                 values = _values(product, position)
                 if isinstance(values, Values) and (origin := _scores_behind(values.weights.node, scores)):
-                    found = scores.pop(origin)
+                    found, matched = scores.pop(origin), True
                     yield Match(found, values) if isinstance(found, Keys) else found
+            if matched:
+                scores.pop(
+                    node, None
+                )  # weights beside which a sink was cut off look like keys that were joined
     for node, left in scores.items():
         unmatched = "its values are not up-projected from latents by a matrix product with a weight"
         yield left if isinstance(left, NearMiss) else NearMiss(node, unmatched)
