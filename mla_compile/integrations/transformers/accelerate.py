@@ -117,9 +117,7 @@ class Accelerated:
             length *= 2
         sizes = drafts, rows, length
         if self._engine is None or sizes != self._sizes or not self.target.fits_its_caches():
-            self._engine = (
-                None  # its caches go, and where there is no memory for new ones the next call tries again
-            )
+            self._engine = None  # where there is no memory for a new one, the next call tries again
             self._engine = self._new_engine(*sizes)
             self._sizes = sizes
         return self._engine
