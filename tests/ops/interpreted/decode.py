@@ -22,8 +22,7 @@ def run(case: DecodeCase, **plan) -> None:
     check_decode(case, decode_triton(*case.args(), **plan))
 
 
-@pytest.mark.parametrize("q_len", [1, 2, 3, 4])
-@pytest.mark.parametrize("heads", [4, 16, 20])
+@pytest.mark.parametrize(("heads", "q_len"), [(4, 1), (4, 4), (16, 2), (20, 1), (20, 3)])
 def test_rows_of_all_lengths_equal_the_definition(heads: int, q_len: int) -> None:
     run(decode_case([0, 1, 2, 15, 16, 17, 70], q_len=q_len, heads=heads), splits=2)
 
@@ -89,7 +88,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
         assert all(torch.equal(a[2:4], b[2:4]) for a, b in zip(together, by_itself))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(st.data())
 def test_drawn_batches_and_plans(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 4))

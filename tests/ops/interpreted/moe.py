@@ -54,7 +54,7 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
     assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.data())
 def test_drawn_shapes_and_tiles(data: st.DataObject) -> None:
     experts = data.draw(st.integers(1, 20))
