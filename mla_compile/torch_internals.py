@@ -89,7 +89,7 @@ def mark_state_tensor(tensor: torch.Tensor) -> None:
     The other sizes are fixed: left to itself, Dynamo would make them symbols once it has seen two of them.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
-    torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    mark_rows(tensor)
     for dim in range(1, tensor.dim()):
         torch._dynamo.mark_static(tensor, dim)
 

@@ -8,6 +8,7 @@ from mla_compile.models.architecture import Architecture
 from mla_compile.models.layers import RMSNorm
 from mla_compile.models.rotary import rotate
 from mla_compile.ops import mla_attention
+from mla_compile.ops.attention import up_projections
 
 
 class MLAAttention(nn.Module):
@@ -39,15 +40,8 @@ class MLAAttention(nn.Module):
         self.register_buffer("kv_cache", self.kv_b_proj.weight.new_zeros(shape), persistent=False)
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
-        """The two halves of `kv_b_proj`, views of its weight.
-
-        Returns:
-            w_uk `[heads, qk_nope_head_dim, kv_lora_rank]` and w_uv `[heads, kv_lora_rank, v_head_dim]`.
-        """
-        arch = self.arch
-        per_head = self.kv_b_proj.weight.view(arch.num_heads, -1, arch.kv_lora_rank)
-        w_uk, w_uv = per_head.split([arch.qk_nope_head_dim, arch.v_head_dim], dim=1)
-        return w_uk, w_uv.transpose(1, 2)
+        """`w_uk` and `w_uv`, the two halves of `kv_b_proj`."""
+        return up_projections(self.kv_b_proj.weight, self.arch.num_heads, self.arch.qk_nope_head_dim)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
         """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""

@@ -178,6 +178,17 @@ def mla_attention(
     return out
 
 
+def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+    """The two halves of the weight of a `kv_b_proj`, `[heads * (nope + v_head_dim), kv_lora_rank]`, as views of it.
+
+    Returns:
+        w_uk `[heads, qk_nope_head_dim, kv_lora_rank]` and w_uv `[heads, kv_lora_rank, v_head_dim]`.
+    """
+    per_head = weight.view(num_heads, -1, weight.shape[1])
+    w_uk, w_uv = per_head.split([qk_nope_head_dim, per_head.shape[1] - qk_nope_head_dim], dim=1)
+    return w_uk, w_uv.transpose(1, 2)
+
+
 def _decode_args(segment: DecodeSegment | None) -> tuple[Tensor | None, ...]:
     if segment is None:
         return (None,) * 4

@@ -13,17 +13,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tests.models.small import YARN
+
 VOCAB_SIZE = 211
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.3,
-    "original_max_position_embeddings": 32,
-}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

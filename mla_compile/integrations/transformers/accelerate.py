@@ -113,7 +113,7 @@ class Accelerated:
         _, rows, length = self._sizes
         while rows < len(request.prompts):
             rows *= 2
-        while length < max(map(len, request.prompts)) + request.max_new_tokens:
+        while length < request.longest:
             length *= 2
         sizes = drafts, rows, length
         if self._engine is None or sizes != self._sizes or not self.target.fits_its_caches():

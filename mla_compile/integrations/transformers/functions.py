@@ -8,6 +8,7 @@ from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
 
 from mla_compile.ops import mla_attention
+from mla_compile.ops.attention import up_projections
 from mla_compile.ops.moe import moe_experts
 
 ATTENTION = "mla_compile"
@@ -44,9 +45,7 @@ def attention(
         # one row, which an unbacked size cannot say; what `cat` makes is in memory.
         query = torch.cat([query[..., : widths[0]], query[..., widths[0] :]], dim=-1)
     q_nope, q_pe = query.transpose(1, 2).flatten(0, 1).split(widths, dim=-1)
-    w_uk, w_uv = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank).split(
-        [module.qk_nope_head_dim, module.v_head_dim], dim=1
-    )
+    w_uk, w_uv = up_projections(module.kv_b_proj.weight, heads, module.qk_nope_head_dim)
     out = mla_attention(
         q_nope,
         q_pe,
@@ -54,7 +53,7 @@ def attention(
         k_pe.flatten(0, 2),
         layer.kv_cache,
         w_uk,
-        w_uv.transpose(1, 2),
+        w_uv,
         layer.owner.batch,
         scaling,
     )

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mla_compile.engine import Completion
 from mla_compile.errors import MLAError
-from mla_compile.integrations.transformers.requests import Request
+from mla_compile.integrations.transformers.requests import UNDO, Request
 from mla_compile.speculate.sampling import gumbel_noise
 from mla_compile.torch_internals import share_cuda_graphs
 
@@ -62,8 +62,7 @@ class AcceleratedGeneration(GenerationMixin):
     def _beam_search(  # type: ignore[override]
         self, *args: Any, generation_config: GenerationConfig, **kwargs: Any
     ) -> Any:
-        mend = "sample, or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
-        raise MLAError("num_beams", "1", generation_config.num_beams, mend)
+        raise MLAError("num_beams", "1", generation_config.num_beams, f"sample, {UNDO}")
 
 
 _TURN = threading.RLock()
@@ -81,8 +80,7 @@ def _generate(accelerated: "Accelerated", request: Request) -> GenerateDecoderOn
     engine = accelerated.engine_for(request)
     choice = None if request.processors is None else _ProcessedChoice(request)
     columns = _Columns(request, choice)
-    longest = max(map(len, request.prompts)) + request.max_new_tokens
-    with accelerated.target.installed(longest):
+    with accelerated.target.installed(request.longest):
         for completions in engine.stream(
             request.prompts,
             max_new_tokens=request.max_new_tokens,

@@ -22,7 +22,8 @@ from mla_compile.speculate import SamplingParams
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-_UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
+UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
+"""How to mend what we refuse and stock transformers does."""
 _COMPILED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """What the compiled step does, in its order."""
 
@@ -48,6 +49,11 @@ class Request:
     criteria: StoppingCriteriaList
     streamer: "BaseStreamer | None"
     config: GenerationConfig
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, prompt and generation together."""
+        return max(map(len, self.prompts)) + self.max_new_tokens
 
     @classmethod
     def of(
@@ -152,7 +158,7 @@ def _check_config(config: GenerationConfig) -> None:
     for name, (is_refused, expected) in _REFUSED.items():
         value = getattr(config, name, None)
         if is_refused(value):
-            raise MLAError(name, expected, value, f"leave it out, {_UNDO}")
+            raise MLAError(name, expected, value, f"leave it out, {UNDO}")
 
 
 _KNOWN_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -162,19 +168,19 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
     for name, value in model_kwargs.items():
         given = bool(value) if isinstance(value, dict) else value is not None
         if name not in _KNOWN_KWARGS and given:
-            raise MLAError(name, "nothing beyond token ids and their mask", type(value).__name__, _UNDO)
+            raise MLAError(name, "nothing beyond token ids and their mask", type(value).__name__, UNDO)
     cache = model_kwargs.get("past_key_values")
     # `generate` makes an empty one, which stays so.
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise MLAError("past_key_values", "None: the latents live in our pages", type(cache).__name__, _UNDO)
+        raise MLAError("past_key_values", "None: the latents live in our pages", type(cache).__name__, UNDO)
 
 
 def _check_processor(processor: object) -> None:
     name = type(processor).__name__
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        raise MLAError("guidance_scale", f"None: {name} runs the model itself", "a scale", _UNDO)
+        raise MLAError("guidance_scale", f"None: {name} runs the model itself", "a scale", UNDO)
     if isinstance(processor, SynthIDTextWatermarkLogitsProcessor):
         expected = (
             f"no SynthID: {name} counts its calls, and speculation calls it for tokens that are rejected"
         )
-        raise MLAError("watermarking_config", expected, name, _UNDO)
+        raise MLAError("watermarking_config", expected, name, UNDO)
