@@ -209,7 +209,8 @@ def share_cuda_graphs() -> None:
     """Let the calling thread replay the CUDA graphs that another thread recorded, if it has none of its own.
 
     Inductor keeps them by thread: torch 2.11 fails in a thread that Python made (pytorch issue 123177), and 2.13
-    records anew in each. Threads that share them must take turns.
+    records anew in each. Threads that share them must take turns. They are not stashed for autograd's threads, as
+    torch does: what a thread of Python's stashed crashes it when it ends.
     """
     from torch._inductor.cudagraph_trees import local
 
@@ -222,7 +223,6 @@ def share_cuda_graphs() -> None:
             _shared_graphs.setdefault(name, getattr(local, name))
         else:
             setattr(local, name, _shared_graphs.setdefault(name, make()))
-            torch._C._stash_obj_in_tls(name, getattr(local, name))
 
 
 def compile_counters() -> dict[str, int]:
