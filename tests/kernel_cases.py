@@ -1,4 +1,4 @@
-"""Problems for the decode and expert kernels on any device; their answers in float64, from the definition."""
+"""Problems for the attention and expert kernels on any device; their answers in float64, from the definition."""
 
 from dataclasses import dataclass, fields
 
@@ -86,7 +86,7 @@ def decode_reference(case: DecodeCase) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(lses)
 
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def check_decode(case: DecodeCase, got: tuple[Tensor, Tensor]) -> None:
@@ -103,6 +103,89 @@ def check_decode(case: DecodeCase, got: tuple[Tensor, Tensor]) -> None:
     error = (out.double() - expected_out).abs() / scale
     assert error[~empty].numel() == 0 or error[~empty].max() < 2 * tolerance, error[~empty].max()
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=2e-5)
+
+
+@dataclass
+class MaskedCase:
+    """Arguments of `mla_masked_decode`, by name."""
+
+    q_latent: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    mask: Tensor | None
+    softmax_scale: float
+
+    def args(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def masked_case(
+    lengths: list[int],
+    *,
+    masked: str = "bool",
+    q_len: int = 1,
+    keys: int = 70,
+    shared: bool = False,
+    heads: int = 4,
+    rank: int = 32,
+    rope: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> MaskedCase:
+    """Causal prefixes in a cache of `keys`: the last query of row i sees `lengths[i]` keys, as `mla_decode` has it.
+
+    masked: "none" (all keys are seen), "bool", "float" (with some finite numbers) or "heads", a bool mask by head that
+    hides keys at random as well. Latents and rotary keys are the two parts of one tensor, as in a static cache.
+    """
+    g = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device).to(dtype)
+
+    rows = len(lengths)
+    position = torch.arange(keys, device=device)
+    last = torch.tensor(lengths, device=device)[:, None, None, None]
+    mask = position < last - (q_len - 1) + torch.arange(q_len, device=device)[:, None]
+    if masked == "heads":
+        mask = mask & (torch.rand(rows, heads, q_len, keys, generator=g, device=device) < 0.6)
+    elif masked == "float":
+        mask = torch.where(mask, torch.randn(mask.shape, generator=g, device=device), -torch.inf).to(dtype)
+    latents = randn(1 if shared else rows, keys, rank + rope)
+    q = randn(rows, heads, q_len, rank), randn(rows, heads, q_len, rope)
+    return MaskedCase(
+        *q,
+        latents[..., :rank],
+        latents[..., rank:],
+        None if masked == "none" else mask,
+        (rank + rope) ** -0.5,
+    )
+
+
+def masked_reference(case: MaskedCase) -> Tensor:
+    """The definition in float64, row by row; 0 for a query that sees no key."""
+    q_latent, q_pe, kv_c, k_pe = (t.double() for t in case.args()[:4])
+    mask = torch.ones((), dtype=torch.bool, device=kv_c.device) if case.mask is None else case.mask
+    mask = mask.expand(*q_latent.shape[:3], kv_c.shape[1])
+    added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.double()
+    out = torch.zeros_like(q_latent)
+    for row in range(len(out)):
+        latents, rotary = (t[row if len(t) > 1 else 0] for t in (kv_c, k_pe))
+        scores = (q_latent[row] @ latents.T + q_pe[row] @ rotary.T) * case.softmax_scale + added[row]
+        unseen = (added[row] == -torch.inf).all(-1, keepdim=True)
+        out[row] = scores.softmax(-1).masked_fill(unseen, 0) @ latents
+    return out
+
+
+def check_masked(case: MaskedCase, got: Tensor) -> None:
+    """`got` is finite and equals the definition, 0 where a query sees nothing."""
+    assert got.is_contiguous() and got.dtype == case.q_latent.dtype and got.shape == case.q_latent.shape
+    expected = masked_reference(case)
+    assert got.isfinite().all()
+    # Each query on its own scale, which is 0 where it sees nothing: nothing but 0 is right there.
+    error = (got.double() - expected).abs() / expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    assert error.numel() == 0 or error.max() < 2 * TOLERANCE[case.q_latent.dtype], error.max()
 
 
 @dataclass

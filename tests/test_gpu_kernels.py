@@ -7,9 +7,26 @@ import torch
 
 from mla_compile import mla_append, mla_decode
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.kernels.plan import device_of, supports_append, supports_decode, supports_moe
+from mla_compile.ops.kernels.plan import (
+    device_of,
+    supports_append,
+    supports_decode,
+    supports_masked_decode,
+    supports_moe,
+)
+from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
-from tests.kernel_cases import DecodeCase, check_decode, check_moe, decode_case, decode_reference, moe_case
+from tests.kernel_cases import (
+    DecodeCase,
+    MaskedCase,
+    check_decode,
+    check_masked,
+    check_moe,
+    decode_case,
+    decode_reference,
+    masked_case,
+    moe_case,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -110,6 +127,76 @@ def test_a_captured_decode_serves_other_lengths_at_replay() -> None:
         case.seq_lens.copy_((lengths - shorter).clamp(min=0))
         graph.replay()
         check_decode(case, (out, lse))
+
+
+def masked_decode(case: MaskedCase) -> torch.Tensor:
+    assert supports_masked_decode(*case.args()[:4])
+    *tensors, scale = case.args()
+    return mla_masked_decode(*tensors, softmax_scale=scale)
+
+
+def make_masked(model: str, lengths: list[int], **settings) -> MaskedCase:
+    heads, rank, rope = MODELS[model]
+    defaults = {"keys": 1500, "dtype": torch.bfloat16, "device": "cuda"}
+    return masked_case(lengths, heads=heads, rank=rank, rope=rope, **defaults | settings)
+
+
+@pytest.mark.parametrize("masked", ["none", "bool", "float", "heads"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_masked_decode_equals_the_definition(model: str, dtype: torch.dtype, masked: str) -> None:
+    case = make_masked(model, [0, 1, 64, 1500], masked=masked, q_len=2, dtype=dtype)
+    check_masked(case, masked_decode(case))
+
+
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 129, 5000])
+@pytest.mark.parametrize("masked", ["none", "bool"])
+def test_masked_decode_of_one_token_in_caches_of_any_size(masked: str, keys: int) -> None:
+    check_masked(
+        case := make_masked("GLM", [keys, 0, keys // 2], masked=masked, keys=keys), masked_decode(case)
+    )
+
+
+@pytest.mark.parametrize("widths", [(32, 16), (48, 16), (512, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_masked_decode_with_other_widths(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    rank, rope = widths
+    case = masked_case(
+        [300, 0, 17],
+        masked="heads",
+        q_len=3,
+        keys=333,
+        heads=6,
+        rank=rank,
+        rope=rope,
+        dtype=dtype,
+        device="cuda",
+    )
+    check_masked(case, masked_decode(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_masked_decode_reads_shared_latents_and_none_that_are_hidden(dtype: torch.dtype) -> None:
+    case = make_masked("GLM", [700, 333], q_len=2, shared=True, dtype=dtype)
+    latents = torch.cat([case.kv_c, case.k_pe], -1)
+    latents[:, 700:] = torch.nan
+    out = masked_decode(replace(case, kv_c=latents[..., :512], k_pe=latents[..., 512:]))
+    check_masked(case, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("masked", ["bool", "float"])
+def test_a_captured_masked_decode_serves_other_masks_at_replay(masked: str, dtype: torch.dtype) -> None:
+    case = make_masked("GLM", [1500, 64, 5], masked=masked, q_len=2, dtype=dtype)
+    masked_decode(case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = masked_decode(case)
+    for lengths in ([1, 2, 3], [0, 1500, 700], [64, 65, 0]):
+        case.mask.copy_(make_masked("GLM", lengths, masked=masked, q_len=2, dtype=dtype).mask)
+        graph.replay()
+        check_masked(case, out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

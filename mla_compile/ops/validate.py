@@ -128,6 +128,46 @@ def decode(
     _query_rows("", q_lens, q_len, q_latent.shape[0], seq_lens)
 
 
+def masked_decode(q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None) -> None:
+    _floats(
+        q_latent=(q_latent, "rows, heads, q_len, kv_lora_rank"),
+        q_pe=(q_pe, "rows, heads, q_len, qk_rope_head_dim"),
+        kv_c=(kv_c, "rows or 1, keys, kv_lora_rank"),
+        k_pe=(k_pe, "rows or 1, keys, qk_rope_head_dim"),
+    )
+    for dim, meaning in enumerate(("rows", "heads", "q_len")):
+        _size("q_pe", q_pe, dim, q_latent.shape[dim], f"{meaning} of q_latent")
+    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if _differs(x.shape[0], q_latent.shape[0]):
+            expected = f"size {q_latent.shape[0]} (rows of q_latent) or 1 in dimension 0"
+            raise MLAError(name, expected, list(x.shape))
+    _size("kv_c", kv_c, 2, q_latent.shape[3], "kv_lora_rank of q_latent")
+    _size("k_pe", k_pe, 1, kv_c.shape[1], "keys of kv_c")
+    _size("k_pe", k_pe, 2, q_pe.shape[3], "qk_rope_head_dim of q_pe")
+    if mask is not None:
+        _mask(mask, (*q_latent.shape[:3], kv_c.shape[1]), q_latent)
+
+
+def _mask(mask: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise MLAError("mask", "a tensor or None", type(mask).__name__)
+    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
+        mend = "True where a key is seen: convert it with .bool()"
+        raise MLAError("mask", "bool, or float to be added to the scores", _show(mask), mend)
+    sizes = shape[len(shape) - mask.dim() :]
+    if mask.dim() > len(shape) or any(map(_differs, mask.shape, sizes)):
+        expected = f"a shape that broadcasts to [rows, heads, q_len, keys] = {list(shape)}"
+        raise MLAError("mask", expected, list(mask.shape))
+    if mask.device != like.device:
+        raise MLAError("mask", f"a tensor on {like.device}", mask.device)
+    inference_only("mask", mask)
+
+
+def _differs(size: int, expected: int) -> bool:
+    """Whether a size does not broadcast to the expected one."""
+    return statically_known_true(size != expected) and statically_known_true(size != 1)
+
+
 def _weights(q_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
     heads, nope = q_nope.shape[1], q_nope.shape[2]
     _size("q_pe", q_pe, 0, q_nope.shape[0], "tokens of q_nope")

@@ -13,7 +13,8 @@ holds for any mask; what lies between the two products of an attention spelled o
 
 Where the latents and rotary keys are the two parts of one contiguous graph input `[rows, keys, rank + rope]`, read
 whole, and the mask of a fused attention is a causal prefix (`causal_prefix`), the attention becomes one `mla_decode`
-over a block table that maps each row to itself. Otherwise it is attention on the latents under the mask as it was.
+over a block table that maps each row to itself. Otherwise a fused attention becomes one `mla_masked_decode` on the
+latents under the mask as it was, or products and a softmax where keys and values are made of different latents.
 
 The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed and of what nearly was, why not.
 """
@@ -103,7 +104,10 @@ def _emit_fused(match: Match, read: Readers) -> None:
         out = form.fused_attention(_triples(scores), kv_c, w_uv, mask, _scale(match), causal, tensor(node))
         return out.squeeze(0) if tensor(node).dim() == 3 else out
 
-    _replace(node, emit, [*_flat(read), read.kv_c, read.w_uv], argument(node, 3, "attn_mask"))
+    scores: list[Reader | None] = []
+    for part in read.scores:
+        scores += [part.query, part.w_uk, None if part.of_values else part.keys]
+    _replace(node, emit, [*scores, read.kv_c, read.w_uv], argument(node, 3, "attn_mask"))
 
 
 def _flat(read: Readers) -> list[Reader | None]:

@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from mla_compile.passes import pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.absorption import cost as mla_cost
+from mla_compile.passes.absorption import form
+from mla_compile.passes.emit import inline
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import Capture, nodes_of, ops, shape
 from tests.passes.mla_modules import (
@@ -96,6 +99,7 @@ def test_mla_is_absorbed_however_it_is_written(
     gm = run(module(), *make_inputs(), mask)
     assert not expanded_tensors(gm)
     assert "scaled_dot_product_attention" not in ops(gm)
+    assert len(nodes_of(gm, "mla_masked_decode")) == (module in FUSED)
     assert len(said()) == 1
 
 
@@ -107,7 +111,42 @@ def test_is_causal_is_kept() -> None:
             k = torch.cat([k_pe[:, None].expand(-1, HEADS, -1, -1), k_nope], dim=-1)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    assert not expanded_tensors(run(Causal(), *make_inputs(q_len=3)))
+    gm = run(Causal(), *make_inputs(q_len=3))
+    (attention,) = nodes_of(gm, "mla_masked_decode")
+    assert shape(attention.args[4]) == (3, KEYS)
+    assert not expanded_tensors(gm)
+
+
+def test_values_of_other_latents_than_the_keys_are_weighted_by_products() -> None:
+    class Apart(CompactMLA):
+        def forward(self, x: Tensor, kv_c: Tensor, k_pe: Tensor, of_values: Tensor) -> Tensor:
+            q = self.q_proj(x).unflatten(-1, (HEADS, NOPE + ROPE)).transpose(1, 2)
+            k_nope, v = self.keys_and_values(kv_c)[0], self.keys_and_values(of_values)[1]
+            k = torch.cat([k_nope, k_pe[:, None].expand(-1, HEADS, -1, -1)], dim=-1)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    inputs = make_inputs()
+    for of_values in (torch.randn_like(inputs[1]), inputs[1].flip(1)):
+        gm = run(Apart(), *inputs, of_values)
+        assert "mla_masked_decode" not in ops(gm) and ops(gm).count("bmm") == 3
+        assert not expanded_tensors(gm)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gpus_products_of_half_types_are_given_their_dtype_only_where_sizes_are_known(
+    dynamic: bool,
+) -> None:
+    """Torch's meta function of `bmm` with `out_dtype` fails an internal assertion on symbolic sizes."""
+    a, b = (torch.randn(*size).bfloat16() for size in ((2, 3, 8), (2, 8, 5)))
+    for tensor in (a, b) if dynamic else ():
+        torch._dynamo.mark_dynamic(tensor, 0)
+    found = capture_graph(torch.matmul, (a, b), {})
+    assert found is not None
+    (node,) = nodes_of(found[0], "matmul")
+    on_gpu = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
+    scores = inline(node, lambda a, b: form._scores(a, b, on_gpu), node.args)
+    assert scores.meta["example_value"].dtype == torch.float32
+    assert ("out_dtype" in scores.kwargs) != dynamic
 
 
 # --- mla_decode on a static cache
@@ -194,6 +233,7 @@ def test_any_other_mask_on_a_static_cache_is_kept_as_a_mask(visible: Callable[[T
     inputs = torch.randn(BATCH, 2, HIDDEN).double(), torch.tensor([7, 11])
     gm = run(StaticCacheMLA(visible), *inputs)
     assert not nodes_of(gm, "mla_decode") and not expanded_tensors(gm)
+    assert len(nodes_of(gm, "mla_masked_decode")) == 1
 
 
 # --- any mask
@@ -444,6 +484,7 @@ def test_sizes_may_be_dynamic_and_no_guard_is_added() -> None:
             torch.testing.assert_close(compiled(x, kv_c, k_pe), module(x, kv_c, k_pe), atol=1e-10, rtol=0)
     assert len(capture.after) == 1
     assert "scaled_dot_product_attention" not in ops(capture.after[0])
+    assert len(nodes_of(capture.after[0], "mla_masked_decode")) == 1
 
 
 def test_new_nodes_carry_example_values_and_the_attentions_provenance() -> None:
@@ -471,7 +512,7 @@ def test_half_precision_is_as_near_the_truth_as_the_fused_kernel() -> None:
             float((out.double() - truth).square().mean().sqrt())
             for out in (half(*few), torch.compile(half, backend=capture)(*few))
         ]
-    assert "scaled_dot_product_attention" not in ops(capture.after[0])
+    assert len(nodes_of(capture.after[0], "mla_masked_decode")) == 1
     assert errors[1] < 1.5 * errors[0]
 
 

@@ -1,5 +1,7 @@
 """`absorb_mla` where it would be easy to be wrong: writes in place, broadcasts, unusual layouts."""
 
+import inspect
+
 import einops
 import pytest
 import torch
@@ -86,7 +88,9 @@ class LatentsOfOneRowSpelledOut(LatentsOfOneRow):
 )
 def test_an_unusual_layout_is_absorbed(module: type[nn.Module]) -> None:
     gm = run(module(), *make_inputs())
+    fused = "scaled_dot_product_attention" in inspect.getsource(module.attend)
     assert "scaled_dot_product_attention" not in ops(gm) and not expanded_tensors(gm)
+    assert len(nodes_of(gm, "mla_masked_decode")) == fused
 
 
 class QueriesOfOneRow(Written):

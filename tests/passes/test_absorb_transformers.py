@@ -84,6 +84,7 @@ def test_a_decode_step_of_a_stock_model_attends_on_latents(
     torch.testing.assert_close(got, expected)
     assert not expansions(capture.after[0], model.config)
     assert "scaled_dot_product_attention" not in ops(capture.after[0])
+    assert ops(capture.after[0]).count("mla_masked_decode") == (2 if attention == "sdpa" else 0)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     for layer, message in enumerate(said):

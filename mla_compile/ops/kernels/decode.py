@@ -24,8 +24,8 @@ from mla_compile.ops.kernels.plan import (
     power_of_two,
 )
 
-_LOG2_E = tl.constexpr(math.log2(math.e))
-_LN_2 = tl.constexpr(math.log(2))
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
 
 _COMBINED = 8192
 """Partial results, splits times columns, that a program of `combine_kernel` loads at once."""
@@ -35,6 +35,22 @@ _COMBINED = 8192
 def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
     """Page of each key, int64; 0 from `stop` on, where table entries are never followed."""
     return tl.load(table + key // PAGE_SIZE, mask=key < stop, other=0).to(tl.int64)
+
+
+@triton.jit
+def accumulate(scores, k, top, total, acc):
+    """Take a tile of keys into a running softmax, in which a score counts as a power of two.
+
+    scores: `[keys, rows]`, -inf where a key is not seen; k: `[keys, rank]`; top, the highest score so far, and total,
+    the sum of `2 ** (score - top)`: `[rows]`; acc: values weighted likewise, `[rank, rows]`. All float32 but k.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - base[None, :])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weights, 0)
+    acc = tl.dot(tl.trans(k), weights.to(k.dtype), acc * decay[None, :], input_precision="ieee")
+    return new_top, total, acc
 
 
 @triton.jit
@@ -103,7 +119,7 @@ def split_kernel(
     q = tl.trans(q)
     qp = tl.trans(qp)
 
-    scale = softmax_scale * _LOG2_E
+    scale = softmax_scale * LOG2_E
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
@@ -123,16 +139,10 @@ def split_kernel(
         scores = tl.dot(k, q, input_precision="ieee")
         scores = tl.dot(kp, qp, scores, input_precision="ieee") * scale
         scores = tl.where(key[:, None] < bounds[None, :], scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
-        weights = tl.exp2(scores - base[None, :])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 0)
-        acc = tl.dot(tl.trans(k), weights.to(k.dtype), acc * decay[None, :], input_precision="ieee")
-        top = new_top
+        top, total, acc = accumulate(scores, k, top, total, acc)
 
     filled = tl.where(total == 0.0, 1.0, total)
-    tl.store(lse + target, (top + tl.log2(total)) * _LN_2, mask=r < R)
+    tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=r < R)
     result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
     tl.store(out + target[:, None] * RANK + c[None, :], result, mask=(r < R)[:, None] & (c < RANK)[None, :])
 
@@ -164,6 +174,25 @@ def combine_kernel(
     tl.store(out + i * RANK + c, result.to(out.dtype.element_ty), mask=c < RANK)
     if tl.program_id(1) == 0:
         tl.store(lse + i, base + tl.log(sum_of_weights))
+
+
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Join float32 `[splits, total, rank]` and `[splits, total]` in `out` and `lse`, which hold `total` rows."""
+    splits, total, rank = part_out.shape
+    split_block = triton.next_power_of_2(splits)
+    columns = max(16, min(power_of_two(rank), _COMBINED // split_block))
+    combine_kernel[(total, triton.cdiv(rank, columns))](
+        part_out,
+        part_lse,
+        out,
+        lse,
+        total,
+        RANK=rank,
+        SPLITS=splits,
+        SPLIT_BLOCK=split_block,
+        BLOCK_C=columns,
+        num_warps=4,
+    )
 
 
 def decode_triton(
@@ -233,18 +262,5 @@ def decode_triton(
             num_stages=tiles.stages,
         )
         if splits > 1:
-            split_block = triton.next_power_of_2(splits)
-            columns_of_out = max(16, min(power_of_two(rank), _COMBINED // split_block))
-            combine_kernel[(tokens * heads, triton.cdiv(rank, columns_of_out))](
-                part_out,
-                part_lse,
-                out,
-                lse,
-                tokens * heads,
-                RANK=rank,
-                SPLITS=splits,
-                SPLIT_BLOCK=split_block,
-                BLOCK_C=columns_of_out,
-                num_warps=4,
-            )
+            combine(part_out, part_lse, out, lse)
     return out, lse

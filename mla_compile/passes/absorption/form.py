@@ -1,6 +1,6 @@
-"""The absorbed form as nodes: re-bracketed products, attention on masked latents, `mla_decode`.
+"""The absorbed form as nodes: re-bracketed products, `mla_masked_decode`, `mla_decode`.
 
-Everything is plain torch on proxies (`emit.inline`), so that Inductor fuses it with what surrounds it.
+All but the two ops is plain torch on proxies (`emit.inline`), so that Inductor fuses it with what surrounds it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mla_compile.ops.decode import decode_op
+from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.passes.absorption.index_map import Index, Sizes, furthest, same
 from mla_compile.passes.absorption.trace import View, tensor
@@ -27,6 +28,8 @@ class Reader:
     node: fx.Node
     term: str
     steps: tuple[Step, ...]
+    indices: tuple[Index, ...] = ()
+    """Of `node`, in letters of `term`, where the reader was made for a view."""
 
     def __call__(self, x: Any) -> Any:
         for step in self.steps:
@@ -54,7 +57,7 @@ def reader(view: View, sizes: Sizes, term: str | None = None) -> Reader | None:
     if order != sorted(order):
         steps.append(lambda x: x.permute(order))
     steps += [_unsqueeze(dim) for dim, label in enumerate(term) if label not in found]
-    return Reader(view.node, term, tuple(steps))
+    return Reader(view.node, term, tuple(steps), view.indices)
 
 
 def _unsqueeze(dim: int) -> Step:
@@ -114,7 +117,8 @@ def rebracket(left: str, inner: str, outer: str, out: str, summed: str) -> tuple
 
 
 Scored = tuple[Any, Any, Any]
-"""Queries, the weight that takes them to the latents or None, and the latents or shared keys that they meet."""
+"""Queries, the weight that takes them to the latents or None, and what they meet: latents, shared keys, or None for
+the latents that the values are made of."""
 
 
 def fused_attention(
@@ -124,30 +128,45 @@ def fused_attention(
 
     Args:
         parts: summands of the scores: queries `[rows, heads, q_len, width]`, w_uk `[heads, width, rank]` or None,
-            latents or shared keys `[rows, keys, rank or width]`.
-        kv_c: `[rows, keys, rank]`.
+            latents or shared keys `[rows or 1, keys, rank or width]`. Latents that are None are `kv_c`.
+        kv_c: `[rows or 1, keys, rank]`.
         w_uv: `[heads, rank, v_head_dim]`.
         mask, scale, causal: `attn_mask`, `scale` and `is_causal`.
         like: a tensor of the dtype and on the device of all.
+    """
+    q_len, keys = parts[0][0].shape[2], kv_c.shape[1]
+    if causal:
+        query, key = (counting(kv_c, 0, size, torch.int64) for size in (q_len, keys))
+        mask = key <= query[:, None]
+    absorbed = [q if w_uk is None else torch.einsum("bhqn,hnr->bhqr", q, w_uk) for q, w_uk, _ in parts]
+    on_latents = [i for i, (_, _, met) in enumerate(parts) if met is None]
+    on_shared = [i for i, (_, w_uk, _) in enumerate(parts) if w_uk is None]
+    if len(on_latents) == len(on_shared) == 1 and len(parts) == 2:
+        (i,), (j,) = on_latents, on_shared
+        out = masked_decode_op(absorbed[i], absorbed[j], kv_c, parts[j][2], mask, scale)
+    else:
+        met_by_each = [kv_c if met is None else met for _, _, met in parts]
+        out = _masked_attention(list(zip(absorbed, met_by_each)), kv_c, mask, scale, like)
+    return torch.einsum("bhqr,hrv->bhqv", out, w_uv)
+
+
+def _masked_attention(
+    parts: Sequence[tuple[Any, Any]], kv_c: Any, mask: Any, scale: float, like: torch.Tensor
+) -> Any:
+    """`mla_masked_decode` for any number of summands of the scores, each of queries and what they meet.
 
     Heads and query tokens are one dimension of the products, so a row's latents are read once for all of them.
     """
     rows, heads, q_len, _ = parts[0][0].shape
     keys, rank = kv_c.shape[1], kv_c.shape[2]
     scores: Any = None
-    for query, w_uk, latents in parts:
-        absorbed = query if w_uk is None else torch.einsum("bhqn,hnr->bhqr", query, w_uk)
-        flat = absorbed.reshape(rows, heads * q_len, latents.shape[2])
-        part = _scores(flat, _for_rows(latents, rows).transpose(1, 2), like)
+    for query, met in parts:
+        flat = query.reshape(rows, heads * q_len, met.shape[2])
+        part = _scores(flat, _for_rows(met, rows).transpose(1, 2), like)
         scores = part if scores is None else scores + part
-    if causal:
-        query, key = (counting(kv_c, 0, size, torch.int64) for size in (q_len, keys))
-        mask = key <= query[:, None]
     weights = _masked_softmax(scores.view(rows, heads, q_len, keys) * scale, mask).to(like.dtype)
-    out = torch.bmm(weights.view(rows, heads * q_len, keys), _for_rows(kv_c, rows)).view(
-        rows, heads, q_len, rank
-    )
-    return torch.einsum("bhqr,hrv->bhqv", out, w_uv)
+    out = torch.bmm(weights.view(rows, heads * q_len, keys), _for_rows(kv_c, rows))
+    return out.view(rows, heads, q_len, rank)
 
 
 def _for_rows(latents: Any, rows: Any) -> Any:
@@ -162,7 +181,9 @@ def _scores(queries: Any, keys: Any, like: torch.Tensor) -> Any:
     wide = accumulate_dtype(like.dtype)
     if like.dtype == wide:
         return torch.bmm(queries, keys)
-    if like.device.type == "cuda":
+    # With a symbolic size the meta function of `bmm` with `out_dtype` fails an internal assertion (torch 2.11 to 2.13).
+    sizes = [size for x in (queries, keys) for size in x.node.meta["example_value"].shape]
+    if like.device.type == "cuda" and all(isinstance(size, int) for size in sizes):
         return torch.bmm(queries, keys, out_dtype=wide)
     return torch.bmm(queries.to(wide), keys.to(wide))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from mla_compile.passes.absorption.checks import first_write
 from mla_compile.passes.absorption.form import Reader, Step, reader
-from mla_compile.passes.absorption.index_map import Sizes
+from mla_compile.passes.absorption.index_map import Sizes, same
 from mla_compile.passes.absorption.joins import joined_parts
 from mla_compile.passes.absorption.match import RANK, Expansion, Match, Part
 from mla_compile.passes.absorption.products import SUMMED
@@ -14,11 +14,15 @@ from mla_compile.passes.absorption.trace import View, tensor, trace
 
 @dataclass(frozen=True)
 class Summand:
-    """A part of the scores: queries, the weight that takes them to the latents or None, latents or shared keys."""
+    """A part of the scores: queries, the weight that takes them to the latents or None, latents or shared keys.
+
+    of_values: whether the keys are, element by element, the latents that the values are made of.
+    """
 
     query: Reader
     w_uk: Reader | None
     keys: Reader
+    of_values: bool
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,12 @@ def readers(match: Match) -> Readers | None:
         wanted = term if match.fused else None
         return reader(view, sizes, wanted) or reader(trace(view, sizes), sizes, wanted)
 
+    expansion = values.expansion
+    of_values = {**values.sizes, RANK: expansion.rank}
+    kv_c = read(expansion.latent, of_values, rows + SUMMED + RANK)
+    w_uv = read(expansion.weight, of_values, heads + RANK + "d")
+    if kv_c is None or w_uv is None:
+        return None
     scores: list[Summand] = []
     for part in keys.parts:
         sizes = {**keys.sizes, SUMMED: part.size}
@@ -55,12 +65,26 @@ def readers(match: Match) -> Readers | None:
             met = read(part.source, sizes, rows + "d" + SUMMED)
         if met is None or (w_uk is None and isinstance(part.source, Expansion)):
             return None
-        scores.append(Summand(_query(match, part), w_uk, met))
-    expansion = values.expansion
-    sizes = {**values.sizes, RANK: expansion.rank}
-    kv_c = read(expansion.latent, sizes, rows + SUMMED + RANK)
-    w_uv = read(expansion.weight, sizes, heads + RANK + "d")
-    return None if kv_c is None or w_uv is None else Readers(tuple(scores), kv_c, w_uv)
+        both = match.fused and w_uk is not None and _same_elements(met, sizes, kv_c, of_values)
+        scores.append(Summand(_query(match, part), w_uk, met, both))
+    return Readers(tuple(scores), kv_c, w_uv)
+
+
+def _same_elements(reader: Reader, sizes: Sizes, other: Reader, other_sizes: Sizes) -> bool:
+    """Whether two readers give tensors that are equal where both are read at the same time."""
+
+    def elements(reader: Reader) -> list[tuple[int, list[tuple[int, int]]]]:
+        return [
+            (index.offset, sorted((reader.term.index(label), step) for label, step in index.terms))
+            for index in reader.indices
+        ]
+
+    extents = [(sizes.get(a, 1), other_sizes.get(b, 1)) for a, b in zip(reader.term, other.term)]
+    return (
+        reader.node is other.node
+        and elements(reader) == elements(other)
+        and all(same(mine, theirs) for mine, theirs in extents)
+    )
 
 
 def _query(match: Match, part: Part) -> Reader:

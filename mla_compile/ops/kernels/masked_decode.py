@@ -1,0 +1,207 @@
+"""Split-KV attention over dense latents under a mask; products and sum of the splits are those of `decode.py`.
+
+Tile t of the keys belongs to split `t % splits`, so that the keys that a causal prefix leaves spread over all splits.
+A key that none of a program's queries sees is not read: the traffic follows the text, not the cache. Where the latents
+of a tile lie is known from shapes, whether they are read from the mask, so the grid can be captured.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.decode import LN_2, LOG2_E, accumulate, combine
+from mla_compile.ops.kernels.plan import DecodeTiles, decode_tiles, device_of, num_splits, power_of_two
+
+_LOWEST = tl.constexpr(-3.0e38)
+"""Stands for finite numbers of a mask, `finfo.min` say, that would be -inf once scores count as powers of two.
+Torch gives a query that sees nothing else the mean of all values; here each split does, and their sum some mean."""
+
+
+@triton.jit
+def _bias(mask_at, key, keys, key_stride, HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr):
+    """What is added to the scores of a tile, float32 `[keys, rows or 1]`: -inf for a key that is not seen.
+
+    mask_at: pointers to the mask of key 0, `[1, rows or 1]`.
+    """
+    if HAS_MASK:
+        at = mask_at + key.to(tl.int64)[:, None] * key_stride
+        live = (key < keys)[:, None]
+        if IS_BOOL:
+            bias = tl.where(tl.load(at, mask=live, other=0) != 0, 0.0, -float("inf"))
+        else:
+            added = tl.load(at, mask=live, other=-float("inf")).to(tl.float32)
+            bias = tl.where(added == -float("inf"), added, tl.maximum(added * LOG2_E, _LOWEST))
+    else:
+        bias = tl.where(key < keys, 0.0, -float("inf"))[:, None]
+    return bias
+
+
+@triton.jit
+def masked_split_kernel(
+    q_latent,  # [rows, HEADS, Q_LEN, RANK], any strides but the last
+    q_pe,  # [rows, HEADS, Q_LEN, ROPE], likewise
+    kv_c,  # [rows, keys, RANK], likewise
+    k_pe,  # [rows, keys, ROPE], likewise
+    mask,  # bool or float [rows, HEADS, Q_LEN, keys], any strides, unread unless HAS_MASK
+    out,  # [splits, rows * HEADS * Q_LEN, RANK], contiguous
+    lse,  # float32 [splits, rows * HEADS * Q_LEN]
+    softmax_scale,
+    keys,
+    q_row_stride,
+    q_head_stride,
+    q_token_stride,
+    q_pe_row_stride,
+    q_pe_head_stride,
+    q_pe_token_stride,
+    kv_row_stride,
+    kv_key_stride,
+    k_pe_row_stride,
+    k_pe_key_stride,
+    mask_row_stride,
+    mask_head_stride,
+    mask_token_stride,
+    mask_key_stride,
+    HAS_MASK: tl.constexpr,
+    IS_BOOL: tl.constexpr,
+    VARIES: tl.constexpr,  # whether the mask does, among the queries of a row
+    Q_LEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,  # RANK and ROPE rounded up to powers of two
+    ROPE_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of one block of query rows over one split of a row's keys; grid `[rows * row blocks, splits]`."""
+    R: tl.constexpr = HEADS * Q_LEN
+    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    row = (tl.program_id(0) // R_BLOCKS).to(tl.int64)
+    r = (tl.program_id(0) % R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+
+    inside = r < R
+    # Rows that only fill the block repeat the last one.
+    head = (tl.minimum(r, R - 1) // Q_LEN).to(tl.int64)
+    token = (tl.minimum(r, R - 1) % Q_LEN).to(tl.int64)
+    c = tl.arange(0, RANK_BLOCK)
+    p = tl.arange(0, ROPE_BLOCK)
+    q_at = row * q_row_stride + head * q_head_stride + token * q_token_stride
+    q_pe_at = row * q_pe_row_stride + head * q_pe_head_stride + token * q_pe_token_stride
+    q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
+    qp = tl.load(q_pe + q_pe_at[:, None] + p[None, :], mask=inside[:, None] & (p < ROPE)[None, :], other=0.0)
+    q = tl.trans(q)
+    qp = tl.trans(qp)
+    kv_c += row * kv_row_stride
+    k_pe += row * k_pe_row_stride
+    mask_at = mask + row * mask_row_stride + tl.zeros([1, 1], tl.int64)
+    if VARIES:
+        mask_at += (head * mask_head_stride + token * mask_token_stride)[None, :]
+
+    scale = softmax_scale * LOG2_E
+    top = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
+    key = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    seen = tl.max(_bias(mask_at, key, keys, mask_key_stride, HAS_MASK, IS_BOOL), 1) > -float("inf")
+    # A tile that nobody sees costs two products of zeros, no reading. Under an `if` that saves these too, Triton 3.6
+    # pipelines no load, and on Hopper the latents would spill.
+    for first in range(split * BLOCK_N, keys, splits * BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        # Zeros for keys that nobody sees, not only hidden scores: 0 x NaN is NaN.
+        at = key.to(tl.int64)[:, None]
+        k = tl.load(
+            kv_c + at * kv_key_stride + c[None, :], mask=seen[:, None] & (c < RANK)[None, :], other=0.0
+        )
+        kp = tl.load(
+            k_pe + at * k_pe_key_stride + p[None, :], mask=seen[:, None] & (p < ROPE)[None, :], other=0.0
+        )
+        bias = _bias(mask_at, key, keys, mask_key_stride, HAS_MASK, IS_BOOL)
+        # One tile ahead, so that it is known which latents to read when their turn comes.
+        after = _bias(mask_at, key + splits * BLOCK_N, keys, mask_key_stride, HAS_MASK, IS_BOOL)
+        seen = tl.max(after, 1) > -float("inf")
+
+        scores = tl.dot(k, q, input_precision="ieee")
+        scores = tl.dot(kp, qp, scores, input_precision="ieee") * scale
+        scores = tl.where(bias == -float("inf"), -float("inf"), scores + bias)
+        top, total, acc = accumulate(scores, k, top, total, acc)
+
+    target = (split.to(tl.int64) * (tl.num_programs(0) // R_BLOCKS) + row) * R + r
+    filled = tl.where(total == 0.0, 1.0, total)
+    tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
+    result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
+    # The sum skips a split that sees nothing, so its `out` may stay unwritten.
+    written = inside & ((total != 0.0) | (splits == 1))
+    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=written[:, None] & (c < RANK)[None, :])
+
+
+def masked_decode_triton(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    mask: Tensor | None,
+    softmax_scale: float,
+    *,
+    tiles: DecodeTiles | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """What `mla_masked_decode` computes, with its arguments, on the GPU or in Triton's interpreter.
+
+    `tiles` and `splits` are chosen by `plan.py` unless given. Nothing is read on the host.
+    """
+    rows, heads, q_len, rank = q_latent.shape
+    keys, rope = k_pe.shape[1], k_pe.shape[2]
+    query_rows = heads * q_len
+    q_latent, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe))
+    kv_c, k_pe = (x.expand(rows, -1, -1) for x in (kv_c, k_pe))
+    seen = None if mask is None else mask.expand(rows, heads, q_len, keys)
+
+    varies = seen is not None and any(seen.shape[dim] > 1 and seen.stride(dim) != 0 for dim in (1, 2))
+
+    device = device_of(q_latent)
+    tiles = tiles or decode_tiles(query_rows, rank, q_latent.dtype, device)
+    blocks = rows * triton.cdiv(query_rows, tiles.rows)
+    splits = splits or num_splits(blocks, keys, device)
+
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((rows * query_rows,), dtype=torch.float32)
+    part_out, part_lse = out, lse
+    if splits > 1:
+        part_out = lse.new_empty((splits, rows * query_rows, rank))
+        part_lse = lse.new_empty((splits, rows * query_rows))
+    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
+        masked_split_kernel[(blocks, splits)](
+            q_latent,
+            q_pe,
+            kv_c,
+            k_pe,
+            q_latent if seen is None else seen,
+            part_out,
+            part_lse,
+            softmax_scale,
+            keys,
+            *q_latent.stride()[:3],
+            *q_pe.stride()[:3],
+            *kv_c.stride()[:2],
+            *k_pe.stride()[:2],
+            *((0, 0, 0, 0) if seen is None else seen.stride()),
+            HAS_MASK=seen is not None,
+            IS_BOOL=seen is not None and seen.dtype == torch.bool,
+            VARIES=varies,
+            Q_LEN=q_len,
+            HEADS=heads,
+            RANK=rank,
+            ROPE=rope,
+            RANK_BLOCK=power_of_two(rank),
+            ROPE_BLOCK=power_of_two(rope),
+            BLOCK_R=tiles.rows,
+            BLOCK_N=tiles.keys,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        if splits > 1:
+            combine(part_out, part_lse, out, lse)
+    return out

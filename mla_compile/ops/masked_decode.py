@@ -1,0 +1,92 @@
+"""`mla_masked_decode`: absorbed attention over dense latents under an arbitrary mask."""
+
+import torch
+from torch import Tensor
+
+from mla_compile.ops import validate
+from mla_compile.ops.kernels.plan import supports_masked_decode
+from mla_compile.ops.library import define_op
+from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.ops.softmax import product
+
+
+def _fake(
+    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
+) -> Tensor:
+    validate.masked_decode(q_latent, q_pe, kv_c, k_pe, mask)
+    return q_latent.new_empty(q_latent.shape)
+
+
+@define_op(
+    "mla_masked_decode(Tensor q_latent, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? mask, "
+    "float softmax_scale) -> Tensor",
+    fake=_fake,
+)
+def masked_decode_op(
+    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
+) -> Tensor:
+    if supports_masked_decode(q_latent, q_pe, kv_c, k_pe):
+        from mla_compile.ops.kernels.masked_decode import masked_decode_triton
+
+        return masked_decode_triton(q_latent, q_pe, kv_c, k_pe, mask, softmax_scale)
+    return masked_decode_torch(q_latent, q_pe, kv_c, k_pe, mask, softmax_scale)
+
+
+def masked_decode_torch(
+    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
+) -> Tensor:
+    """`mla_masked_decode` in plain torch: every device, every dtype, and the kernel's twin."""
+    rows, heads, q_len, rank = q_latent.shape
+    keys = kv_c.shape[1]
+    if keys == 0:
+        return q_latent.new_zeros(q_latent.shape)
+    # What meets the same latents is one dimension: they are read once for all of it.
+    batch = 1 if kv_c.shape[0] == k_pe.shape[0] == 1 else rows
+    count = rows * heads * q_len // max(batch, 1)
+    kv_c, k_pe = (x if x.is_cuda else x.to(accumulate_dtype(x.dtype)) for x in (kv_c, k_pe))
+    kv_c, k_pe = kv_c.expand(batch, -1, -1), k_pe.expand(batch, -1, -1)
+    scores = product(q_latent.reshape(batch, count, rank), kv_c.mT)
+    scores += product(q_pe.reshape(batch, count, q_pe.shape[3]), k_pe.mT)
+    scores *= softmax_scale
+    if mask is not None:
+        added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+        scores.view(rows, heads, q_len, keys).add_(added)
+    unseen = scores.amax(dim=-1, keepdim=True) == -torch.inf
+    # `softmax_weighted` would take several times as long on a CPU, whose `exp` is slow far below 0.
+    out = product(scores.softmax(dim=-1), kv_c).masked_fill_(unseen, 0)
+    return out.to(q_latent.dtype).view(rows, heads, q_len, rank)
+
+
+def mla_masked_decode(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    mask: Tensor | None = None,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    """What `scaled_dot_product_attention` does, in the latent space: `mla_decode` where keys are dense and masked.
+
+    `softmax((q_latent . kv_c + q_pe . k_pe) * softmax_scale + mask) @ kv_c`, of half types with scores in float32.
+
+    Args:
+        q_latent: `q_nope @ w_uk`, `[rows, heads, q_len, kv_lora_rank]`, float.
+        q_pe: `[rows, heads, q_len, qk_rope_head_dim]`, same dtype.
+        kv_c: `[rows, keys, kv_lora_rank]`, or of 1 row that all share; same dtype, any strides.
+        k_pe: `[rows, keys, qk_rope_head_dim]` or of 1 row, likewise.
+        mask: bool, True for a key that is seen, or float, added to the scaled scores; of a shape that broadcasts to
+            `[rows, heads, q_len, keys]`, any strides. None means that all keys are seen.
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        `[rows, heads, q_len, kv_lora_rank]`, contiguous, in the dtype of `q_latent`; 0 for a query that sees no key.
+        On a GPU latents that no query sees are mostly not read.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    if not torch.compiler.is_compiling():
+        validate.masked_decode(q_latent, q_pe, kv_c, k_pe, mask)
+    out: Tensor = masked_decode_op(q_latent, q_pe, kv_c, k_pe, mask, softmax_scale)
+    return out

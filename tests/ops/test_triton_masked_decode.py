@@ -1,0 +1,62 @@
+"""The masked decode kernel without a GPU: results in Triton's interpreter, what the compiled code uses."""
+
+import itertools
+
+import pytest
+import torch
+
+from mla_compile.ops.kernels import plan
+from mla_compile.ops.kernels.plan import supports_masked_decode
+from tests.kernel_cases import masked_case
+from tests.ops.test_triton_decode import GPUS, WIDTHS
+from tests.triton_interpreter import run_interpreted
+
+
+def test_the_kernel_equals_the_definition_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted("masked_decode")
+
+
+@pytest.mark.parametrize(
+    ("capability", "model", "masked", "dtype"),
+    [
+        *itertools.product([90], ["GLM", "MiniCPM3"], ["none", "bool", "float", "heads"], [torch.bfloat16]),
+        *itertools.product([80, 86, 100, 120], ["GLM"], ["bool", "heads"], [torch.bfloat16]),
+        *itertools.product([80, 90], ["GLM"], ["bool"], [torch.float32]),
+    ],
+    ids=str,
+)
+def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
+    capability: int, model: str, masked: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.masked_decode import masked_decode_triton
+    from tests.triton_compile import compiled_for
+
+    heads, rank, rope = WIDTHS[model]
+    device, shared_memory = GPUS[capability]
+    monkeypatch.setattr(plan, "H200", device)
+    case = masked_case([64, 64], masked=masked, keys=1024, heads=heads, rank=rank, rope=rope, dtype=dtype)
+    with compiled_for(capability) as kernels:
+        masked_decode_triton(*case.args())
+    assert [kernel.name for kernel in kernels] == ["masked_split_kernel", "combine_kernel"]
+    # A mask of each head's own takes registers for every score: 96 bytes of 64 queries with MiniCPM3's widths.
+    spilled = 128 if masked == "heads" else 64
+    for kernel in kernels:
+        assert kernel.shared_memory <= shared_memory, kernel.name
+        assert kernel.spilled_bytes <= spilled, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
+    if dtype == torch.bfloat16:
+        products = "wgmma.mma_async" if capability == 90 else "mma.sync" if capability != 100 else ""
+        assert products in kernels[0].text, "the products must run on tensor cores"
+        assert "cp.async" in kernels[0].text, "latents must be on their way while others are multiplied"
+
+
+def test_the_torch_code_keeps_what_the_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    q_latent, q_pe, kv_c, k_pe, *_ = masked_case([5, 6]).args()
+    assert not supports_masked_decode(q_latent, q_pe, kv_c, k_pe), "no kernel runs on the CPU"
+    monkeypatch.setattr(plan, "serves", lambda tensor: True)
+    assert supports_masked_decode(q_latent, q_pe, kv_c, k_pe)
+    assert not supports_masked_decode(q_latent, q_pe[..., :8], kv_c, k_pe[..., :8])
+    assert not supports_masked_decode(q_latent, q_pe, kv_c.mT.contiguous().mT, k_pe)
+    assert not supports_masked_decode(q_latent, q_pe, kv_c[:, :0], k_pe[:, :0])
+    assert not supports_masked_decode(q_latent[:0], q_pe[:0], kv_c[:0], k_pe[:0])
