@@ -6,7 +6,7 @@ from mla_compile.errors import MLAError
 from mla_compile.explanation import Explanation, explain
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.ops import mla_append, mla_attention, mla_decode, mla_prefill
-from mla_compile.speculate import SamplingParams
+from mla_compile.speculate import SamplingParams, ShadowCheckError, shadow_check
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "MLAError",
     "PrefillSegment",
     "SamplingParams",
+    "ShadowCheckError",
     "decode_segment",
     "explain",
     "generate",
@@ -29,4 +30,5 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "prefill_segment",
+    "shadow_check",
 ]

@@ -11,6 +11,7 @@ from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 from tests.cases import Case, make_case, relative_error
 from tests.models_for_tests import poison_caches, tiny_model
+from tests.shadow_streams import run_checked_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -58,4 +59,15 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, para
     assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) >= 3
+    assert not any(recorded), f"tensors copied on each replay: {recorded}"
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(1, torch.float32), (3, torch.float64)], ids=str)
+def test_thousands_of_captured_steps_do_what_eager_ones_do(k: int, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    run_checked_streams(tiny_model(dtype).cuda(), k, steps=2000, every=2)
+    assert compile_counters() == {"graphs": 2, "cudagraph_skips": 0}, "one greedy, one sampled"
+    recorded = recorded_cuda_graphs(torch.cuda.current_device())
+    assert len(recorded) >= 8, "each for 1, 2, 4 and 8 rows"
     assert not any(recorded), f"tensors copied on each replay: {recorded}"

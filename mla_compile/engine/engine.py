@@ -12,10 +12,15 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
-from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, SpeculativeDecoder
+from mla_compile.speculate import (
+    DecodeState,
+    SamplingParams,
+    ServedModel,
+    SpeculativeDecoder,
+    Step,
+    shadow_check,
+)
 from mla_compile.torch_internals import mark_rows, with_own_code
-
-Step = Callable[[DecodeState], None]
 
 
 class TokenChooser(Protocol):
@@ -47,6 +52,7 @@ class Engine:
         page_size: tokens per cache page.
         compile: False runs everything eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
+        shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
 
     Raises:
         MLAError: a bad argument, named.
@@ -62,8 +68,11 @@ class Engine:
         page_size: int = 16,
         compile: bool = True,
         mode: str | None = "reduce-overhead",
+        shadow_check_every: int | None = None,
     ) -> None:
         sizes = {"max_rows": max_rows, "max_model_len": max_model_len, "page_size": page_size}
+        if shadow_check_every is not None:
+            sizes["shadow_check_every"] = shadow_check_every
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise MLAError(name, "an integer >= 1", value)
@@ -91,6 +100,9 @@ class Engine:
         # Each is traced on first use; the halves only where tokens are chosen on the host.
         decoders = self._decoders
         self._steps: dict[bool, Step] = {s: compiled(decoder.forward) for s, decoder in decoders.items()}
+        self._is_checked = shadow_check_every is not None
+        if shadow_check_every is not None:
+            self._steps = {s: shadow_check(step, every=shadow_check_every) for s, step in self._steps.items()}
         self._verify = compiled(decoders[False].verify)
         self._advance = {s: compiled(decoder.advance) for s, decoder in decoders.items()}
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
@@ -137,6 +149,8 @@ class Engine:
             MLAError: a bad argument or prompt, named, before anything runs; later, that another stream or engine has
                 taken over the model's caches.
         """
+        if choose is not None and self._is_checked:
+            raise MLAError("choose", "None in an engine with shadow_check_every", "a chooser")
         if max_new_tokens < 1:
             raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
         for i, prompt in enumerate(prompts):

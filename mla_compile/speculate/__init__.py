@@ -1,7 +1,16 @@
 """Speculative decoding with a model's own MTP layer: the state, the step, sampling."""
 
 from mla_compile.speculate.sampling import SamplingParams
+from mla_compile.speculate.shadow import ShadowCheckError, shadow_check
 from mla_compile.speculate.state import DecodeState
-from mla_compile.speculate.step import ServedModel, SpeculativeDecoder
+from mla_compile.speculate.step import ServedModel, SpeculativeDecoder, Step
 
-__all__ = ["DecodeState", "SamplingParams", "ServedModel", "SpeculativeDecoder"]
+__all__ = [
+    "DecodeState",
+    "SamplingParams",
+    "ServedModel",
+    "ShadowCheckError",
+    "SpeculativeDecoder",
+    "Step",
+    "shadow_check",
+]

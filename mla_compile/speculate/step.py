@@ -15,6 +15,7 @@ Latents of rejected positions stay in the caches and are overwritten before anyt
 at position n + a + 1, and a token sees only positions up to its own.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,6 +25,9 @@ from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
 from mla_compile.speculate.sampling import sample
 from mla_compile.speculate.state import DecodeState
+
+Step = Callable[[DecodeState], None]
+"""Advances a state in place."""
 
 MAX_DRAFTS = 32
 """Far more than pay: each one is a pass of the MTP layer in the graph."""

@@ -1,0 +1,233 @@
+"""A step that is checked while it runs: its eager twin runs on the same inputs, and what they leave is compared."""
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import slots_of
+from mla_compile.errors import MLAError
+from mla_compile.speculate.state import FIRST_TOKEN, DecodeState
+from mla_compile.speculate.step import ServedModel, SpeculativeDecoder, Step
+from mla_compile.torch_internals import uncompiled
+
+
+class ShadowCheckError(AssertionError):
+    """A step and its eager run differ. The message has a line for each layer and tensor of the state that does, with
+    its first place."""
+
+
+def shadow_check(
+    step: Step,
+    *,
+    every: int = 1,
+    tolerance: float | None = None,
+    decoder: SpeculativeDecoder | None = None,
+) -> Step:
+    """A step that does what `step` does, and of which every n-th call also runs eagerly and is compared.
+
+        step, state = engine.start(prompts, ...)
+        step = mla_compile.shadow_check(step, every=16)
+
+    What must be so after a checked call:
+
+    - The state, with the tokens and drafts, is eager's exactly.
+    - Latents of positions that an active row may write, `num_cached` to `max_len - 2`, are eager's within `tolerance`.
+    - Every other slot, page 0 and other rows' pages too, holds the bits it held before. NaN there is no difference.
+
+    The stream goes on with what `step` did, at the same addresses. Eager runs the same ops, on a GPU with the same
+    kernels: this finds what compiling and capturing break, not what both get wrong.
+
+    Load the model in float32 or float64. In half types a compiled step rounds less often than eager, so healthy steps
+    differ too: near-ties of two tokens, whose logits the message has, and of two experts go either way.
+
+    A debugging tool: a checked call waits for the device and holds a copy of all caches, and one of a layer's for a
+    while.
+
+    Args:
+        step: changes a `DecodeState` in place and returns nothing.
+        every: check the first call and every n-th after it.
+        tolerance: of a latent, relative to its largest entry. By default the square root of the dtype's epsilon:
+            0.09 in bfloat16, 0.03 in float16, 3.5e-4 in float32 and float64 (rotary angles are float32 in both).
+        decoder: what does the same eagerly. Found where `step` is a `SpeculativeDecoder` or its `forward`, compiled or
+            not. The caches of its `model`, `model.caches()`, must be all that a step changes besides the state.
+
+    Raises:
+        MLAError: a bad argument, named; no decoder was found or given.
+        ShadowCheckError: from the returned step, on a difference; state and caches are left as `step` left them.
+    """
+    if type(every) is not int or every < 1:
+        raise MLAError("every", "an integer >= 1", every)
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise MLAError("tolerance", "a finite number >= 0", tolerance)
+    decoder = decoder or _decoder_of(step)
+    if not hasattr(decoder.model, "caches"):
+        raise MLAError("decoder.model", "a model with `caches()`", type(decoder.model).__name__)
+    shadow, calls = _Shadow(step, decoder, tolerance), 0
+
+    def checked_step(state: DecodeState) -> None:
+        nonlocal calls
+        calls += 1
+        if (calls - 1) % every:
+            step(state)
+        elif differences := shadow.run(state):
+            lines = "\n  ".join(differences)
+            raise ShadowCheckError(f"step {calls} and its eager run on the same inputs differ:\n  {lines}")
+
+    return checked_step
+
+
+def _decoder_of(step: Step) -> SpeculativeDecoder:
+    eager = uncompiled(step)
+    decoder = getattr(eager, "__self__", eager)
+    if not isinstance(decoder, SpeculativeDecoder):
+        expected = "a SpeculativeDecoder or its forward, compiled or not"
+        mend = "name the decoder that does the same eagerly: shadow_check(step, decoder=...)"
+        raise MLAError("step", expected, getattr(eager, "__qualname__", type(eager).__name__), mend)
+    return decoder
+
+
+class _Shadow:
+    """Runs a step and its eager twin."""
+
+    def __init__(self, step: Step, decoder: SpeculativeDecoder, tolerance: float | None) -> None:
+        self.step, self.decoder, self.tolerance = step, decoder, tolerance
+
+    def run(self, state: DecodeState) -> list[str]:
+        """Run the step, in place; a line for each layer and tensor of the state in which its eager run differs."""
+        model = cast("ServedModel", self.decoder.model)
+        caches = [cache for cache in model.caches() if cache is not None]
+        if not caches:
+            raise MLAError("decoder.model", "allocated caches", "none", "call model.allocate_cache first")
+        live = [*caches, *state.tensors()]
+        kept = [tensor.clone() for tensor in live]
+        inputs = DecodeState(*(tensor.clone() for tensor in state.tensors()))
+
+        self.step(state)
+
+        slots = _Slots(inputs, self.decoder.page_size, caches)
+        latents = [
+            slots.outside(f"layer {i}", cache, before) for i, (cache, before) in enumerate(zip(caches, kept))
+        ]
+        for tensor, other in zip(live, kept):
+            result = tensor.clone()
+            tensor.copy_(other)
+            other.copy_(result)
+        try:
+            # A model that was compiled in place runs eagerly too.
+            with torch.compiler.set_stance("force_eager"):
+                self.decoder.forward(state)
+                compiled = DecodeState(*kept[len(caches) :])
+                latents += [
+                    slots.inside(f"layer {i}", got, expected, self.tolerance)
+                    for i, (got, expected) in enumerate(zip(kept, caches))
+                ]
+                found = [*latents, self._tokens(inputs, compiled, state), *_state(compiled, state)]
+        finally:
+            for tensor, result in zip(live, kept):
+                tensor.copy_(result)
+        return [line for line in found if line]
+
+    def _tokens(self, inputs: DecodeState, compiled: DecodeState, eager: DecodeState) -> str:
+        """The target's tokens, with what eager's logits say of the two."""
+        got, expected = (state.report[:, FIRST_TOKEN:] for state in (compiled, eager))
+        wrong = got != expected
+        if not wrong.any():
+            return ""
+        row, j = _first(wrong)
+        position = int(inputs.num_cached[row]) + 1 + j
+        both = int(got[row, j]), int(expected[row, j])
+        # Eager has just written the trunk's latents of these very inputs, so once more changes nothing.
+        logits = self.decoder.verify(inputs)[0][row, j]
+        of_both = ", ".join(f"{float(logits[t]):.9g}" if 0 <= t < len(logits) else "none" for t in both)
+        place = f"tokens: row {row}, token {j}, position {position}"
+        return _line(place, *both, wrong, f"eager's logits of the two: {of_both}")
+
+
+class _Slots:
+    """Which slots of the caches a step may write.
+
+    state: before the step. page_size: tokens a page. caches: `[num_pages, page_size, width]`, all alike.
+    """
+
+    def __init__(self, state: DecodeState, page_size: int, caches: list[Tensor]) -> None:
+        self.page_size = page_size
+        rows, pages = state.block_table.shape
+        position = torch.arange(pages * page_size, device=state.block_table.device)
+        self.of_rows = slots_of(state.block_table, position.expand(rows, -1), page_size)
+        own = (position >= state.num_cached[:, None]) & (position < state.max_len[:, None] - 1)
+        own &= state.active[:, None]
+        self.writable = torch.zeros(caches[0].shape[0] * page_size, dtype=torch.bool, device=position.device)
+        self.writable[self.of_rows[own]] = True
+
+    def outside(self, layer: str, got: Tensor, before: Tensor) -> str:
+        """The first bit that changed in a slot that no row may write."""
+        wrong = (_bits(got) != _bits(before)) & ~self.writable[:, None]
+        if not wrong.any():
+            return ""
+        slot, column = _first(wrong)
+        now, then = (float(x.flatten(0, 1)[slot, column]) for x in (got, before))
+        place = f"{layer}: {self._place(slot, column)}"
+        return _line(place, now, then, wrong, "no row may write there", "before")
+
+    def inside(self, layer: str, got: Tensor, expected: Tensor, tolerance: float | None) -> str:
+        """The first value of a slot that rows may write which is not near `expected`."""
+        different = (_bits(got) != _bits(expected)).any(-1) & self.writable
+        slots = different.nonzero()[:, 0]
+        if tolerance is None:
+            tolerance = max(torch.finfo(dtype).eps for dtype in (got.dtype, torch.float32)) ** 0.5
+        got, expected = (x.flatten(0, 1)[slots].double() for x in (got, expected))
+        scale = expected.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True)
+        wrong = ~((got - expected).abs() <= tolerance * scale) & (got != expected)
+        wrong &= ~(got.isnan() & expected.isnan())
+        if not wrong.any():
+            return ""
+        i, column = _first(wrong)
+        place = self._place(int(slots[i]), column)
+        return _line(f"{layer}: {place}", float(got[i, column]), float(expected[i, column]), wrong)
+
+    def _place(self, slot: int, column: int) -> str:
+        page, offset = divmod(slot, self.page_size)
+        owners = (self.of_rows == slot).nonzero().tolist()
+        if page == 0:
+            owner = "the dummy page"
+        elif owners:
+            owner = f"row {owners[0][0]}, position {owners[0][1]}"
+        else:
+            owner = "a page of no row"
+        return f"{owner} (page {page}, slot {offset} of it), column {column}"
+
+
+def _state(compiled: DecodeState, eager: DecodeState) -> Iterator[str]:
+    """A line for each tensor of the state that differs; the tokens of the report are told elsewhere."""
+    for name, got in vars(compiled).items():
+        expected = getattr(eager, name)
+        if name == "report":
+            got, expected = got[:, :FIRST_TOKEN], expected[:, :FIRST_TOKEN]
+        wrong = got != expected
+        if wrong.any():
+            row, *column = _first(wrong)
+            place = f"{name}: row {row}" + "".join(f", column {c}" for c in column)
+            yield _line(place, got[row, *column].item(), expected[row, *column].item(), wrong)
+
+
+def _first(wrong: Tensor) -> list[int]:
+    """The index of the first true value, which there must be."""
+    first = wrong.flatten().to(torch.uint8).argmax()
+    return [int(i) for i in torch.unravel_index(first, wrong.shape)]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Latents `[num_pages, page_size, width]` as integers `[slots, width]`, of which NaN equals itself."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(integers[x.element_size()]).flatten(0, 1)
+
+
+def _line(
+    place: str, got: float, expected: float, wrong: Tensor, note: str = "", source: str = "eager"
+) -> str:
+    others = int(wrong.sum()) - 1
+    notes = [note] * bool(note) + [f"{others:,} more differ"] * bool(others)
+    return "; ".join([f"{place}: {got!r}, {source} {expected!r}", *notes])

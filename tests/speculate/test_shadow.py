@@ -1,0 +1,322 @@
+"""`shadow_check`: healthy steps pass and go on as if unchecked, each planted fault is told by its place."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_compile import Engine, MLAError, SamplingParams, ShadowCheckError, shadow_check
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.torch_internals import compile_counters
+from tests.models_for_tests import poison_caches, tiny_model
+from tests.shadow_streams import run_checked_streams
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+PAGES = 6
+"""Of 4 tokens, of each row: row 0 has pages 1 to 6, row 1 has 7 to 12, row 2 has 13 to 18; the bucket's row 3 has none,
+and pages 19 to 24 are nobody's."""
+
+
+def engine(k: int = 3, dtype: torch.dtype = torch.float64, **settings: object) -> Engine:
+    sizes = {"max_rows": 4, "max_model_len": 4 * PAGES, "page_size": 4, "compile": False}
+    return Engine(tiny_model(dtype), num_speculative_tokens=k, **{**sizes, **settings})
+
+
+class Started:
+    """An engine's step, of which a test makes a faulty one."""
+
+    def __init__(self, k: int = 3, dtype: torch.dtype = torch.float64, max_new_tokens: int = 15) -> None:
+        self.engine = engine(k, dtype)
+        poison_caches(self.engine.model)
+        step, self.state = self.engine.start(PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
+        self.decoder: SpeculativeDecoder = step.__self__
+        self.caches = self.engine.model.caches()
+
+    def message(self, fault: Callable[["Started"], None], steps: int = 2) -> str:
+        """What the check says of a step that does `fault` in the last of some steps."""
+        calls = 0
+
+        def step(state: DecodeState) -> None:
+            nonlocal calls
+            calls += 1
+            self.decoder(state)
+            if calls == steps:
+                fault(self)
+
+        step = shadow_check(step, decoder=self.decoder)
+        for _ in range(steps - 1):
+            step(self.state)
+        with pytest.raises(ShadowCheckError) as error:
+            step(self.state)
+        first, *lines = str(error.value).split("\n  ")
+        assert first == f"step {steps} and its eager run on the same inputs differ:"
+        return "\n".join(lines)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_healthy_eager_steps_pass(k: int) -> None:
+    run_checked_streams(tiny_model(), k, steps=40, every=1, compile=False)
+
+
+@pytest.mark.parametrize(
+    ("k", "dtype", "temperature"), [(1, torch.float64, 1.0), (3, torch.float32, 0.0)], ids=str
+)
+def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
+    k: int, dtype: torch.dtype, temperature: float
+) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    run_checked_streams(tiny_model(dtype), k, steps=60, every=2, temperatures=(temperature,), compile=True)
+    assert compile_counters()["graphs"] == 1
+
+
+def test_a_step_of_bfloat16_passes_within_its_tolerance() -> None:
+    started = Started(dtype=torch.bfloat16)
+    step = shadow_check(started.decoder)
+    while started.state.active.any():
+        step(started.state)
+
+
+def fault_in(name: str, index: tuple[int, ...], value: int) -> Callable[[Started], None]:
+    def fault(started: Started) -> None:
+        getattr(started.state, name)[index] += value
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (fault_in("drafts", (1, 2), 1), r"drafts: row 1, column 2: (\d+), eager (\d+)"),
+        (fault_in("last_token", (2,), 1), r"last_token: row 2: (\d+), eager (\d+)"),
+        (fault_in("num_cached", (0,), 1), r"num_cached: row 0: (\d+), eager (\d+)"),
+        (fault_in("report", (1, 0), 1), r"report: row 1, column 0: (\d+), eager (\d+)"),
+        (fault_in("max_len", (3,), 1), r"max_len: row 3: (\d+), eager (\d+)"),
+    ],
+    ids=lambda value: None if callable(value) else value.split(":")[0],
+)
+def test_a_wrong_state_is_told_by_its_row(fault: Callable[[Started], None], message: str) -> None:
+    found = re.fullmatch(message, Started().message(fault))
+    assert found and int(found[1]) == int(found[2]) + 1
+
+
+def test_a_row_that_should_have_ended_is_told() -> None:
+    def fault(started: Started) -> None:
+        started.state.active[2] = True
+
+    assert Started(max_new_tokens=3).message(fault, 2) == "active: row 2: True, eager False"
+
+
+def test_a_state_that_stays_as_it_was_is_told() -> None:
+    def stays(state: DecodeState) -> None:
+        pass
+
+    started = Started()
+    with pytest.raises(ShadowCheckError, match=r"num_cached: row 0: 3, eager [4-7]; 2 more differ"):
+        shadow_check(stays, decoder=started.decoder)(started.state)
+
+
+def test_a_wrong_token_comes_with_what_eager_thinks_of_both() -> None:
+    started, logits = Started(), []
+    verify = started.decoder.verify
+
+    def spy(state: DecodeState) -> tuple[Tensor, Tensor]:
+        out = verify(state)
+        logits.append(out[0])
+        return out
+
+    started.decoder.verify = spy
+    line = started.message(fault_in("report", (1, 3), -1))
+    found = re.fullmatch(
+        r"tokens: row 1, token 1, position (\d+): (\d+), eager (\d+); eager's logits of the two: (.*), (.*)",
+        line,
+    )
+    assert found
+    position, wrong, right = map(int, found.groups()[:3])
+    assert wrong == right - 1 and right == int(logits[-1][1, 1].argmax())
+    assert position >= len(PROMPTS[1]) + 3
+    assert float(found[4]) == pytest.approx(float(logits[-1][1, 1, wrong]), rel=1e-7)
+    assert float(found[5]) == pytest.approx(float(logits[-1][1, 1, right]), rel=1e-7)
+
+
+def half(_: Tensor) -> float:
+    return 0.5
+
+
+def into(layer: int, page: int, slot: int, change: Callable[[Tensor], Tensor | float]) -> Callable:
+    """A fault in column 5 of a slot and, where the page has one more, of the next one."""
+
+    def fault(started: Started) -> None:
+        values = started.caches[layer][page, slot : slot + 2, 5]
+        values.copy_(torch.as_tensor(change(values)))
+
+    return fault
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_latent_is_compared_within_the_tolerance_of_its_dtype(layer: int, dtype: torch.dtype) -> None:
+    tolerance = {torch.float64: 3.5e-4, torch.float32: 3.5e-4, torch.bfloat16: 0.09}[dtype]
+    # The first step runs row 1's positions 5 to 8: slots 1 to 3 of its second page, and one of the third.
+    page, slot = 8, 2
+    for times, is_told in ((0.5, False), (3, True)):
+        started = Started(dtype=dtype)
+
+        def fault(started: Started, times: float = times) -> None:
+            latent = started.caches[layer][page, slot]
+            latent[5] += times * tolerance * latent.abs().max()
+
+        def step(state: DecodeState, started: Started = started, fault: Callable = fault) -> None:
+            started.decoder(state)
+            fault(started)
+
+        checked = shadow_check(step, decoder=started.decoder)
+        if is_told:
+            place = rf"layer {layer}: row 1, position 6 \(page 8, slot 2 of it\), column 5: \S+, eager \S+$"
+            with pytest.raises(ShadowCheckError, match=place):
+                checked(started.state)
+            shadow_check(started.decoder, tolerance=0)(started.state)
+        else:
+            checked(started.state)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (into(1, 0, 2, half), r"layer 1: the dummy page (page 0, slot 2 of it), column 5: 0.5, before nan"),
+        (into(0, 20, 0, half), r"layer 0: a page of no row (page 20, slot 0 of it), column 5: 0.5, before nan"),
+        (into(2, 7, 1, torch.neg), r"layer 2: row 1, position 1 (page 7, slot 1 of it), column 5: "),
+        # Positions from max_len - 1 on, 17 of row 0, are not run.
+        (into(0, 5, 1, half), r"layer 0: row 0, position 17 (page 5, slot 1 of it), column 5: 0.5, before nan"),
+    ],
+    ids=["page 0", "nobody's page", "text that is cached", "past the end"],
+)  # fmt: skip
+def test_a_write_where_no_row_may_write_is_told(fault: Callable[[Started], None], message: str) -> None:
+    line = Started().message(fault)
+    assert line.startswith(message)
+    assert line.endswith("; no row may write there; 1 more differ")
+
+
+def test_a_latent_that_is_not_written_is_told() -> None:
+    def fault(started: Started) -> None:
+        started.caches[1][8, 2] = torch.nan
+
+    started = Started()
+    assert re.fullmatch(
+        r"layer 1: row 1, position 6 \(page 8, slot 2 of it\), column 0: nan, eager \S+; 23 more differ",
+        started.message(fault, steps=1),
+    )
+
+
+def test_everything_that_differs_is_told_layers_first() -> None:
+    def fault(started: Started) -> None:
+        into(1, 0, 3, half)(started)
+        fault_in("drafts", (0, 0), 1)(started)
+        fault_in("report", (2, 2), 1)(started)
+
+    lines = Started().message(fault).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["layer 1", "tokens", "drafts"]
+
+
+def everything(of: Started) -> list[Tensor]:
+    return [*of.caches, *of.state.tensors()]
+
+
+def test_a_checked_step_leaves_what_the_step_left_where_it_left_it() -> None:
+    started, plain = Started(), Started()
+    places = [tensor.data_ptr() for tensor in everything(started)]
+    step = shadow_check(started.decoder.forward)
+    for _ in range(3):
+        step(started.state)
+        plain.decoder(plain.state)
+        for got, expected in zip(everything(started), everything(plain), strict=True):
+            assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
+    assert [tensor.data_ptr() for tensor in everything(started)] == places
+
+
+def test_after_a_difference_the_faulty_results_are_there_to_look_at() -> None:
+    started = Started()
+
+    def fault(started: Started) -> None:
+        started.caches[1][0] = 0.5
+        started.state.drafts.fill_(-1)
+
+    started.message(fault)
+    assert (started.caches[1][0] == 0.5).all() and (started.state.drafts == -1).all()
+
+
+def test_every_nth_step_is_checked_from_the_first_on() -> None:
+    started = Started()
+    calls = []
+    forward = started.decoder.forward
+    started.decoder.forward = lambda state: calls.append(len(steps)) or forward(state)
+    steps: list[int] = []
+
+    def step(state: DecodeState) -> None:
+        steps.append(1)
+        forward(state)
+
+    checked = shadow_check(step, every=3, decoder=started.decoder)
+    for _ in range(8):
+        checked(started.state)
+    assert len(steps) == 8 and calls == [1, 4, 7]
+
+
+@pytest.mark.parametrize("what", ["compiled", "compiled in place", "around a compiled model"])
+def test_whatever_is_compiled_is_checked_against_eager(what: str) -> None:
+    started = Started()
+    step = started.decoder
+
+    def faulty(gm: torch.fx.GraphModule, _: list) -> Callable:
+        def run(*args: object) -> object:
+            out = gm(*args)
+            started.caches[0][8, 2, 5] += 1
+            return out
+
+        return run
+
+    if what == "compiled":
+        step = torch.compile(step, backend=faulty, fullgraph=True)
+    elif what == "compiled in place":
+        step.compile(backend=faulty, fullgraph=True)
+    else:
+        step.model.compile(backend=faulty, fullgraph=True)
+    with pytest.raises(ShadowCheckError, match=r"layer 0: row 1, position 6 .* column 5"):
+        shadow_check(step)(started.state)
+
+
+def test_an_engine_checks_its_own_streams() -> None:
+    plain = engine().generate(PROMPTS, max_new_tokens=12)
+    checked = engine(shadow_check_every=2)
+    poison_caches(checked.model)
+    assert checked.generate(PROMPTS, max_new_tokens=12) == plain
+    accept = checked._decoders[False]._accept
+    checked._decoders[False]._accept = lambda state, tokens, lens: accept(state, tokens.random_(40), lens)
+    with pytest.raises(ShadowCheckError, match="tokens: row 0"):
+        checked.generate(PROMPTS, max_new_tokens=12)
+
+
+def test_what_cannot_be_checked_is_refused_by_name() -> None:
+    started = Started()
+
+    class Headless(torch.nn.Module):
+        pass
+
+    with pytest.raises(MLAError, match=r"step: .*got .*<lambda>; .* shadow_check\(step, decoder=...\)"):
+        shadow_check(lambda state: None)
+    with pytest.raises(MLAError, match=r"step: .*shadow_check.*decoder="):
+        shadow_check(shadow_check(started.decoder))
+    with pytest.raises(MLAError, match="every: expected an integer >= 1, got 0"):
+        shadow_check(started.decoder, every=0)
+    with pytest.raises(MLAError, match="tolerance: expected a finite number >= 0, got -1"):
+        shadow_check(started.decoder, tolerance=-1)
+    with pytest.raises(MLAError, match=r"decoder.model: expected a model with `caches\(\)`, got Headless"):
+        shadow_check(SpeculativeDecoder(Headless(), 0, page_size=4))
+    with pytest.raises(MLAError, match=r"decoder.model: expected allocated caches"):
+        shadow_check(SpeculativeDecoder(tiny_model(), 3, page_size=4))(started.state)
+    with pytest.raises(MLAError, match="shadow_check_every: expected an integer >= 1, got 0"):
+        engine(shadow_check_every=0)
+    with pytest.raises(MLAError, match="choose: expected None in an engine with shadow_check_every"):
+        engine(shadow_check_every=1).stream(PROMPTS, choose=lambda *_: torch.zeros(3, 4))
