@@ -12,6 +12,7 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
+from mla_compile.ops.backends import DecodeCall, describe_device, select_backend
 from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, SpeculativeDecoder
 from mla_compile.torch_internals import mark_rows, with_own_code
 
@@ -47,6 +48,8 @@ class Engine:
         page_size: tokens per cache page.
         compile: False runs everything eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
+        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
+            `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
 
     Raises:
         MLAError: a bad argument, named.
@@ -62,6 +65,7 @@ class Engine:
         page_size: int = 16,
         compile: bool = True,
         mode: str | None = "reduce-overhead",
+        decode_backend: str | None = None,
     ) -> None:
         sizes = {"max_rows": max_rows, "max_model_len": max_model_len, "page_size": page_size}
         for name, value in sizes.items():
@@ -71,6 +75,8 @@ class Engine:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
             expected = "0 for a model without MTP layers"
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
+        device = describe_device(model.device)  # what else a backend may lack shows when the model runs
+        select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
         if mode is not None and compile:
             resolve_settings(mode, None)  # refuses an unknown mode now rather than at the first step
         self.model = model
@@ -79,7 +85,9 @@ class Engine:
         self.pages_per_row = -(-max_model_len // page_size)
         self.device = model.device
         self._decoders = {
-            sampled: SpeculativeDecoder(model, self.k, page_size=page_size, sampled=sampled)
+            sampled: SpeculativeDecoder(
+                model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
+            )
             for sampled in (False, True)
         }
 

@@ -82,15 +82,6 @@ class DecodeTiles:
     stages: int
 
 
-def supports_decode(q_latent: Tensor, q_pe: Tensor) -> bool:
-    """Whether `decode_triton` serves these queries; `mla_decode`'s torch code serves all."""
-    return (
-        serves(q_latent)
-        and q_latent.shape[0] * q_latent.shape[1] > 0
-        and all(0 < x.shape[2] <= most and x.shape[2] % 16 == 0 for x, most in ((q_latent, 512), (q_pe, 128)))
-    )
-
-
 def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
     """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
 
