@@ -7,7 +7,9 @@ from typing import Any
 from torch import fx
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
+from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.torch_internals import inductor_modes, inductor_options, lower_with_inductor, trace_graph
 
 log = logging.getLogger(__name__)
@@ -26,22 +28,26 @@ def mla(
         gm: the graph; it is rewritten in place.
         example_inputs: its fake inputs.
         mode: a mode of `torch.compile`; "default" arrives as None.
-        options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`.
+        options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`, and
+            `decode_backend`: the name of the backend for decode calls that do not name theirs.
 
     Raises:
-        MLAError: an unknown mode, an unknown option or something that is not a pass.
+        MLAError: an unknown mode, an unknown option, something that is not a pass, a decode backend that is unknown or
+            cannot serve a call of the graph.
     """
     settings = resolve_settings(mode, options)
-    passes = settings.pop("passes", None)
+    passes, decode_backend = settings.pop("passes", None), settings.pop("decode_backend", None)
     trace_graph("mla_before_passes", gm)
     gm = pipeline.run(gm, example_inputs, passes)
+    if decode_backend is not None:
+        gm = choose_decode_backend(gm, decode_backend)
     trace_graph("mla_after_passes", gm)
     log.debug("after the mla passes:\n%s", gm.graph)
     return lower_with_inductor(gm, example_inputs, settings)
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-    """The Inductor options that a mode and options stand for, `passes` included where it was given."""
+    """The Inductor options that a mode and options stand for, and ours where they were given."""
     modes = inductor_modes()
     if mode is not None and mode not in modes:
         raise MLAError("mode", f"one of {', '.join(modes)}", repr(mode))
@@ -50,10 +56,11 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     # with an unbacked number of rows cannot say (torch 2.13: an error, seen with group-limited routing).
     defaults = {"graph_partition": True, "joint_graph_constant_folding": False}
     settings = {**defaults, **modes[mode or "default"], **(options or {})}
-    if unknown := sorted(settings.keys() - inductor_options() - {"passes"}):
-        mend = "see torch._inductor.config for the names; ours is 'passes'"
-        raise MLAError("options", "options of Inductor or 'passes'", ", ".join(unknown), mend)
+    if unknown := sorted(settings.keys() - inductor_options() - {"passes", "decode_backend"}):
+        mend = "see torch._inductor.config for the names; ours are 'passes' and 'decode_backend'"
+        raise MLAError("options", "options of Inductor or ours", ", ".join(unknown), mend)
     passes = settings.get("passes", [])
     if not isinstance(passes, Sequence) or not all(callable(p) for p in passes):
         raise MLAError("options['passes']", "a list of functions (gm, example_inputs) -> gm", repr(passes))
+    check_name("options['decode_backend']", settings.get("decode_backend"))
     return settings

@@ -20,6 +20,7 @@ class DecodeSegment:
     slot_mapping: int64 `[rows * q_len]`; -1 writes nowhere.
     q_len: query tokens per row in this call, >= 1.
     q_lens: valid query tokens per row where they differ, int32 `[rows]`, or None.
+    backend: the decode backend to use, by name; None is the automatic choice.
     """
 
     seq_lens: Tensor
@@ -27,6 +28,7 @@ class DecodeSegment:
     slot_mapping: Tensor
     q_len: int = 1
     q_lens: Tensor | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ def decode_segment(
     q_len: int,
     page_size: int,
     q_lens: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[DecodeSegment, Tensor]:
     """Rows that each decode `q_len` tokens after the `num_cached` (int32 `[rows]`) that they hold.
 
-    A row of which `q_lens` says 0 is inactive: it sees nothing and writes nowhere.
+    A row of which `q_lens` says 0 is inactive: it sees nothing and writes nowhere. `backend`: see `DecodeSegment`.
 
     Returns the segment and the tokens' positions, int64 `[rows * q_len]`.
 
@@ -97,7 +100,7 @@ def decode_segment(
     if q_lens is not None:
         seq_lens = torch.where(q_lens > 0, seq_lens, 0)
     slots = slots_of(block_table, positions, page_size, valid)
-    segment = DecodeSegment(seq_lens, block_table, slots.view(-1), q_len, q_lens)
+    segment = DecodeSegment(seq_lens, block_table, slots.view(-1), q_len, q_lens, backend)
     return segment, positions.view(-1)
 
 

@@ -75,6 +75,7 @@ def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
         (None, {"epilog_fusion": True}, "^options: .*got epilog_fusion"),
         (None, {"passes": "split"}, r"^options\['passes'\]: expected a list of functions"),
         (None, {"passes": [3]}, r"^options\['passes'\]"),
+        (None, {"decode_backend": "fast"}, r"^options\['decode_backend'\]: expected one of .*, got 'fast'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(mode: str | None, options: dict | None, message: str) -> None:
@@ -86,6 +87,14 @@ def test_a_bad_option_stops_the_compile_instead_of_falling_back() -> None:
     case = make_case(**MIXED)
     compiled = torch.compile(OwnModule(case), backend="mla", options={"no_such_option": 1})
     with pytest.raises(Exception, match="no_such_option"):
+        compiled(case.q_nope, case.q_pe, case.kv_c, case.k_pe, case.batch)
+
+
+def test_a_decode_backend_is_taken_and_one_that_cannot_serve_stops_the_compile_with_the_reason() -> None:
+    check(options={"decode_backend": "reference"})
+    case = make_case(**MIXED)
+    compiled = torch.compile(OwnModule(case), backend="mla", options={"decode_backend": "triton"})
+    with torch.no_grad(), pytest.raises(Exception, match="got triton, which runs on cuda, got cpu"):
         compiled(case.q_nope, case.q_pe, case.kv_c, case.k_pe, case.batch)
 
 

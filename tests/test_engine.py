@@ -1,6 +1,7 @@
 """The engine around the step: who owns its caches, odd arguments, chunks of prompts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Completion, prefill
+from mla_compile.ops import backends
+from mla_compile.ops.decode import decode_torch
 from tests.models_for_tests import poison_caches, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -89,6 +92,38 @@ def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
         with pytest.raises(MLAError, match=next(iter(bad))):
             Engine(mine.model, **bad)
     assert tokens(mine) == expected
+
+
+def reference_that_counts(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    CALLS.append(args)
+    return decode_torch(*args)
+
+
+CALLS: list[tuple] = []
+
+
+def test_the_decode_backend_that_was_asked_for_runs_and_gives_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *_, reference = backends.DECODE_BACKENDS
+    mine = replace(reference, name="mine", function=f"{__name__}:reference_that_counts")
+    monkeypatch.setattr(backends, "DECODE_BACKENDS", (reference, mine))
+    backends.select_backend.cache_clear()
+    expected = tokens(engine())
+    assert not CALLS
+    assert tokens(engine(decode_backend="mine")) == expected
+    assert {args[6] for args in CALLS} == {1, 4}, "verification and the drafts that follow"
+    monkeypatch.undo()
+    backends.select_backend.cache_clear()
+
+
+def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
+    with pytest.raises(
+        MLAError, match=r"^decode_backend: .*\(reference\), got triton, which runs on cuda, got cpu"
+    ):
+        engine(decode_backend="triton")
+    with pytest.raises(MLAError, match=r"^decode_backend: expected one of .*got 'fast'"):
+        engine(decode_backend="fast")
 
 
 def test_two_streams_of_one_engine_at_once_are_refused() -> None:

@@ -1,32 +1,27 @@
-"""The Triton kernels on a CUDA device, at the sizes of real models, against float64."""
+"""Every decode backend and the other Triton kernels on a CUDA device, at the sizes of real models, against float64."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from mla_compile import mla_append, mla_decode
+from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.kernels.plan import (
-    device_of,
-    supports_append,
-    supports_decode,
-    supports_masked_decode,
-    supports_moe,
-)
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
+from mla_compile.ops.kernels.plan import device_of, supports_append, supports_masked_decode, supports_moe
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
 from tests.kernel_cases import (
-    DecodeCase,
+    HUGE,
     MaskedCase,
     check_decode,
     check_masked,
     check_moe,
     decode_case,
-    decode_reference,
     masked_case,
     moe_case,
 )
+from tests.ops.conformance import DecodeConformance, Subject
 
 pytestmark = pytest.mark.gpu
 
@@ -38,95 +33,101 @@ MODELS = {
     "Mistral4": (32, 256, 64),
     "MiniCPM3": (40, 256, 32),
 }
-HALF = [torch.bfloat16, torch.float16]
 
 
-def decode(case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
-    assert supports_decode(case.q_latent, case.q_pe)
-    *tensors, q_lens, q_len, scale = case.args()
-    return mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens)
+@pytest.fixture(scope="module", params=DECODE_BACKENDS, ids=lambda backend: backend.name)
+def subject(request: pytest.FixtureRequest) -> Subject:
+    backend = request.param
+    reason = backend.why_not(DecodeCall(*describe_device(torch.device("cuda:0"))))
+    if reason is not None:
+        pytest.skip(f"{backend.name} {reason}")
+    return Subject(backend, "cuda", heads=20, rank=512, rope=64, page_size=64, dtype=torch.bfloat16)
 
 
-def make(model: str, lengths: list[int], **settings) -> DecodeCase:
-    heads, rank, rope = MODELS[model]
-    defaults = {"page_size": 64, "dtype": torch.bfloat16, "device": "cuda"}
-    return decode_case(lengths, heads=heads, rank=rank, rope=rope, **defaults | settings)
+def sizes(model: str) -> dict[str, int]:
+    return dict(zip(("heads", "rank", "rope"), MODELS[model], strict=True))
 
 
-@pytest.mark.parametrize(
-    "lengths", [[1], [1000], [5000, 1, 63], [1000] * 32, [0, 1, 64, 65, 9000, *range(100, 127)]], ids=str
-)
-@pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize("model", MODELS)
-def test_decode_equals_the_definition(model: str, q_len: int, lengths: list[int]) -> None:
-    check_decode(case := make(model, lengths, q_len=q_len), decode(case))
+class TestOnTheGpu(DecodeConformance):
+    """The conformance suite, and what only a GPU has: models' sizes, far pages, captured graphs."""
 
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("model", MODELS)
-def test_decode_in_other_dtypes(model: str, dtype: torch.dtype) -> None:
-    check_decode(
-        case := make(model, [0, 1, 70, 1500], q_len=2, q_lens=[0, 1, 2, 2], dtype=dtype), decode(case)
+    @pytest.mark.parametrize(
+        "lengths", [[1], [1000], [5000, 1, 63], [1000] * 32, [0, 1, 64, 65, 9000, *range(100, 127)]], ids=str
     )
+    @pytest.mark.parametrize("q_len", [1, 4])
+    @pytest.mark.parametrize("model", MODELS)
+    def test_models(self, subject: Subject, model: str, q_len: int, lengths: list[int]) -> None:
+        subject.check(lengths, q_len=q_len, **sizes(model))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("model", MODELS)
+    def test_models_in_other_dtypes(self, subject: Subject, model: str, dtype: torch.dtype) -> None:
+        subject.check([0, 1, 70, 1500], q_len=2, q_lens=[0, 1, 2, 2], dtype=dtype, **sizes(model))
+
+    @pytest.mark.parametrize("page_size", [1, 7, 16, 128])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_page_sizes_with_ragged_queries(
+        self, subject: Subject, page_size: int, dtype: torch.dtype
+    ) -> None:
+        lengths, q_lens = [2, 700, 0, 129, 5, 127], [4, 1, 0, 3, 2, 4]
+        subject.check(lengths, q_len=4, q_lens=q_lens, page_size=page_size, dtype=dtype)
+
+    @pytest.mark.parametrize("columns", [4, 16, 64, 512])
+    def test_borders_of_splits_in_tables_of_all_widths(self, subject: Subject, columns: int) -> None:
+        lengths = [n + d for n in (64, 128, 192, 256) for d in (-1, 0, 1) if n + d <= columns * 64]
+        subject.check(lengths, q_len=2, columns=columns)
+
+    @pytest.mark.parametrize("widths", [(32, 16), (48, 16), (128, 32), (512, 128)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_other_widths(self, subject: Subject, widths: tuple[int, int], dtype: torch.dtype) -> None:
+        rank, rope = widths
+        subject.check([300, 0, 17], q_len=3, heads=6, rank=rank, rope=rope, dtype=dtype)
+
+    def test_pages_beyond_two_to_the_thirty_one_elements(self, subject: Subject) -> None:
+        case = subject.case([100, 3])
+        pages = 2**31 // (64 * 576) + 10
+        far = torch.full((pages, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+        far[-case.kv_cache.shape[0] :] = case.kv_cache
+        moved = case.block_table + pages - case.kv_cache.shape[0]
+        table = torch.where(case.block_table == HUGE, HUGE, moved).int()
+        got = subject.run(replace(case, kv_cache=far, block_table=table))
+        assert all(map(torch.equal, got, subject.run(case)))
+
+    def test_captured_once_it_serves_other_lengths_at_replay(self, subject: Subject) -> None:
+        if not subject.backend.capturable:
+            pytest.skip(f"{subject.backend.name} may not be captured")
+        case = subject.case([2000, 64, 5, 700], q_len=4)
+        lengths = case.seq_lens.clone()
+        subject.run(case)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        case.seq_lens.fill_(1)
+        with torch.cuda.graph(graph):
+            out, lse = subject.run(case)
+        for shorter in (0, 1, 63, 64, 2000):
+            case.seq_lens.copy_((lengths - shorter).clamp(min=0))
+            graph.replay()
+            check_decode(case, (out, lse))
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_decode_with_every_page_size_and_ragged_queries(page_size: int, dtype: torch.dtype) -> None:
-    lengths, q_lens = [2, 700, 0, 129, 5, 127], [4, 1, 0, 3, 2, 4]
-    case = make("GLM", lengths, q_len=4, q_lens=q_lens, page_size=page_size, dtype=dtype)
-    check_decode(case, decode(case))
+def test_a_rows_bits_of_triton_do_not_depend_on_the_other_rows() -> None:
+    heads, rank, rope = MODELS["GLM"]
+    case = decode_case(
+        [3000, 500, 0, 7], q_len=4, heads=heads, rank=rank, rope=rope, dtype=torch.bfloat16, device="cuda"
+    )
+    *tensors, q_lens, q_len, scale = case.args()
+    first = mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens, backend="triton")
+    case.seq_lens[0], case.seq_lens[3] = 0, 1
+    case.q_latent[:4] = torch.nan
+    again = mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens, backend="triton")
+    assert all(torch.equal(a[4:8], b[4:8]) for a, b in zip(first, again))
 
 
-@pytest.mark.parametrize("columns", [4, 16, 64, 512])
-def test_decode_about_the_borders_of_splits(columns: int) -> None:
-    lengths = [n + d for n in (64, 128, 192, 256) for d in (-1, 0, 1) if n + d <= columns * 64]
-    check_decode(case := make("GLM", lengths, q_len=2, columns=columns), decode(case))
-
-
-@pytest.mark.parametrize("widths", [(32, 16), (48, 16), (128, 32), (512, 128)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_decode_with_other_widths(widths: tuple[int, int], dtype: torch.dtype) -> None:
-    rank, rope = widths
-    case = decode_case([300, 0, 17], q_len=3, heads=6, rank=rank, rope=rope, dtype=dtype, device="cuda")
-    check_decode(case, decode(case))
-
-
-def test_decode_follows_pages_beyond_two_to_the_thirty_one_elements() -> None:
-    case = make("GLM", [100, 3])
-    pages = 2**31 // (64 * 576) + 10
-    far = torch.full((pages, 64, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
-    far[-case.kv_cache.shape[0] :] = case.kv_cache
-    used = case.block_table != 2**31 - 1
-    table = torch.where(used, case.block_table + pages - case.kv_cache.shape[0], case.block_table)
-    expected = decode(case)
-    got = decode(replace(case, kv_cache=far, block_table=table.int()))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected))
-
-
-def test_decode_gives_the_same_bits_again_whatever_the_other_rows_hold() -> None:
-    case = make("GLM", [3000, 500, 0, 7], q_len=4)
-    first = decode(case)
-    assert all(torch.equal(a, b) for a, b in zip(first, decode(case)))
-    others = replace(case, seq_lens=case.seq_lens.clone(), q_latent=case.q_latent.clone())
-    others.seq_lens[0], others.seq_lens[3] = 0, 1
-    others.q_latent[:4] = torch.nan
-    assert all(torch.equal(a[4:8], b[4:8]) for a, b in zip(first, decode(others)))
-
-
-def test_a_captured_decode_serves_other_lengths_at_replay() -> None:
-    case = make("GLM", [2000, 64, 5, 700], q_len=4)
-    lengths = case.seq_lens.clone()
-    decode(case)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    case.seq_lens.fill_(1)
-    with torch.cuda.graph(graph):
-        out, lse = decode(case)
-    for shorter in (0, 1, 63, 64, 2000):
-        case.seq_lens.copy_((lengths - shorter).clamp(min=0))
-        graph.replay()
-        check_decode(case, (out, lse))
+def test_a_backend_that_may_not_be_captured_is_refused_while_a_graph_is_recorded() -> None:
+    case = decode_case([70, 5], heads=16, rank=512, rope=64, dtype=torch.bfloat16, device="cuda")
+    *tensors, q_lens, q_len, scale = case.args()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(MLAError, match="got flashinfer, which"):
+        mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens, backend="flashinfer")
 
 
 def masked_decode(case: MaskedCase) -> torch.Tensor:
@@ -244,8 +245,6 @@ def test_captured_experts_serve_other_choices_at_replay() -> None:
 def test_the_plans_know_the_device() -> None:
     device = device_of(torch.empty(1, device="cuda"))
     assert device.multiprocessors > 0 and device.capability >= (8, 0)
-    case = make("GLM", [4])
-    assert decode_reference(case)[0].is_cuda
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -4,8 +4,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -13,31 +12,8 @@ import typer
 
 import mla_compile
 from mla_compile.cli.machine import cannot_compile
-from mla_compile.ops.kernels.plan import has_triton, triton_serves
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
 from mla_compile.torch_internals import cpp_compiler
-
-
-@dataclass(frozen=True)
-class AttentionBackend:
-    """An implementation of the attention ops; `why_not` tells why it cannot run here, None where it can."""
-
-    name: str
-    description: str
-    why_not: Callable[[], str | None]
-
-
-def _why_no_triton() -> str | None:
-    if not torch.cuda.is_available():
-        return _why_no_cuda()
-    if not has_triton():
-        return "triton is not installed"
-    return None if triton_serves(torch.device("cuda", 0)) else "needs an NVIDIA GPU of SM 80 or newer"
-
-
-ATTENTION_BACKENDS = (
-    AttentionBackend("reference", "plain torch, any device", lambda: None),
-    AttentionBackend("triton", "decode, latent widths that are multiples of 16", _why_no_triton),
-)
 
 
 def env() -> None:
@@ -54,11 +30,37 @@ def env() -> None:
             "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
         }
     )
-    typer.echo("\nattention backends")
-    for backend in ATTENTION_BACKENDS:
-        why_not = backend.why_not()
-        state = "works" if why_not is None else f"does not work here: {why_not}"
-        typer.echo(f"  {backend.name:<12} {state} ({backend.description})")
+    typer.echo("\ndecode backends, fastest first")
+    _print_table(list(_decode_backends()))
+
+
+def _decode_backends() -> Iterator[tuple[str, ...]]:
+    """The lines of the table, its header first; the first GPU decides where there is one."""
+    here = DecodeCall(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
+    yield (
+        "name",
+        "query tokens",
+        "captured",
+        "kv_lora_rank + qk_rope_head_dim",
+        "dtypes",
+        f"on {here.device_type}",
+    )
+    for backend in DECODE_BACKENDS:
+        why_not = backend.why_not(here)
+        yield (
+            backend.name,
+            backend.query_len_support.name,
+            "yes" if backend.capturable else "no",
+            backend.widths(),
+            ", ".join(str(dtype).removeprefix("torch.") for dtype in backend.dtypes),
+            "works" if why_not is None else f"does not work: {why_not}",
+        )
+
+
+def _print_table(lines: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        typer.echo("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip())
 
 
 def _print_rows(rows: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
+from mla_compile.ops.backends import DecodeCall, describe_device, select_backend
 from mla_compile.speculate import (
     DecodeState,
     SamplingParams,
@@ -53,6 +54,8 @@ class Engine:
         compile: False runs everything eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
+        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
+            `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
 
     Raises:
         MLAError: a bad argument, named.
@@ -69,6 +72,7 @@ class Engine:
         compile: bool = True,
         mode: str | None = "reduce-overhead",
         shadow_check_every: int | None = None,
+        decode_backend: str | None = None,
     ) -> None:
         sizes = {"max_rows": max_rows, "max_model_len": max_model_len, "page_size": page_size}
         if shadow_check_every is not None:
@@ -80,6 +84,8 @@ class Engine:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
             expected = "0 for a model without MTP layers"
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
+        device = describe_device(model.device)  # what else a backend may lack shows when the model runs
+        select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
         if mode is not None and compile:
             resolve_settings(mode, None)  # refuses an unknown mode now rather than at the first step
         self.model = model
@@ -88,7 +94,9 @@ class Engine:
         self.pages_per_row = -(-max_model_len // page_size)
         self.device = model.device
         self._decoders = {
-            sampled: SpeculativeDecoder(model, self.k, page_size=page_size, sampled=sampled)
+            sampled: SpeculativeDecoder(
+                model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
+            )
             for sampled in (False, True)
         }
 

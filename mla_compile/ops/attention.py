@@ -6,7 +6,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
-from mla_compile.ops.decode import decode_op
+from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op
 from mla_compile.ops.prefill import prefill_op
 
@@ -30,8 +30,11 @@ def _fake(
     prefill_host_lens: Tensor | None,
     q_len: int,
     softmax_scale: float,
+    decode_backend: str | None = None,
 ) -> Tensor:
     validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+    if decode_backend is not None and decode_seq_lens is not None:
+        _check_backend(q_pe, kv_cache, w_uk, decode_q_lens, q_len, decode_backend)
     return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
 
 
@@ -54,6 +57,7 @@ def lower_mla_attention(
     prefill_host_lens: Tensor | None,
     q_len: int,
     softmax_scale: float,
+    decode_backend: str | None = None,
 ) -> Tensor:
     """The unified op spelled out in segment ops. Eager calls run it; `split_prefill_decode` inlines it in graphs.
 
@@ -86,6 +90,7 @@ def lower_mla_attention(
             decode_q_lens,
             q_len,
             softmax_scale,
+            decode_backend,
         )
         outputs.append(torch.einsum("thl,hlv->thv", latent_out, w_uv))
     if prefill_slot_mapping is not None:
@@ -116,7 +121,7 @@ attention_op = define_op(
     "Tensor w_uv, Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, "
     "Tensor? decode_q_lens, Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, "
     "Tensor? prefill_block_table, Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, "
-    "SymInt q_len, float softmax_scale) -> Tensor",
+    "SymInt q_len, float softmax_scale, str? decode_backend=None) -> Tensor",
     fake=_fake,
     tags=(torch.Tag.cudagraph_unsafe,),
 )(lambda *args: lower_mla_attention(*args).contiguous())
@@ -161,6 +166,9 @@ def mla_attention(
     if not torch.compiler.is_compiling():
         validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
         validate.batch(batch, q_nope.shape[0], kv_cache)
+        segment = batch.decode
+        if segment is not None and segment.backend is not None:
+            _check_backend(q_pe, kv_cache, w_uk, segment.q_lens, segment.q_len, segment.backend)
     decode, prefill = batch.decode, batch.prefill
     out: Tensor = attention_op(
         q_nope,
@@ -174,8 +182,17 @@ def mla_attention(
         *_prefill_args(prefill),
         1 if decode is None else decode.q_len,
         softmax_scale,
+        None if decode is None else decode.backend,
     )
     return out
+
+
+def _check_backend(
+    q_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, q_lens: Tensor | None, q_len: int, backend: str
+) -> None:
+    """Refuse a decode backend before the cache is touched."""
+    like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
+    choose_backend(like_q_latent, q_pe, kv_cache, q_lens, q_len, backend)
 
 
 def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.kernels.plan import supports_decode
+from mla_compile.ops.backends import DecodeBackend, DecodeCall, decode_call, select_backend
 from mla_compile.ops.library import define_op
 from mla_compile.ops.paging import accumulate_dtype, gather_latents, num_pages_to_read, visible_keys
 from mla_compile.ops.softmax import product, softmax_weighted
@@ -19,15 +19,18 @@ def _fake(
     q_lens: Tensor | None,
     q_len: int,
     softmax_scale: float,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     validate.decode(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len)
+    if backend is not None:  # whoever it is that compiles, a CUDA graph may be what comes of it
+        select_backend(decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=True), backend)
     lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
     return q_latent.new_empty(q_latent.shape), lse
 
 
 @define_op(
     "mla_decode(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
-    "Tensor? q_lens, SymInt q_len, float softmax_scale) -> (Tensor out, Tensor lse)",
+    "Tensor? q_lens, SymInt q_len, float softmax_scale, str? backend=None) -> (Tensor out, Tensor lse)",
     fake=_fake,
 )
 def decode_op(
@@ -39,12 +42,23 @@ def decode_op(
     q_lens: Tensor | None,
     q_len: int,
     softmax_scale: float,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if supports_decode(q_latent, q_pe):
-        from mla_compile.ops.kernels.decode import decode_triton
+    call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend)
+    if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
+        lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
+        return q_latent.new_empty(q_latent.shape), lse
+    return chosen.run(call, q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
 
-        return decode_triton(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
-    return decode_torch(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+
+def choose_backend(
+    q_latent: Tensor, q_pe: Tensor, kv_cache: Tensor, q_lens: Tensor | None, q_len: int, backend: str | None
+) -> tuple[DecodeCall, DecodeBackend]:
+    """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
+    # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
+    captured = backend is None or (q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
+    call = decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured)
+    return call, select_backend(call, backend).backend
 
 
 def decode_torch(
@@ -57,7 +71,10 @@ def decode_torch(
     q_len: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_decode` in plain torch: every device, every dtype, and the kernel's twin."""
+    """`mla_decode` in plain torch: every device, every dtype, and the kernels' twin.
+
+    Lengths are read on the CPU only.
+    """
     tokens, heads, rank = q_latent.shape
     rows = seq_lens.shape[0]
     columns = num_pages_to_read(seq_lens, block_table, kv_cache.shape[1])
@@ -71,17 +88,6 @@ def decode_torch(
     return out.view(tokens, heads, rank).to(q_latent.dtype), lse.view(tokens, heads)
 
 
-def flatten_to_single(
-    tokens: Tensor, block_table: Tensor, seq_lens: Tensor, q_lens: Tensor | None, q_len: int
-) -> tuple[Tensor, Tensor]:
-    """`block_table` and `seq_lens` that serve the chosen query tokens as rows of one token each.
-
-    tokens: indices into the `rows * q_len` query tokens, int64 `[n]`. Each keeps the keys that it sees.
-    """
-    bounds = visible_keys(seq_lens, q_lens, q_len).reshape(-1).index_select(0, tokens)
-    return block_table.index_select(0, tokens // q_len), bounds
-
-
 def mla_decode(
     q_latent: Tensor,
     q_pe: Tensor,
@@ -92,6 +98,7 @@ def mla_decode(
     q_len: int,
     softmax_scale: float,
     q_lens: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
 
@@ -108,17 +115,22 @@ def mla_decode(
         q_len: query tokens per row, >= 1.
         softmax_scale: multiplies the scores.
         q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`.
+        backend: the name of one of `mla_compile.ops.backends.DECODE_BACKENDS`; None takes the fastest that serves the
+            call and may be captured in a CUDA graph.
 
     Returns:
         out `[rows * q_len, heads, kv_lora_rank]` in the dtype of `q_latent`, 0 for a token that sees no key, and
         lse `[rows * q_len, heads]`, the natural-log log-sum-exp, -inf there; float32 (float64 for float64).
 
     Raises:
-        MLAError: an argument that is not so, named. Lengths are checked where they are on the CPU.
+        MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
+            Lengths are checked where they are on the CPU.
     """
     if not torch.compiler.is_compiling():
         validate.decode(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len)
         validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
         validate.query_lengths("q_lens", q_lens, q_len)
-    out, lse = decode_op(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+    out, lse = decode_op(
+        q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale, backend
+    )
     return out, lse

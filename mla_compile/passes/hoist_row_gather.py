@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from mla_compile.ops.append import append_op
-from mla_compile.ops.decode import decode_op, flatten_to_single
+from mla_compile.ops.decode import decode_op
+from mla_compile.ops.paging import flatten_to_single
 from mla_compile.passes.effects import memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
 from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
@@ -145,9 +146,10 @@ def _substitute(args: Any, nodes: dict[fx.Node, fx.Node]) -> Any:
 
 
 def _single_token_rows(gather: fx.Node, ids: fx.Node, args: Any) -> tuple[Any, ...]:
-    query, query_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = args
+    # `rest` is the scale and, where it was given, the backend.
+    query, query_pe, kv_cache, block_table, seq_lens, q_lens, q_len, *rest = args
     table, bounds = inline(gather, flatten_to_single, (ids, block_table, seq_lens, q_lens, q_len))
-    return query, query_pe, kv_cache, table, bounds, None, 1, softmax_scale
+    return query, query_pe, kv_cache, table, bounds, None, 1, *rest
 
 
 def _count(gather: fx.Node, ids: fx.Node) -> Any:

@@ -75,12 +75,19 @@ class SpeculativeDecoder(nn.Module):
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph.
+        decode_backend: of every decode segment; see `DecodeSegment`.
     """
 
     model: Target
 
     def __init__(
-        self, model: Target, num_speculative_tokens: int, *, page_size: int, sampled: bool = False
+        self,
+        model: Target,
+        num_speculative_tokens: int,
+        *,
+        page_size: int,
+        sampled: bool = False,
+        decode_backend: str | None = None,
     ) -> None:
         super().__init__()
         if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= MAX_DRAFTS:
@@ -90,6 +97,7 @@ class SpeculativeDecoder(nn.Module):
         self.k = num_speculative_tokens
         self.page_size = page_size
         self.sampled = sampled
+        self.decode_backend = decode_backend
 
     @torch.no_grad()
     def prefill(
@@ -189,7 +197,12 @@ class SpeculativeDecoder(nn.Module):
         self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int
     ) -> tuple[MLABatch, Tensor]:
         segment, positions = decode_segment(
-            num_cached, state.block_table, q_len=q_len, page_size=self.page_size, q_lens=q_lens
+            num_cached,
+            state.block_table,
+            q_len=q_len,
+            page_size=self.page_size,
+            q_lens=q_lens,
+            backend=self.decode_backend,
         )
         return MLABatch(decode=segment), positions
 

@@ -1,12 +1,15 @@
 """`mla-compile env`."""
 
 import platform
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 import mla_compile
 from mla_compile.cli import environment
+from mla_compile.ops.backends import DECODE_BACKENDS
 
 
 def rows(text):
@@ -24,18 +27,28 @@ def test_env_names_versions_and_devices(run):
     assert found.keys() >= {"triton", "transformers", "C++ compiler", "CUDA graphs"}
 
 
-def test_env_says_which_backends_work_and_why_others_do_not(run, monkeypatch):
-    broken = environment.AttentionBackend("broken", "a test's", lambda: "needs a GPU")
-    monkeypatch.setattr(environment, "ATTENTION_BACKENDS", (*environment.ATTENTION_BACKENDS, broken))
-    table = run("env").stdout.partition("attention backends\n")[2].splitlines()
-    triton, *others = (
-        line.split(maxsplit=1) for line in sorted(table, key=lambda line: "triton" not in line)
-    )
-    assert triton[1].startswith("works" if torch.cuda.is_available() else "does not work here: ")
-    assert others == [
-        ["reference", "works (plain torch, any device)"],
-        ["broken", "does not work here: needs a GPU (a test's)"],
+def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
+    newer = replace(DECODE_BACKENDS[-1], name="newer", packages=("no_such_package",))
+    monkeypatch.setattr(environment, "DECODE_BACKENDS", (newer, *DECODE_BACKENDS))
+    header, *lines = run("env").stdout.partition("decode backends, fastest first\n")[2].splitlines()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert re.split(r"  +", header.strip()) == [
+        "name",
+        "query tokens",
+        "captured",
+        "kv_lora_rank + qk_rope_head_dim",
+        "dtypes",
+        f"on {device}",
     ]
+    table = {name: cells for name, *cells in (re.split(r"  +", line.strip()) for line in lines)}
+    assert list(table) == ["newer", *(backend.name for backend in DECODE_BACKENDS)]
+    lacking = "does not work: needs the Python package no_such_package, which is not installed"
+    dtypes = "float16, bfloat16, float32, float64"
+    assert table["newer"] == ["VARLEN", "yes", "any + any", dtypes, lacking]
+    assert table["reference"] == ["VARLEN", "yes", "any + any", dtypes, "works"]
+    assert table["flashinfer"][:4] == ["UNIFORM", "no", "512 + 64", "float16, bfloat16"]
+    if device == "cpu":
+        assert table["triton"][-1] == "does not work: runs on cuda, got cpu"
 
 
 def test_version_is_the_packages(run):

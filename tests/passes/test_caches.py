@@ -66,6 +66,14 @@ def test_a_second_compile_hits_the_caches_and_none_is_bypassed() -> None:
     torch.testing.assert_close(out, model(*inputs))
 
 
+def test_another_decode_backend_does_not_get_the_entry_of_the_first() -> None:
+    model, inputs = Tanh(), make_inputs(rows=2, q_len=2)
+    before, _ = compile_and_run(model, inputs)
+    after, found = compile_and_run(model, inputs, decode_backend="reference")
+    assert found["autograd_cache_miss"] == 1 and "autograd_cache_hit" not in found
+    torch.testing.assert_close(before, after)
+
+
 def test_an_edited_pass_does_not_get_the_entry_of_the_old_one() -> None:
     model, inputs = Tanh(), make_inputs(rows=2, q_len=2)
     before, _ = compile_and_run(model, inputs, passes=[*PASSES, replace_tanh(torch.sin)])

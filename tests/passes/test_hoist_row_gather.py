@@ -354,7 +354,7 @@ def test_in_a_speculative_step_only_the_latents_of_the_mtp_layer_are_made_for_al
     model = tiny_model(torch.float32)
     model.allocate_cache(9, 4)
     rows, k = 2, 3
-    decoder = SpeculativeDecoder(model, k, page_size=4)
+    decoder = SpeculativeDecoder(model, k, page_size=4, decode_backend="reference")
     found = capture_graph(decoder, (DecodeState.allocate(rows, k, max_pages=4),), {})
     assert found is not None
     gm = pipeline.run(*found)
@@ -367,3 +367,4 @@ def test_in_a_speculative_step_only_the_latents_of_the_mtp_layer_are_made_for_al
     assert tokens == [True, True, False, False, False], (
         "two trunk layers verify; the MTP layer drafts three times"
     )
+    assert {node.args[8] for node in nodes_of(gm, "mla_decode")} == {"reference"}

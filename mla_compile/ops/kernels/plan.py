@@ -82,24 +82,15 @@ class DecodeTiles:
     stages: int
 
 
-def supports_decode(q_latent: Tensor, q_pe: Tensor) -> bool:
-    """Whether `decode_triton` serves these queries; `mla_decode`'s torch code serves all."""
-    return serves(q_latent) and q_latent.numel() > 0 and _have_tiles(q_latent, q_pe)
-
-
 def supports_masked_decode(q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor) -> bool:
     """Whether `masked_decode_triton` serves this call; `mla_masked_decode`'s torch code serves all."""
     return (
         serves(q_latent)
         and q_latent.numel() * kv_c.shape[1] > 0
-        and _have_tiles(q_latent, q_pe)
+        and all(
+            0 < x.shape[-1] <= most and x.shape[-1] % 16 == 0 for x, most in ((q_latent, 512), (q_pe, 128))
+        )
         and kv_c.stride(2) == k_pe.stride(2) == 1
-    )
-
-
-def _have_tiles(q_latent: Tensor, q_pe: Tensor) -> bool:
-    return all(
-        0 < x.shape[-1] <= most and x.shape[-1] % 16 == 0 for x, most in ((q_latent, 512), (q_pe, 128))
     )
 
 

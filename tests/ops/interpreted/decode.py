@@ -1,4 +1,7 @@
-"""`decode_triton` in Triton's interpreter; `tests/ops/test_triton_decode.py` runs this file."""
+"""`decode_triton` in Triton's interpreter: the conformance suite, then what its plans may not change.
+
+`tests/ops/test_decode_conformance.py` runs this file.
+"""
 
 from dataclasses import replace
 
@@ -11,25 +14,26 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
+from mla_compile.ops.backends import DECODE_BACKENDS  # noqa: E402
 from mla_compile.ops.kernels.decode import decode_triton  # noqa: E402
 from mla_compile.ops.kernels.plan import DecodeTiles  # noqa: E402
 from tests.kernel_cases import DecodeCase, check_decode, decode_case  # noqa: E402
+from tests.ops.conformance import DecodeConformance, Subject  # noqa: E402
 
 SMALL = DecodeTiles(rows=16, keys=16, warps=4, stages=1)
 
 
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(next(backend for backend in DECODE_BACKENDS if backend.name == "triton"))
+
+
+class TestTriton(DecodeConformance):
+    pass
+
+
 def run(case: DecodeCase, **plan) -> None:
     check_decode(case, decode_triton(*case.args(), **plan))
-
-
-@pytest.mark.parametrize(("heads", "q_len"), [(4, 1), (4, 4), (16, 2), (20, 1), (20, 3)])
-def test_rows_of_all_lengths_equal_the_definition(heads: int, q_len: int) -> None:
-    run(decode_case([0, 1, 2, 15, 16, 17, 70], q_len=q_len, heads=heads), splits=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    run(decode_case([0, 1, 17, 70], q_len=2, heads=20, dtype=dtype), splits=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -40,38 +44,20 @@ def test_widths_and_heads_of_real_models(rank: int, rope: int, heads: int, dtype
     run(decode_case([130, 3], rank=rank, rope=rope, heads=heads, page_size=64, dtype=dtype))
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
-def test_every_page_size(page_size: int) -> None:
-    run(decode_case([65, 1, 64, 0, 63], q_len=2, page_size=page_size), splits=2)
-
-
 @pytest.mark.parametrize("seq_len", [31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129])
-def test_lengths_about_the_borders_of_splits(seq_len: int) -> None:
+def test_lengths_about_the_borders_of_many_splits(seq_len: int) -> None:
     run(decode_case([seq_len, 128], q_len=2, heads=20), tiles=SMALL, splits=4, min_keys=32)
 
 
-def test_ragged_query_lengths_and_inactive_rows() -> None:
+def test_ragged_rows_in_many_splits() -> None:
     run(decode_case([9, 40, 2, 17, 33], q_len=4, q_lens=[4, 1, 3, 0, 2]), tiles=SMALL, splits=3, min_keys=16)
-    run(decode_case([0, 0], q_len=2, q_lens=[0, 0], columns=3))
+    run(decode_case([600, 1, 2, 300], heads=20), tiles=SMALL, splits=8, min_keys=32)
 
 
 def test_an_inactive_row_is_not_read_whatever_its_state_holds() -> None:
     case = decode_case([20, 0, 30], q_len=2, q_lens=[2, 0, 1])
     out, lse = decode_triton(*replace(case, seq_lens=torch.tensor([20, 30, 30]).int()).args(), splits=2)
     check_decode(case, (out, lse))
-
-
-def test_wildly_unequal_rows() -> None:
-    run(decode_case([600, 1, 2, 300], heads=20), tiles=SMALL, splits=8, min_keys=32)
-
-
-def test_queries_may_have_any_strides() -> None:
-    case = decode_case([20, 5], q_len=2, heads=6)
-    # As a batched product over heads leaves them, as a slice of wider heads, and with the width outermost.
-    by_head = case.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
-    of_wider = torch.cat([case.q_pe, case.q_pe], -1)[..., :16]
-    run(replace(case, q_latent=by_head, q_pe=of_wider))
-    run(replace(case, q_latent=case.q_latent.movedim(2, 0).contiguous().movedim(0, 2)))
 
 
 def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:

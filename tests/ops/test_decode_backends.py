@@ -1,0 +1,226 @@
+"""The table of decode backends: who serves which call, why the others do not, and how a choice is made."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mla_compile import MLABatch, MLAError, mla_attention, mla_decode
+from mla_compile.ops import backends
+from mla_compile.ops.backends import (
+    DECODE_BACKENDS,
+    DecodeBackend,
+    DecodeCall,
+    QueryLenSupport,
+    decode_call,
+    select_backend,
+)
+from tests.cases import make_case
+from tests.kernel_cases import check_decode, decode_case
+
+FLASHINFER, TRITON, REFERENCE = DECODE_BACKENDS
+
+GLM = DecodeCall(
+    device_type="cuda",
+    capability=(9, 0),
+    dtype=torch.bfloat16,
+    heads=20,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    page_size=64,
+    q_len=4,
+    has_q_lens=True,
+    captured=True,
+)
+"""The verify step of GLM-4.7-Flash with three drafts on a Hopper GPU."""
+HOST_WORK = "works on the host in every call, so it serves eager calls that ask for it by name only"
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backends, "_installed", lambda package: True)
+    select_backend.cache_clear()
+    yield
+    select_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("backend", "changed", "reason"),
+    [
+        (TRITON, {}, None),
+        (TRITON, {"device_type": "cpu", "capability": None}, "runs on cuda, got cpu"),
+        (TRITON, {"device_type": "hip", "capability": None}, "runs on cuda, got hip"),
+        (TRITON, {"capability": (7, 5)}, "runs on SM 80 and newer, got SM 75"),
+        (TRITON, {"dtype": torch.float64}, "takes float16, bfloat16, float32, got float64"),
+        (
+            TRITON,
+            {"kv_lora_rank": 1024},
+            "takes kv_lora_rank + qk_rope_head_dim of 16..512 by 16 + 16..128 by 16, got 1024 + 64",
+        ),
+        (FLASHINFER, {}, HOST_WORK),
+        (FLASHINFER, {"captured": False}, None),
+        (
+            FLASHINFER,
+            {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+            "takes kv_lora_rank + qk_rope_head_dim of 512 + 64, got 256 + 32",
+        ),
+        (FLASHINFER, {"dtype": torch.float32}, "takes float16, bfloat16, got float32"),
+        (REFERENCE, {"device_type": "xpu", "capability": None, "kv_lora_rank": 7}, None),
+        (replace(TRITON, heads=range(8, 129, 8)), {}, "takes heads of 8..128 by 8, got 20"),
+        (replace(TRITON, page_sizes=range(64, 65)), {"page_size": 16}, "takes a page_size of 64, got 16"),
+        (replace(TRITON, min_capability=(9, 0), max_capability=(9, 0)), {}, None),
+        (
+            replace(TRITON, min_capability=(9, 0), max_capability=(9, 0)),
+            {"capability": (10, 0)},
+            "runs on SM 90, got SM 100",
+        ),
+    ],
+)
+def test_a_reason_names_what_a_backend_takes_and_what_came(
+    backend: DecodeBackend, changed: dict, reason: str | None
+) -> None:
+    assert backend.why_not(replace(GLM, **changed)) == reason
+
+
+def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_installed", lambda package: package != "triton")
+    assert TRITON.why_not(GLM) == "needs the Python package triton, which is not installed"
+
+
+def test_what_is_not_known_of_a_call_is_no_reason() -> None:
+    assert all(backend.why_not(DecodeCall("cuda")) is None for backend in DECODE_BACKENDS)
+
+
+def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
+    assert select_backend(GLM).explain().splitlines() == [
+        f"flashinfer: {HOST_WORK}",
+        "triton: chosen (portable split-KV kernel without a plan)",
+    ]
+    assert select_backend(replace(GLM, dtype=torch.float64)).backend is REFERENCE
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", REFERENCE.dtypes, ids=str)
+def test_some_backend_serves_every_call_and_may_be_captured(
+    capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for call in (
+        replace(GLM, capability=capability, dtype=dtype),
+        replace(GLM, device_type="cpu", capability=None, kv_lora_rank=30, qk_rope_head_dim=6, dtype=dtype),
+    ):
+        chosen = select_backend(call).backend
+        assert chosen.capturable and chosen.why_not(call) is None
+
+
+def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_that_do() -> None:
+    assert select_backend(GLM, "reference").backend is REFERENCE
+    with pytest.raises(MLAError) as refused:
+        select_backend(replace(GLM, kv_lora_rank=1024), "triton")
+    assert str(refused.value) == (
+        "backend: expected one that serves this call (reference), got triton, which takes kv_lora_rank + "
+        "qk_rope_head_dim of 16..512 by 16 + 16..128 by 16, got 1024 + 64"
+    )
+    with pytest.raises(
+        MLAError, match=r"^backend: expected one of flashinfer, triton, reference, or None, got 'fast'"
+    ):
+        select_backend(GLM, "fast")
+
+
+@pytest.mark.parametrize(
+    ("support", "q_len", "has_q_lens", "flattened"),
+    [
+        ("SINGLE_ONLY", 1, False, False),
+        ("SINGLE_ONLY", 1, True, True),  # q_lens may say 0
+        ("SINGLE_ONLY", 4, False, True),
+        ("UNIFORM", 4, False, False),
+        ("UNIFORM", 4, True, True),
+        ("VARLEN", 4, True, False),
+    ],
+)
+def test_query_tokens_become_rows_where_a_backend_cannot_take_them_as_they_are(
+    support: str, q_len: int, has_q_lens: bool, flattened: bool
+) -> None:
+    backend = replace(REFERENCE, query_len_support=QueryLenSupport[support])
+    assert backend.flattens(replace(GLM, q_len=q_len, has_q_lens=has_q_lens)) == flattened
+
+
+@pytest.mark.parametrize(("heads", "flattened"), [(16, False), (20, True), (40, True), (128, False)])
+def test_flashinfer_gets_one_token_a_row_where_its_causal_mask_is_wrong(heads: int, flattened: bool) -> None:
+    call = replace(GLM, heads=heads, has_q_lens=False)
+    assert FLASHINFER.flattens(call) == flattened
+    assert not FLASHINFER.flattens(replace(call, q_len=1))
+
+
+def test_names_are_unique_and_functions_exist() -> None:
+    assert len({backend.name for backend in DECODE_BACKENDS}) == len(DECODE_BACKENDS)
+    for backend in DECODE_BACKENDS:
+        if backend.name != "triton":  # its module imports triton
+            assert callable(backends._imported(backend.function))
+
+
+def test_decode_takes_a_backend_by_name() -> None:
+    case = decode_case([5, 0, 17], q_len=2, q_lens=[2, 0, 1])
+    *tensors, q_lens, q_len, scale = case.args()
+    for backend in (None, "reference"):
+        got = mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend=backend)
+        check_decode(case, got)
+    with pytest.raises(
+        MLAError, match=r"^backend: expected .*\(reference\), got triton, which runs on cuda, got cpu"
+    ):
+        mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend="triton")
+
+
+def test_a_backend_that_may_not_be_captured_serves_eager_calls_and_is_refused_while_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        backends, "DECODE_BACKENDS", (replace(REFERENCE, name="planned", capturable=False), REFERENCE)
+    )
+    case = decode_case([5, 0, 17])
+    *tensors, _, q_len, scale = case.args()
+    settings = {"q_len": q_len, "softmax_scale": scale, "backend": "planned"}
+    check_decode(case, mla_decode(*tensors, **settings))
+    with pytest.raises(Exception, match=rf"expected .*\(reference\), got planned, which {HOST_WORK}"):
+        torch.compile(mla_decode, backend="eager", fullgraph=True)(*tensors, **settings)
+
+
+def test_no_rows_need_no_backend() -> None:
+    case = decode_case([5])
+    out, lse = mla_decode(
+        case.q_latent[:0],
+        case.q_pe[:0],
+        case.kv_cache,
+        case.block_table[:0],
+        case.seq_lens[:0],
+        q_len=1,
+        softmax_scale=1.0,
+    )
+    assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))
+
+
+def test_attention_refuses_a_segments_backend_before_it_touches_the_cache() -> None:
+    case = make_case([3, 6], poison=False)
+    before = case.kv_cache.clone()
+    with pytest.raises(MLAError, match=r"^backend: .*triton, which runs on cuda, got cpu"):
+        mla_attention(*case.args()[:7], MLABatch(decode=replace(case.batch.decode, backend="triton")), 0.2)
+    assert torch.equal(case.kv_cache, before)
+    chosen = MLABatch(decode=replace(case.batch.decode, backend="reference"))
+    expected = mla_attention(*case.args()[:7], case.batch, 0.2)
+    assert torch.equal(mla_attention(*case.args()[:7], chosen, 0.2), expected)
+
+
+def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
+    case = decode_case([5, 3], q_len=2)
+    meta = [x.to("meta") for x in (case.q_latent, case.q_pe, case.kv_cache)]
+    call = decode_call(*meta, None, 2, captured=False)
+    assert (call.device_type, call.heads, call.kv_lora_rank, call.page_size) == ("meta", 4, 32, 16)
+    symbols = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = [
+        symbols.from_tensor(x, static_shapes=False) for x in (case.q_latent, case.q_pe, case.kv_cache)
+    ]
+    call = decode_call(*symbolic, None, 2, captured=True)
+    assert (call.dtype, call.heads, call.page_size, call.q_len) == (torch.float32, None, None, 2)
+    assert select_backend(call).backend is REFERENCE
