@@ -106,7 +106,7 @@ def measure(
         "acceptance_length": round(acceptance, 3),
         "first_compile_s": round(compile_s, 1),
         **compile_counters(),
-        "buckets": sorted(set(BUCKETS)),
+        "buckets": [vars(bucket) for bucket in engine.capture_report().buckets],
         "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
         **{name: round(value, 1) for name, value in iteration_times(step, state).items()},
     }

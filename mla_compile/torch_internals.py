@@ -7,6 +7,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -202,6 +203,37 @@ def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
     return recorded
 
 
+def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
+    """While it lasts, compiled code may record CUDA graphs of any number of shapes; or it records and replays none.
+
+    The code is the same, so nothing is compiled anew: torch asks at each call whether a shape is to be captured.
+    """
+    from torch._inductor import config
+
+    # Torch warns from the ninth shape on. It does not patch what runs later with the options of a compile.
+    name = "cudagraph_dynamic_shape_warn_limit" if allowed else "cudagraph_capture_sizes"
+    patch: AbstractContextManager[None] = config.patch({f"triton.{name}": None if allowed else ()})
+    return patch
+
+
+def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
+    """Of a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
+
+    The driver's are what is in use on the device and not held by torch's allocator: instantiated graphs, the code of
+    kernels, other processes.
+    """
+    from torch._inductor import cudagraph_trees
+
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    manager = cudagraph_trees.get_container(index).tree_manager
+    pool = 0
+    if manager is not None:
+        segments = cudagraph_trees.get_cudagraph_segments(manager.cuda_graphs_thread_pool)
+        pool = sum(segment["total_size"] for segment in segments)
+    free, total = torch.cuda.mem_get_info(index)
+    return len(recorded_cuda_graphs(index)), pool, total - free - torch.cuda.memory_reserved(index)
+
+
 _shared_graphs: dict[str, Any] = {}
 
 
@@ -223,6 +255,13 @@ def share_cuda_graphs() -> None:
             _shared_graphs.setdefault(name, getattr(local, name))
         else:
             setattr(local, name, _shared_graphs.setdefault(name, make()))
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent in Dynamo and the backends that it called."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(compilation_time_metrics.get("_compile.compile_inner", ()))
 
 
 def compile_counters() -> dict[str, int]:

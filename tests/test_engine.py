@@ -88,6 +88,8 @@ def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
         {"num_speculative_tokens": 1.5},
         {"mode": "fast"},
         {"max_rows": 0},
+        {"capture_budget": -1},
+        {"capture_budget": 1e9},
     ):
         with pytest.raises(MLAError, match=next(iter(bad))):
             Engine(mine.model, **bad)

@@ -15,6 +15,8 @@ from tests.shadow_streams import run_checked_streams
 
 pytestmark = pytest.mark.gpu
 
+SPENT = "uncaptured: the budget is spent"
+
 
 def on_cuda(case: Case) -> tuple:
     def move(segment):
@@ -60,6 +62,76 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, para
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) >= 3
     assert not any(recorded), f"tensors copied on each replay: {recorded}"
+
+
+def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
+    """One that captures, nothing being recorded yet, and an eager one without drafts."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4}
+    captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **sizes, **settings)
+    return captured, Engine(tiny_model(torch.float64).cuda(), compile=False, **sizes)
+
+
+def outcomes(engine: Engine) -> dict[int, str]:
+    return {bucket.rows: bucket.outcome for bucket in engine.capture_report().buckets}
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (0, dict.fromkeys([2, 8, 1, 4], SPENT)),
+        (1, {2: "captured", 8: SPENT, 1: "padded to 2 rows: the budget is spent", 4: SPENT}),
+        (None, dict.fromkeys([2, 8, 1, 4], "captured")),
+    ],
+    ids=["no recording", "one recording", "no limit"],
+)
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str
+)
+def test_beyond_the_budget_batches_are_padded_or_uncaptured_and_the_tokens_stay(
+    params: SamplingParams, budget: int | None, expected: dict[int, str]
+) -> None:
+    captured, plain = fresh_engines(3, capture_budget=budget)
+    for rows in (2, 8, 1, 3, 8, 2):
+        poison_caches(captured.model)
+        assert generate(captured, rows, params, 60) == generate(plain, rows, params, 60), f"{rows} rows"
+    assert outcomes(captured) == expected, captured.capture_report()
+    report = captured.capture_report()
+    recorded = recorded_cuda_graphs(torch.cuda.current_device())
+    assert len(recorded) == sum(bucket.num_graphs for bucket in report.buckets)
+    assert not any(recorded), f"tensors copied on each replay: {recorded}"
+    assert compile_counters()["graphs"] == 1, "what runs uncaptured is the same compiled code"
+    assert (report.num_bytes > 0) == (report.capture_seconds > 0) == (budget != 0)
+    assert report.compile_seconds > 0
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_a_warmed_up_engine_records_nothing_more(budget: int | None) -> None:
+    captured, plain = fresh_engines(3, capture_budget=budget)
+    poison_caches(captured.model)
+    report = captured.warm_up()
+    others = "captured" if budget is None else "padded to 8 rows: the budget is spent"
+    assert outcomes(captured) == {8: "captured", 4: others, 2: others, 1: others}, report
+    assert list(outcomes(captured)) == [8, 4, 2, 1], "largest first"
+    assert all(cache.isnan().all() for cache in captured.model.caches()), "no page is written"
+    for rows in (8, 1, 3, 8):
+        assert generate(captured, rows, SamplingParams(), 40) == generate(plain, rows, SamplingParams(), 40)
+    assert captured.capture_report() == report
+
+
+def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget() -> None:
+    def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: object) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
+    captured, plain = fresh_engines(2, capture_budget=1)
+    for rows in (2, 4, 1):
+        prompts = [[1 + row] * 3 for row in range(rows)]
+        *_, out = captured.stream(prompts, max_new_tokens=40, choose=choose)
+        expected = plain.generate(prompts, max_new_tokens=40)
+        assert [c.token_ids for c in out] == [c.token_ids for c in expected]
+    verify = {b.rows: b.outcome for b in captured.capture_report().buckets if b.step == "verify"}
+    assert verify == {2: "captured", 4: SPENT, 1: "padded to 2 rows: the budget is spent"}
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(1, torch.float32), (3, torch.float64)], ids=str)

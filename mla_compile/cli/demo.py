@@ -14,12 +14,10 @@ from typer import Option
 
 from mla_compile.cli.machine import cannot_compile
 from mla_compile.cli.progress import progress
-from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine, warm_up
+from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine
 from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
-from mla_compile.speculate import SamplingParams
 
 PROMPTS = ("Psalms 23\n\n", "def join(path, *paths):\n")
-GREEDY = SamplingParams()
 
 
 @dataclass
@@ -95,7 +93,9 @@ def _run(
     run = Run(None, 0.0, 0, [])
     if compile:
         with progress("compiling the step", console):
-            run.compiling = warm_up(engine, GREEDY, checkpoint.stop_ids)
+            start = time.perf_counter()
+            engine.warm_up(stop_ids=checkpoint.stop_ids)
+            run.compiling = time.perf_counter() - start
     for text, prompt in zip(PROMPTS, prompts):
         typer.secho(text, nl=False, bold=True)
         stream, start = TextStream(checkpoint.tokenizer), 0.0

@@ -14,7 +14,7 @@ from typer import Option
 from mla_compile.cli.machine import cannot_compile, pick_device
 from mla_compile.cli.progress import progress
 from mla_compile.cli.requests import Request, check_text, read_requests, result_line, whole_file
-from mla_compile.engine import Checkpoint, Completion, TextStream, fitting_engine, warm_up
+from mla_compile.engine import Checkpoint, Completion, TextStream, fitting_engine
 from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.speculate import SamplingParams
@@ -90,7 +90,7 @@ def generate(
         )
         if compile:
             with _on_terminal("compiling the step"):
-                warm_up(engine, sampling, checkpoint.stop_ids)
+                engine.warm_up(sampling=sampling, stop_ids=checkpoint.stop_ids)
         updates = engine.stream(
             prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=checkpoint.stop_ids
         )

@@ -1,10 +1,13 @@
 """Generation from token ids (`engine`) and from text (`text`)."""
 
+from mla_compile.engine.buckets import Bucket, CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.engine import Engine, TokenChooser
-from mla_compile.engine.text import Checkpoint, TextStream, fitting_engine, generate, warm_up
+from mla_compile.engine.text import Checkpoint, TextStream, fitting_engine, generate
 
 __all__ = [
+    "Bucket",
+    "CaptureReport",
     "Checkpoint",
     "Completion",
     "Engine",
@@ -12,5 +15,4 @@ __all__ = [
     "TokenChooser",
     "fitting_engine",
     "generate",
-    "warm_up",
 ]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.backend import resolve_settings
+from mla_compile.engine.buckets import CaptureReport
+from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
@@ -22,6 +24,11 @@ from mla_compile.speculate import (
     shadow_check,
 )
 from mla_compile.torch_internals import mark_rows, with_own_code
+
+NAMES = {False: "greedy", True: "sampled"}
+"""Of the step without and with sampling, in the report of what was captured."""
+VERIFY = "verify"
+"""The step's first half, where tokens are chosen on the host."""
 
 
 class TokenChooser(Protocol):
@@ -56,6 +63,9 @@ class Engine:
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
             `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
+        capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
+            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. 0 captures
+            nothing. None for no limit: there are few numbers of rows, as they double, and graphs share their memory.
 
     Raises:
         MLAError: a bad argument, named.
@@ -73,6 +83,7 @@ class Engine:
         mode: str | None = "reduce-overhead",
         shadow_check_every: int | None = None,
         decode_backend: str | None = None,
+        capture_budget: int | None = None,
     ) -> None:
         sizes = {"max_rows": max_rows, "max_model_len": max_model_len, "page_size": page_size}
         if shadow_check_every is not None:
@@ -80,14 +91,17 @@ class Engine:
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise MLAError(name, "an integer >= 1", value)
+        if capture_budget is not None and (type(capture_budget) is not int or capture_budget < 0):
+            raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(capture_budget))
         if num_speculative_tokens > 0 and not model.has_mtp:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
             expected = "0 for a model without MTP layers"
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
-        if mode is not None and compile:
-            resolve_settings(mode, None)  # refuses an unknown mode now rather than at the first step
+        why_not = _why_not_captured(
+            compile, mode, model.device
+        )  # and an unknown mode is refused before any step
         self.model = model
         self.k = num_speculative_tokens
         self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
@@ -100,24 +114,52 @@ class Engine:
             for sampled in (False, True)
         }
 
-        def compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+        self._captures = Captures(
+            max_rows, self.k + 1, device=self.device, budget=capture_budget, why_not=why_not
+        )
+
+        def compiled(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if not compile:
                 return method
-            return torch.compile(with_own_code(method), backend="mla", mode=mode, fullgraph=True)
+            step = torch.compile(with_own_code(method), backend="mla", mode=mode, fullgraph=True)
+            return self._captures.measured(name, step)
 
         # Each is traced on first use; the halves only where tokens are chosen on the host.
         decoders = self._decoders
-        self._steps: dict[bool, Step] = {s: compiled(decoder.forward) for s, decoder in decoders.items()}
+        self._steps: dict[bool, Step] = {s: compiled(NAMES[s], d.forward) for s, d in decoders.items()}
         self._is_checked = shadow_check_every is not None
         if shadow_check_every is not None:
             self._steps = {s: shadow_check(step, every=shadow_check_every) for s, step in self._steps.items()}
-        self._verify = compiled(decoders[False].verify)
-        self._advance = {s: compiled(decoder.advance) for s, decoder in decoders.items()}
+        self._verify = compiled(VERIFY, decoders[False].verify)
+        self._advance = {s: compiled(f"advance, {NAMES[s]}", d.advance) for s, d in decoders.items()}
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
         self._caches = model.caches()
         self._num_started = 0
         self._states: dict[tuple[int, int], DecodeState] = {}
+
+    def warm_up(
+        self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
+    ) -> CaptureReport:
+        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows.
+
+        Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
+        and write none. A stream that is under way must start again.
+        """
+        self._check_caches()
+        self._num_started += 1
+        sampled, width = sampling is not None and sampling.temperature > 0, _stop_id_places(stop_ids)
+        for size in reversed(self._captures.sizes):
+            rows = self._captures.rows_for(NAMES[sampled], size, width)
+            state = self._state(rows, width)
+            state.active.zero_()
+            for _ in range(CALLS_TO_RECORD):
+                self._steps[sampled](state)
+        return self.capture_report()
+
+    def capture_report(self) -> CaptureReport:
+        """Which numbers of rows were compiled and captured by now, in what time and memory, and why others were not."""
+        return self._captures.report()
 
     def generate(
         self,
@@ -230,7 +272,7 @@ class Engine:
         stop_ids: Sequence[int],
     ) -> tuple[Step, DecodeState]:
         """`start` with tokens that `choose` picks on the host, the first ones and those of the steps."""
-        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids)
+        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids, step=VERIFY)
         count, advance = len(prompts), self._advance[decoder.sampled]
 
         def chosen(logits: Tensor, drafts: Tensor) -> Tensor:
@@ -256,30 +298,39 @@ class Engine:
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
+        step: str | None = None,
     ) -> tuple[SpeculativeDecoder, DecodeState, Tensor]:
-        """The decoder, its state after the prompts, and the hidden states of their last tokens."""
+        """The decoder, its state after the prompts, and the hidden states of their last tokens.
+
+        step: the name of what runs on the state next; by default the decoder's whole step.
+        """
         self._check_caches()
         self._num_started += 1
         decoder = self._decoders[any(params.temperature > 0 for params in sampling)]
-        state = self._fill_state(prompts, max_new_tokens, sampling, stop_ids)
+        width = _stop_id_places(stop_ids)
+        rows = self._captures.rows_for(step or NAMES[decoder.sampled], len(prompts), width)
+        state = self._state(rows, width)
+        self._fill(state, prompts, max_new_tokens, sampling, stop_ids)
         return decoder, state, prefill_prompts(decoder, prompts, state)
 
-    def _fill_state(
+    def _state(self, rows: int, num_stop_ids: int) -> DecodeState:
+        """The state of a bucket, always the same one: captured graphs know its addresses."""
+        if (rows, num_stop_ids) not in self._states:
+            self._states[rows, num_stop_ids] = DecodeState.allocate(
+                rows, self.k, max_pages=self.pages_per_row, num_stop_ids=num_stop_ids, device=self.device
+            )
+        return self._states[rows, num_stop_ids]
+
+    def _fill(
         self,
+        state: DecodeState,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
-    ) -> DecodeState:
-        """The state of the prompts' bucket, refreshed in place: captured graphs know its addresses."""
-        # Stop ids are padded, since their number is compiled in.
-        count, width = len(prompts), max(8, 1 << (len(stop_ids) - 1).bit_length())
-        rows = min(self.max_rows, 1 << (count - 1).bit_length())
-        if (rows, width) not in self._states:
-            self._states[rows, width] = DecodeState.allocate(
-                rows, self.k, max_pages=self.pages_per_row, num_stop_ids=width, device=self.device
-            )
-        state = self._states[rows, width]
+    ) -> None:
+        """Write the prompts' rows, and inactive ones after them, in place."""
+        count, (rows, width) = len(prompts), state.stop_ids.shape
 
         def fill(tensor: Tensor, values: Sequence[float], padding: float) -> None:
             tensor.copy_(torch.tensor([*values, *[padding] * (rows - count)], dtype=tensor.dtype))
@@ -297,7 +348,6 @@ class Engine:
         state.block_table.copy_(pages)
         state.last_token.zero_()
         state.drafts.zero_()
-        return state
 
     def _run(
         self,
@@ -337,3 +387,21 @@ class Engine:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
+
+
+def _stop_id_places(stop_ids: Sequence[int]) -> int:
+    """How many stop ids a row has places for: 8, 16, ..., since the number is compiled in."""
+    return max(8, 1 << (len(stop_ids) - 1).bit_length())
+
+
+def _why_not_captured(compile: bool, mode: str | None, device: torch.device) -> str | None:
+    """Why no CUDA graph will be recorded; None where they will.
+
+    Raises:
+        MLAError: a mode that `torch.compile` does not know.
+    """
+    if not compile:
+        return "compile=False"
+    if not resolve_settings(mode, None).get("triton.cudagraphs"):
+        return f"mode {mode or 'default'} has no CUDA graphs"
+    return None if device.type == "cuda" else f"the device is {device}"

@@ -1,7 +1,6 @@
 """Text in, text out: a checkpoint's tokenizer and stop ids around the engine."""
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,14 +162,6 @@ def fitting_engine(
 def _power_of_two(n: int) -> int:
     """The smallest that is at least n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def warm_up(engine: Engine, sampling: SamplingParams, stop_ids: Sequence[int]) -> float:
-    """Take one step, so that later ones with this kind of sampling are compiled; returns the seconds it took."""
-    start = time.perf_counter()
-    # As many stop ids as later, since shapes are compiled in; none of them is ever sampled.
-    engine.generate([[0]], max_new_tokens=2, sampling=sampling, stop_ids=[-1] * len(stop_ids))
-    return time.perf_counter() - start
 
 
 def generate(

@@ -37,6 +37,9 @@ def test_tokens_of_captured_steps_are_those_of_stock(family: str) -> None:
     assert [on_cuda(model, texts) for texts in batches] == expected
     assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
     assert recorded_cuda_graphs(0) == [[], [], []], "one graph for each number of rows, no tensor copied"
+    assert [(b.rows, b.outcome) for b in model.mla.capture_report().buckets] == [
+        (rows, "captured") for rows in (4, 1, 2)
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 6}], ids=["in the step", "on the host"])

@@ -18,6 +18,11 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
         compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
         assert [c.token_ids for c in compiled] == [c.token_ids for c in expected], f"{rows} rows"
     assert compile_counters()["graphs"] == 1
+    report = engine.capture_report()
+    assert report.why_not == "the device is cpu"
+    assert [bucket.rows for bucket in report.buckets] == [2, 1, 4, 8]
+    assert [bucket.compile_seconds > 0 for bucket in report.buckets] == [True, False, False, False]
+    assert (report.num_bytes, report.capture_seconds) == (0, 0)
 
 
 def test_any_number_of_engines_may_compile_their_steps() -> None:

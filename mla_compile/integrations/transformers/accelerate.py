@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_compile.engine import Completion, Engine
+from mla_compile.engine import CaptureReport, Completion, Engine
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import mtp_layer
@@ -99,6 +99,10 @@ class Accelerated:
             max_model_len=length,
             **self._settings,
         )
+
+    def capture_report(self) -> CaptureReport | None:
+        """Of the engine that serves now, see `Engine.capture_report`; None where there was no memory for one."""
+        return None if self._engine is None else self._engine.capture_report()
 
     def engine_for(self, request: Request) -> Engine:
         """The engine, a roomier one if it must be.

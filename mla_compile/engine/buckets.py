@@ -1,0 +1,103 @@
+"""Buckets: which there are, which one serves a batch, and the report of what became of each."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+def row_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows that buckets have, ascending: the powers of two below `max_rows`, and `max_rows`."""
+    return [*(1 << i for i in range((max_rows - 1).bit_length())), max_rows]
+
+
+def choose_rows(count: int, sizes: Sequence[int], recorded: Container[int], *, spent: bool) -> int:
+    """The rows of the bucket that serves a batch of `count` rows, 1 to `sizes[-1]`.
+
+    It is the smallest with room, recorded when it is used. Once the byte budget is `spent` it is the smallest recorded
+    one with room; where there is none, the smallest again, which then runs uncaptured.
+    """
+    own, *larger = (size for size in sizes if size >= count)
+    if not spent or own in recorded:
+        return own
+    return next((size for size in larger if size in recorded), own)
+
+
+@dataclass
+class Bucket:
+    """One captured shape of one step, and what came of it; `rows * q_len` tokens.
+
+    step: "greedy" or "sampled"; where tokens are chosen on the host its halves, "verify" and "advance, greedy", ....
+    num_stop_ids: places for stop ids in a row, which are compiled in.
+    num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
+    num_bytes: by which its recording made the graphs' memory pool and the driver's own memory grow. A bucket fits in
+        the pool of a larger one that was recorded before it. Of the driver's memory only what the whole device uses
+        is known: what another process takes in that moment counts as well.
+    compile_seconds: of Dynamo and Inductor, in its first calls; 0 where an earlier bucket had compiled the step.
+    capture_seconds: the rest of the calls that warmed it up and recorded it; choosing among Triton's tile sizes is in
+        the first bucket's.
+    padded_to: the rows of the bucket that served its batches instead.
+    why_not: why it is not captured.
+    """
+
+    step: str
+    rows: int
+    q_len: int
+    num_stop_ids: int
+    num_graphs: int = 0
+    num_bytes: int = 0
+    compile_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    padded_to: int | None = None
+    why_not: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        if self.num_graphs:
+            return "captured"
+        if self.padded_to is not None:
+            return f"padded to {self.padded_to} rows: {self.why_not}"
+        return f"uncaptured: {self.why_not or 'it is recorded when it is called again'}"
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What an engine compiled and captured; as text a table.
+
+    buckets: those that were used, in the order of their first use.
+    budget: bytes, see `Engine`; None for no limit.
+    why_not: why nothing can be captured; None where it can.
+    """
+
+    buckets: list[Bucket]
+    budget: int | None
+    why_not: str | None
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(bucket.compile_seconds for bucket in self.buckets)
+
+    @property
+    def capture_seconds(self) -> float:
+        return sum(bucket.capture_seconds for bucket in self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def __str__(self) -> str:
+        form = "{:<18}{:>5}{:>7}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
+        names = "step", "rows", "q_len", "stop ids", "compile s", "capture s", "graphs", "MiB", "outcome"
+        lines = [form.format(*names)]
+        for bucket in self.buckets:
+            shape = bucket.step, bucket.rows, bucket.q_len, bucket.num_stop_ids
+            lines.append(form.format(*shape, *_costs(bucket), bucket.outcome))
+        captured = sum(bucket.num_graphs > 0 for bucket in self.buckets)
+        limit = "" if self.budget is None else f", budget {self.budget / MIB:.1f} MiB"
+        outcome = self.why_not or f"{captured} of {len(self.buckets)} captured{limit}"
+        return "\n".join([*lines, form.format("total", "", "", "", *_costs(self), outcome)])
+
+
+def _costs(of: Bucket | CaptureReport) -> tuple[str, str, int, str]:
+    graphs = of.num_graphs if isinstance(of, Bucket) else sum(bucket.num_graphs for bucket in of.buckets)
+    return f"{of.compile_seconds:.2f}", f"{of.capture_seconds:.3f}", graphs, f"{of.num_bytes / MIB:.1f}"

@@ -1,0 +1,143 @@
+"""Which buckets are captured, within a byte budget, and what the first calls of each one cost."""
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
+from mla_compile.speculate import DecodeState
+from mla_compile.torch_internals import compile_seconds, cuda_graph_usage, recording_cuda_graphs
+
+CALLS_TO_RECORD = 2
+"""Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""
+
+SPENT = "the budget is spent"
+REFUSED = "torch recorded no graph; TORCH_LOGS=cudagraphs tells why"
+
+
+class Captures:
+    """Runs compiled steps; the bucket of each state that they are called with is captured while the budget lasts.
+
+    Args:
+        max_rows: of the largest bucket.
+        q_len: query tokens per row.
+        device: of the states.
+        budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
+            code uncaptured; None for no limit.
+        why_not: why nothing can be captured here; None where it can.
+    """
+
+    def __init__(
+        self, max_rows: int, q_len: int, *, device: torch.device, budget: int | None, why_not: str | None
+    ) -> None:
+        self.sizes = row_sizes(max_rows)
+        self._q_len = q_len
+        self._device = device
+        self._budget = budget
+        self._why_not = why_not
+        self._buckets: dict[tuple[str, int, int], Bucket] = {}
+
+    def report(self) -> CaptureReport:
+        """What is known by now; it does not change later."""
+        buckets = [replace(bucket) for bucket in self._buckets.values()]
+        return CaptureReport(buckets, self._budget, self._why_not)
+
+    def rows_for(self, step: str, count: int, num_stop_ids: int) -> int:
+        """The rows of the bucket that serves a batch of `count` rows."""
+        recorded = {
+            bucket.rows
+            for bucket in self._buckets.values()
+            if bucket.why_not is None and (bucket.step, bucket.num_stop_ids) == (step, num_stop_ids)
+        }  # or about to be: most of the memory is taken by the warm-up
+        own = choose_rows(count, self.sizes, recorded, spent=False)
+        rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent())
+        if rows != own:
+            padded = self._bucket(step, own, num_stop_ids)
+            padded.padded_to, padded.why_not = rows, SPENT
+        return rows
+
+    def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled step, or half of one, with its captures within the budget and its first calls measured.
+
+        It is called with a `DecodeState` and what else `step` takes. Once a bucket is known, that costs a look-up more.
+        """
+        uncaptured = step if self._why_not else _recording(step, False)
+        captured = _recording(step, True)
+        known: dict[torch.Size, Callable[..., Any]] = {}
+        calls: Counter[torch.Size] = Counter()
+
+        # With the compiled step's attributes, by which `shadow_check` finds the eager one.
+        @functools.wraps(step)
+        def run(state: DecodeState, *args: Any) -> Any:
+            shape = state.stop_ids.shape  # all that tells one bucket of this step from another
+            if (call := known.get(shape)) is not None:
+                return call(state, *args)
+            bucket = self._bucket(name, *shape)
+            if not calls[shape]:
+                bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
+            result = self._measure(bucket, uncaptured if bucket.why_not else captured, state, *args)
+            calls[shape] += 1
+            if bucket.why_not:
+                known[shape] = uncaptured
+            elif bucket.num_graphs or calls[shape] == CALLS_TO_RECORD:
+                known[shape] = step
+                bucket.why_not = None if bucket.num_graphs else REFUSED
+            return result
+
+        return run
+
+    def _is_spent(self) -> bool:
+        if self._budget is None or self._why_not is not None:
+            return False
+        return sum(bucket.num_bytes for bucket in self._buckets.values()) >= self._budget
+
+    def _bucket(self, step: str, rows: int, num_stop_ids: int) -> Bucket:
+        key = step, rows, num_stop_ids
+        return self._buckets.setdefault(key, Bucket(step, rows, self._q_len, num_stop_ids))
+
+    def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
+        """Call, and add what it cost to the bucket's sums."""
+        before = self._read()
+        result = call(*args)
+        after = self._read()
+        compiling = after.compile_seconds - before.compile_seconds
+        bucket.compile_seconds += compiling
+        if bucket.why_not is None:
+            bucket.capture_seconds += after.seconds - before.seconds - compiling
+            bucket.num_bytes += max(0, after.pool_bytes - before.pool_bytes)
+            if after.num_graphs > before.num_graphs:
+                bucket.num_graphs += after.num_graphs - before.num_graphs
+                # Of a warm-up that would be the code of kernels, which it is the first to load.
+                bucket.num_bytes += max(0, after.driver_bytes - before.driver_bytes)
+        return result
+
+    def _read(self) -> "_Reading":
+        usage = 0, 0, 0
+        if self._why_not is None:
+            torch.cuda.synchronize(self._device)
+            usage = cuda_graph_usage(self._device)
+        return _Reading(time.perf_counter(), compile_seconds(), *usage)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """seconds: of a clock. The others: see `compile_seconds` and `cuda_graph_usage`."""
+
+    seconds: float
+    compile_seconds: float
+    num_graphs: int
+    pool_bytes: int
+    driver_bytes: int
+
+
+def _recording(step: Callable[..., Any], allowed: bool) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with recording_cuda_graphs(allowed):
+            return step(*args)
+
+    return run

@@ -1,0 +1,222 @@
+"""Which bucket serves a batch and which are captured within a budget, with a stand-in for torch's CUDA graphs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._inductor import cudagraph_trees
+
+from mla_compile import Engine, MLAError, SamplingParams
+from mla_compile.engine import Bucket, CaptureReport, capture
+from mla_compile.engine.buckets import choose_rows, row_sizes
+from mla_compile.engine.capture import Captures
+from mla_compile.speculate import DecodeState
+from mla_compile.torch_internals import recording_cuda_graphs
+from tests.models_for_tests import poison_caches, tiny_model
+
+K, STOP_IDS = 3, 8
+
+
+@cache
+def state_of(rows: int) -> DecodeState:
+    return DecodeState.allocate(rows, K, max_pages=1, num_stop_ids=STOP_IDS)
+
+
+class Graphs:
+    """Records as torch does, where it may: a shape's first call is a warm-up that takes memory, the second records."""
+
+    def __init__(self, cost: int, *, refused: bool = False) -> None:
+        self.cost, self.refused = cost, refused
+        self.allowed = True
+        self.warm: set[int] = set()
+        self.recorded: set[int] = set()
+
+    def step(self, state: DecodeState) -> str:
+        rows = len(state.active)
+        if not self.allowed:
+            return "uncaptured"
+        if rows in self.recorded:
+            return "replayed"
+        if rows not in self.warm or self.refused:
+            self.warm.add(rows)
+            return "warm-up"
+        self.recorded.add(rows)
+        return "recorded"
+
+    @contextmanager
+    def recording(self, allowed: bool) -> Iterator[None]:
+        self.allowed = allowed
+        yield
+        self.allowed = True
+
+    def usage(self, device: torch.device) -> tuple[int, int, int]:
+        pool = self.cost * max(self.warm, default=0)  # a smaller graph fits in the memory of a larger one
+        return len(self.recorded), pool, 1000 + self.cost * len(self.recorded)
+
+    @contextmanager
+    def instead_of_torch(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(capture, "recording_cuda_graphs", self.recording)
+            patch.setattr(capture, "cuda_graph_usage", self.usage)
+            patch.setattr(torch.cuda, "synchronize", lambda device: None)
+            yield
+
+
+def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
+    return Captures(max_rows, K + 1, device=torch.device("cuda"), budget=budget, why_not=why_not)
+
+
+def test_row_sizes_double_up_to_the_most_rows() -> None:
+    assert row_sizes(1) == [1]
+    assert row_sizes(8) == [1, 2, 4, 8]
+    assert row_sizes(11) == [1, 2, 4, 8, 11]
+
+
+@pytest.mark.parametrize(
+    ("count", "recorded", "spent", "rows"),
+    [
+        (3, (), False, 4),
+        (3, (8,), False, 4),
+        (3, (8,), True, 8),
+        (3, (4, 8), True, 4),
+        (3, (1, 2), True, 4),
+        (9, (), True, 11),
+    ],
+)
+def test_a_spent_budget_pads_to_the_smallest_recorded_bucket_with_room(
+    count: int, recorded: tuple[int, ...], spent: bool, rows: int
+) -> None:
+    assert choose_rows(count, row_sizes(11), recorded, spent=spent) == rows
+
+
+@given(
+    max_rows=st.integers(1, 20),
+    budget=st.none() | st.integers(0, 60),
+    batches=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), max_size=20),
+)
+def test_any_batches_are_served_and_nothing_is_recorded_beyond_the_budget(
+    max_rows: int, budget: int | None, batches: list[tuple[int, int]]
+) -> None:
+    """batches: numbers of rows and of steps."""
+    graphs, captures = Graphs(cost=1), captures_of(max_rows, budget)
+    with graphs.instead_of_torch():
+        step = captures.measured("greedy", graphs.step)
+        for count, steps in batches:
+            count = min(count, max_rows)
+            before, recorded = captures.report(), set(graphs.recorded)
+            begun = {bucket.rows for bucket in before.buckets if bucket.why_not is None}
+            assert begun == graphs.warm
+            spent = budget is not None and before.num_bytes >= budget
+            rows = captures.rows_for("greedy", count, STOP_IDS)
+            own = min(size for size in captures.sizes if size >= count)
+            roomy = [size for size in begun if size >= count]
+            assert rows == (min(roomy, default=own) if spent else own)
+            done = [step(state_of(rows)) for _ in range(steps)]
+            life = ["warm-up", "recorded", *["replayed"] * steps]
+            if rows in begun:
+                life = life[1 + (rows in recorded) :]
+            elif spent:
+                life = ["uncaptured"] * steps
+            assert done == life[:steps], "the last recording may pass the budget, none may begin beyond it"
+    after = captures.report()
+    assert sum(bucket.num_graphs for bucket in after.buckets) == len(graphs.recorded)
+    assert after.num_bytes == max(graphs.warm, default=0) + len(graphs.recorded)
+    assert all(bucket.q_len == K + 1 for bucket in after.buckets)
+
+
+def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
+    greedy, sampled = Graphs(cost=1), Graphs(cost=1)
+    captures = captures_of(8, budget=1)
+    for name, graphs, expected in (
+        ("greedy", greedy, ["warm-up", "recorded", "replayed"]),
+        ("sampled", sampled, ["uncaptured"] * 3),
+    ):
+        with graphs.instead_of_torch():
+            step = captures.measured(name, graphs.step)
+            assert [step(state_of(8)) for _ in range(3)] == expected
+    assert captures.rows_for("greedy", 1, STOP_IDS) == 8
+    assert captures.rows_for("sampled", 1, STOP_IDS) == 1
+    assert captures.rows_for("greedy", 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
+
+
+def test_what_torch_refuses_to_record_is_reported_so() -> None:
+    graphs, captures = Graphs(cost=1, refused=True), captures_of(4, None)
+    with graphs.instead_of_torch():
+        step = captures.measured("greedy", graphs.step)
+        step(state_of(4))
+        assert "when it is called again" in captures.report().buckets[0].outcome
+        step(state_of(4))
+    assert captures.report().buckets[0].outcome.startswith("uncaptured: torch recorded no graph")
+
+
+def test_without_cuda_graphs_a_step_is_called_as_it_is() -> None:
+    captures = captures_of(4, 0, why_not="the device is cpu")
+    step = captures.measured("greedy", lambda state, *more: (state, *more))
+    for _ in range(3):
+        assert step(state_of(4), "hidden") == (state_of(4), "hidden")
+    (bucket,) = captures.report().buckets
+    assert bucket.outcome == "uncaptured: the device is cpu"
+    assert (bucket.num_bytes, bucket.capture_seconds) == (0, 0)
+
+
+def test_the_report_reads_as_a_table() -> None:
+    buckets = [
+        Bucket(
+            "greedy", 8, 4, 8, num_graphs=2, num_bytes=6 << 20, compile_seconds=31.5, capture_seconds=0.0421
+        ),
+        Bucket("greedy", 4, 4, 8, padded_to=8, why_not="the budget is spent"),
+        Bucket("advance, sampled", 1, 4, 16, why_not="the budget is spent"),
+    ]
+    assert str(CaptureReport(buckets, 1 << 20, None)).splitlines() == [
+        "step               rows  q_len  stop ids  compile s  capture s  graphs       MiB  outcome",
+        "greedy                8      4         8      31.50      0.042       2       6.0  captured",
+        "greedy                4      4         8       0.00      0.000       0       0.0  "
+        "padded to 8 rows: the budget is spent",
+        "advance, sampled      1      4        16       0.00      0.000       0       0.0  "
+        "uncaptured: the budget is spent",
+        "total                                         31.50      0.042       2       6.0  "
+        "1 of 3 captured, budget 1.0 MiB",
+    ]
+
+
+def test_torch_runs_the_compiled_code_itself_while_recording_is_off() -> None:
+    """It is torch's own wrapper around compiled code; it fails here where it wants to record, as there is no GPU."""
+    graph = cudagraph_trees.cudagraphify_impl(lambda inputs: inputs, [2], (), device_index=0)
+    with recording_cuda_graphs(False):
+        assert graph([2]) == [2]
+    with recording_cuda_graphs(True):
+        assert cudagraph_trees.is_cudagraph_capture_sizes((2,))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
+    """Nor needs it more pages than there are: two here, for 8 rows of 16."""
+    model = tiny_model()
+    engine = Engine(model, num_speculative_tokens=K, max_rows=8, max_model_len=64, page_size=4, compile=False)
+    sampling = SamplingParams(temperature=temperature, seed=1)
+    expected = engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling)
+    caches = model.caches()
+    model.allocate_cache(2, 4)
+    poison_caches(model)
+    engine._caches, enough = model.caches(), caches
+    report = engine.warm_up(sampling=sampling, stop_ids=range(9))
+    assert report.why_not == "compile=False"
+    assert all(cache.isnan().all() for cache in model.caches())
+    assert sorted(rows for rows, width in engine._states if width == 16) == [1, 2, 4, 8]
+    model.allocate_cache(len(enough[0]), 4)
+    engine._caches = model.caches()
+    poison_caches(model)
+    assert engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
+
+
+def test_a_stream_does_not_go_on_over_a_warm_up() -> None:
+    engine = Engine(tiny_model(), max_rows=1, max_model_len=64, compile=False)
+    stream = engine.stream([[1]], max_new_tokens=20)
+    next(stream)
+    engine.warm_up()
+    with pytest.raises(MLAError, match="one stream of an engine at a time"):
+        list(stream)
