@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.ops.reference import mla_attention_reference
+from tests.cases import Case
 
 HUGE = 2**31 - 1
 
@@ -248,3 +250,32 @@ def check_moe(case: MoeCase, got: Tensor) -> None:
     assert got.is_contiguous() and got.dtype == case.x.dtype and got.shape == case.x.shape
     error = (got.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[got.dtype], error
+
+
+def prefill_args(case: Case) -> tuple:
+    """Arguments of `mla_prefill`'s op for a case of prompt chunks only: what `mla_attention` makes of it."""
+    segment = case.batch.prefill
+    assert segment is not None
+    k_nope = torch.einsum("tl,hnl->thn", case.kv_c, case.w_uk)
+    v = torch.einsum("tl,hlv->thv", case.kv_c, case.w_uv)
+    pages = segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.host_lens
+    return (
+        case.q_nope,
+        case.q_pe,
+        k_nope,
+        case.k_pe,
+        v,
+        case.kv_cache,
+        case.w_uk,
+        case.w_uv,
+        *pages,
+        case.softmax_scale,
+    )
+
+
+def check_prefill(case: Case, got: Tensor) -> None:
+    """`got` is finite and equals the definition; each token and head on its own scale."""
+    expected = mla_attention_reference(*case.clone().args())
+    scale = expected.abs().amax(-1, keepdim=True)
+    error = ((got.double().cpu() - expected).abs() / scale).max()
+    assert got.isfinite().all() and error < 2 * TOLERANCE[got.dtype], error

@@ -8,18 +8,28 @@ import torch
 from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
-from mla_compile.ops.kernels.plan import device_of, supports_append, supports_masked_decode, supports_moe
+from mla_compile.ops.kernels.plan import (
+    device_of,
+    supports_append,
+    supports_masked_decode,
+    supports_moe,
+    supports_prefill,
+)
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.prefill import prefill_op
+from tests.cases import make_case
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
     check_decode,
     check_masked,
     check_moe,
+    check_prefill,
     decode_case,
     masked_case,
     moe_case,
+    prefill_args,
 )
 from tests.ops.conformance import DecodeConformance, Subject
 
@@ -259,3 +269,23 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     mla_append(latents[:, :512], latents[:, 512:], cache, slots)
     append_torch(latents[:, :512], latents[:, 512:], expected, slots)
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"nope": 128, "rope": 64, "v": 128, "rank": 512},
+        {"nope": 192, "rope": 64, "v": 256, "rank": 512},
+        {"nope": 64, "rope": 32, "v": 64, "rank": 256},
+        {"nope": 6, "rope": 4, "v": 5, "rank": 16},
+    ],
+    ids=["V3", "GLM", "MiniCPM3", "odd"],
+)
+def test_prefill_of_ragged_chunks_with_context(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    chunks = [(300, 0), (1, 700), (129, 64), (64, 33)]
+    case = make_case(prefill=chunks, heads=8, page_size=16, dtype=dtype, **sizes)
+    *tensors, host_lens, scale = prefill_args(case)
+    args = [*(x.cuda() for x in tensors), host_lens, scale]
+    assert supports_prefill(args[0], args[1], args[4])
+    check_prefill(case, prefill_op(*args))

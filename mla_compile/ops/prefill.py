@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
+from mla_compile.ops.kernels.plan import supports_prefill
 from mla_compile.ops.library import define_op
 from mla_compile.ops.paging import accumulate_dtype, gather_latents
 from mla_compile.ops.softmax import merge, softmax_weighted
@@ -67,6 +68,42 @@ def prefill_op(
     host_lens: Tensor,
     softmax_scale: float,
 ) -> Tensor:
+    run = prefill_torch
+    if supports_prefill(q_nope, q_pe, v):
+        from mla_compile.ops.kernels.prefill import prefill_triton as run
+    return run(
+        q_nope,
+        q_pe,
+        k_nope,
+        k_pe,
+        v,
+        kv_cache,
+        w_uk,
+        w_uv,
+        cu_seqlens_q,
+        seq_lens,
+        block_table,
+        host_lens,
+        softmax_scale,
+    )
+
+
+def prefill_torch(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    host_lens: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """`mla_prefill` in plain torch: every device, every dtype, and the kernel's twin."""
     tokens = q_nope.shape[0]
     if tokens == 0:
         return v.new_empty(v.shape)

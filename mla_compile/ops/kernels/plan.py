@@ -127,6 +127,52 @@ def num_splits(programs: int, max_keys: int, device: Device) -> int:
 
 
 @dataclass(frozen=True)
+class PrefillTiles:
+    """How much a program of the prefill kernel holds."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def supports_prefill(q_nope: Tensor, q_pe: Tensor, v: Tensor) -> bool:
+    """Whether `prefill_triton` serves this call; `mla_prefill`'s torch code serves all."""
+    return (
+        serves(q_nope)
+        and q_nope.shape[0] * q_nope.shape[1] > 0
+        and all(0 < x.shape[2] <= most for x, most in ((q_nope, 256), (q_pe, 128), (v, 256)))
+    )
+
+
+def prefill_tiles(nope: int, rope: int, value: int, dtype: torch.dtype, device: Device) -> PrefillTiles:
+    """The widest tiles whose queries and two or one tiles of keys and values fit shared memory.
+
+    Float32 runs on the plain cores, as tensor cores would round it.
+    """
+    if dtype == torch.float32:
+        return PrefillTiles(queries=16, keys=16, warps=4, stages=1)
+    qk, v = power_of_two(nope) + power_of_two(rope), power_of_two(value)
+    room = 220_000 if device.capability[0] == 9 else 96_000
+    warps = 8 if v > 128 else 4  # that hold `[64, v]` in float32 in registers
+
+    def fits(tiles: PrefillTiles) -> bool:
+        return 2 * (tiles.queries * qk + tiles.stages * tiles.keys * (qk + v)) <= room
+
+    return next(
+        tiles
+        for tiles in (
+            PrefillTiles(queries=128, keys=64, warps=8, stages=2),
+            PrefillTiles(queries=64, keys=64, warps=warps, stages=2),
+            PrefillTiles(queries=64, keys=32, warps=warps, stages=2),
+            PrefillTiles(queries=64, keys=32, warps=warps, stages=1),
+            PrefillTiles(queries=16, keys=16, warps=4, stages=1),
+        )
+        if fits(tiles)
+    )
+
+
+@dataclass(frozen=True)
 class MoeTiles:
     """How much a program of an expert kernel holds."""
 

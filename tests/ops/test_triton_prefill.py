@@ -1,0 +1,42 @@
+"""The prefill kernel without a GPU: results in Triton's interpreter, what the compiled code uses."""
+
+import pytest
+import torch
+
+from mla_compile.ops.kernels import plan
+from tests.cases import make_case
+from tests.kernel_cases import prefill_args
+from tests.ops.test_triton_decode import GPUS
+from tests.triton_interpreter import run_interpreted
+
+WIDTHS = {"V3": (128, 64, 128), "GLM": (192, 64, 256), "MiniCPM3": (64, 32, 64)}
+"""qk_nope_head_dim, qk_rope_head_dim, v_head_dim"""
+
+
+def test_the_kernel_equals_the_definition_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted("prefill")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("model", WIDTHS)
+@pytest.mark.parametrize("capability", [86, 90])
+def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
+    capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.prefill import prefill_triton
+    from tests.triton_compile import compiled_for
+
+    device, shared_memory = GPUS[capability]
+    monkeypatch.setattr(plan, "H200", device)
+    nope, rope, v = WIDTHS[model]
+    case = make_case(prefill=[(20, 16)], heads=4, nope=nope, rope=rope, v=v, rank=32, dtype=dtype)
+    with compiled_for(capability) as kernels:
+        prefill_triton(*prefill_args(case))
+    assert [kernel.name for kernel in kernels] == ["prefill_kernel", "prefill_kernel"]
+    for kernel in kernels:
+        assert kernel.shared_memory <= shared_memory
+        assert kernel.spilled_bytes <= 64, f"{kernel.spilled_bytes} bytes per thread"
+    wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
+    assert wanted in kernels[0].text, "the products must run on tensor cores"
