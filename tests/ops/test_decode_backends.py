@@ -21,7 +21,7 @@ from mla_compile.ops.backends import (
 from tests.cases import make_case
 from tests.kernel_cases import check_decode, decode_case
 
-FLASHINFER, TRITON, REFERENCE = DECODE_BACKENDS
+FLASHINFER, GLUON, TRITON, REFERENCE = DECODE_BACKENDS
 
 GLM = DecodeCall(
     device_type="cuda",
@@ -71,12 +71,8 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (REFERENCE, {"device_type": "xpu", "capability": None, "kv_lora_rank": 7}, None),
         (replace(TRITON, heads=range(8, 129, 8)), {}, "takes heads of 8..128 by 8, got 20"),
         (replace(TRITON, page_sizes=range(64, 65)), {"page_size": 16}, "takes a page_size of 64, got 16"),
-        (replace(TRITON, min_capability=(9, 0), max_capability=(9, 0)), {}, None),
-        (
-            replace(TRITON, min_capability=(9, 0), max_capability=(9, 0)),
-            {"capability": (10, 0)},
-            "runs on SM 90, got SM 100",
-        ),
+        (GLUON, {}, None),
+        (GLUON, {"capability": (10, 0)}, "runs on SM 90, got SM 100"),
     ],
 )
 def test_a_reason_names_what_a_backend_takes_and_what_came(
@@ -97,8 +93,10 @@ def test_what_is_not_known_of_a_call_is_no_reason() -> None:
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
     assert select_backend(GLM).explain().splitlines() == [
         f"flashinfer: {HOST_WORK}",
-        "triton: chosen (portable split-KV kernel without a plan)",
+        "gluon: chosen (loading and computing warps, for Hopper)",
     ]
+    assert select_backend(replace(GLM, capability=(10, 0))).backend is TRITON
+    assert select_backend(replace(GLM, kv_lora_rank=256, qk_rope_head_dim=32)).backend is TRITON
     assert select_backend(replace(GLM, dtype=torch.float64)).backend is REFERENCE
 
 
@@ -124,7 +122,7 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
         "qk_rope_head_dim of 16..512 by 16 + 16..128 by 16, got 1024 + 64"
     )
     with pytest.raises(
-        MLAError, match=r"^backend: expected one of flashinfer, triton, reference, or None, got 'fast'"
+        MLAError, match=r"^backend: expected one of flashinfer, gluon, triton, reference, or None, got 'fast'"
     ):
         select_backend(GLM, "fast")
 
@@ -157,7 +155,7 @@ def test_flashinfer_gets_one_token_a_row_where_its_causal_mask_is_wrong(heads: i
 def test_names_are_unique_and_functions_exist() -> None:
     assert len({backend.name for backend in DECODE_BACKENDS}) == len(DECODE_BACKENDS)
     for backend in DECODE_BACKENDS:
-        if backend.name != "triton":  # its module imports triton
+        if backend not in (GLUON, TRITON):  # their modules import triton
             assert callable(backends._imported(backend.function))
 
 
