@@ -7,9 +7,25 @@ import torch
 
 from mla_compile import mla_append, mla_decode
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.kernels.plan import device_of, supports_append, supports_decode, supports_moe
+from mla_compile.ops.kernels.plan import (
+    device_of,
+    supports_append,
+    supports_decode,
+    supports_moe,
+    supports_norm_rope_append,
+)
 from mla_compile.ops.moe import moe_experts
-from tests.kernel_cases import DecodeCase, check_decode, check_moe, decode_case, decode_reference, moe_case
+from mla_compile.ops.norm_rope_append import mla_norm_rope_append
+from tests.kernel_cases import (
+    DecodeCase,
+    check_decode,
+    check_moe,
+    check_norm_rope_append,
+    decode_case,
+    decode_reference,
+    moe_case,
+    norm_rope_append_case,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -173,3 +189,46 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     mla_append(latents[:, :512], latents[:, 512:], cache, slots)
     append_torch(latents[:, :512], latents[:, 512:], expected, slots)
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("widths", [(512, 64), (256, 32), (256, 64), (48, 20)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 33, 3000])
+def test_norm_rotation_and_append_in_one_launch(
+    tokens: int, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for interleaved_in, interleaved_out, per_column in (
+        (True, False, False),
+        (True, True, False),
+        (False, False, True),
+    ):
+        case = norm_rope_append_case(
+            tokens,
+            *widths,
+            interleaved_in=interleaved_in,
+            interleaved_out=interleaved_out,
+            per_column=per_column,
+            angles=dtype if per_column else torch.float32,
+            dtype=dtype,
+            device="cuda",
+        )
+        assert supports_norm_rope_append(case.kv_a)
+        before = case.kv_cache.clone()
+        mla_norm_rope_append(**vars(case))
+        check_norm_rope_append(case, before)
+
+
+def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> None:
+    case = norm_rope_append_case(8, 512, 64, dtype=torch.bfloat16, device="cuda")
+    mla_norm_rope_append(**vars(case))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_norm_rope_append(**vars(case))
+    for seed in range(3):
+        case.kv_a.copy_(norm_rope_append_case(8, 512, 64, seed=seed, device="cuda").kv_a)
+        case.slot_mapping.copy_(case.slot_mapping.roll(1))
+        case.kv_cache.fill_(torch.nan)
+        before = case.kv_cache.clone()
+        graph.replay()
+        check_norm_rope_append(case, before)
