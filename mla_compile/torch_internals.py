@@ -6,8 +6,8 @@ Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `impor
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,27 @@ def size_hint(size: Any) -> int | None:
         return size
     hint = getattr(size.node, "hint", None)
     return hint if isinstance(hint, int) else None
+
+
+def symbols_of(size: Any) -> set[Any]:
+    """The symbols in a size, or in a number computed from values; none where it is known."""
+    return set(size.node.expr.free_symbols) if hasattr(size, "node") else set()
+
+
+def size_where_symbols_are(size: Any, number: int) -> int:
+    """A size, with a number for each of its symbols; asking adds no guard."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, number)))
+
+
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Inside, tensors have values and versions and need no gradient, whatever torch is tracing or its modes are."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -279,3 +279,96 @@ def check_prefill(case: Case, got: Tensor) -> None:
     scale = expected.abs().amax(-1, keepdim=True)
     error = ((got.double().cpu() - expected).abs() / scale).max()
     assert got.isfinite().all() and error < 2 * TOLERANCE[got.dtype], error
+
+
+@dataclass
+class NormRopeAppendCase:
+    """Arguments of `mla_norm_rope_append`, by name."""
+
+    kv_a: Tensor
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    kv_cache: Tensor
+    slot_mapping: Tensor
+    eps: float
+    interleaved_in: bool
+    interleaved_out: bool
+
+    def args(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def norm_rope_append_case(
+    tokens: int,
+    rank: int = 32,
+    rope: int = 16,
+    *,
+    eps: float = 1e-6,
+    interleaved_in: bool = False,
+    interleaved_out: bool = False,
+    per_column: bool = False,
+    angles: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> NormRopeAppendCase:
+    """Rows of `kv_a` lie apart; every fifth token has slot -1; the cache is NaN. Cos and sin are no unit vectors.
+
+    per_column: cos and sin differ between the two elements of a pair; else they are by pair, and strided.
+    """
+    g = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device)
+
+    wide = randn(tokens, rank + rope + 24).to(dtype)
+    cache = torch.full((1 + tokens // 8, 16, rank + rope), torch.nan, dtype=dtype, device=device)
+    slots = torch.randperm(cache.shape[0] * 16, generator=g, device=device)[:tokens]
+    slots[4::5] = -1
+    if per_column:
+        cos, sin = (randn(tokens, rope).to(angles) for _ in range(2))
+    else:
+        cos, sin = randn(tokens, rope // 2, 2).to(angles).unbind(-1)
+    kv_a = wide[:, 8 : 8 + rank + rope]
+    weight = (1 + 0.3 * randn(rank)).to(dtype)
+    return NormRopeAppendCase(kv_a, weight, cos, sin, cache, slots, eps, interleaved_in, interleaved_out)
+
+
+def norm_rope_append_reference(case: NormRopeAppendCase) -> Tensor:
+    """`[tokens, rank + rope]` in float64: the definitions of RMSNorm and of a rotation, a pair at a time."""
+    rank, width = case.weight.shape[0], case.kv_a.shape[1]
+    x, cos, sin = case.kv_a.double(), case.cos.double(), case.sin.double()
+    half = (width - rank) // 2
+
+    def columns(interleaved: bool, pair: int) -> tuple[int, int]:
+        return (rank + 2 * pair, rank + 2 * pair + 1) if interleaved else (rank + pair, rank + pair + half)
+
+    out = torch.full_like(x, torch.nan)
+    mean_square = x[:, :rank].square().mean(-1, keepdim=True)
+    out[:, :rank] = x[:, :rank] / (mean_square + case.eps).sqrt() * case.weight.double()
+    for pair in range(half):
+        a, b = (x[:, column] for column in columns(case.interleaved_in, pair))
+        first, second = columns(case.interleaved_out, pair)
+        other = pair + cos.shape[1] - half
+        out[:, first] = a * cos[:, pair] - b * sin[:, pair]
+        out[:, second] = a * sin[:, other] + b * cos[:, other]
+    return out
+
+
+def check_norm_rope_append(case: NormRopeAppendCase, before: Tensor, units: float = 1.5) -> None:
+    """Valid slots of the cache, which held `before`, hold the definition's values; the others what they held.
+
+    units: the relative error allowed, in units of the dtype.
+    """
+    written = case.slot_mapping >= 0
+    got, expected = case.kv_cache.flatten(0, 1).clone(), norm_rope_append_reference(case)
+    values = got[case.slot_mapping[written]].double()
+    unit = torch.finfo(case.kv_a.dtype).eps
+    terms = (1 + case.kv_a.abs().amax().double()) * (1 + case.cos.abs().amax() + case.sin.abs().amax())
+    # Two roundings of the norm; of the rotation one, and in float32 those of its terms.
+    torch.testing.assert_close(
+        values, expected[written], rtol=units * unit, atol=float(4e-7 * terms) if unit > 1e-15 else 1e-14
+    )
+    got[case.slot_mapping[written]] = before.flatten(0, 1)[case.slot_mapping[written]]
+    torch.testing.assert_close(got, before.flatten(0, 1), rtol=0, atol=0, equal_nan=True)

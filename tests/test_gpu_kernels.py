@@ -13,10 +13,12 @@ from mla_compile.ops.kernels.plan import (
     supports_append,
     supports_masked_decode,
     supports_moe,
+    supports_norm_rope_append,
     supports_prefill,
 )
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import prefill_op
 from tests.cases import make_case
 from tests.kernel_cases import (
@@ -25,10 +27,12 @@ from tests.kernel_cases import (
     check_decode,
     check_masked,
     check_moe,
+    check_norm_rope_append,
     check_prefill,
     decode_case,
     masked_case,
     moe_case,
+    norm_rope_append_case,
     prefill_args,
 )
 from tests.ops.conformance import DecodeConformance, Subject
@@ -289,3 +293,46 @@ def test_prefill_of_ragged_chunks_with_context(sizes: dict[str, int], dtype: tor
     args = [*(x.cuda() for x in tensors), host_lens, scale]
     assert supports_prefill(args[0], args[1], args[4])
     check_prefill(case, prefill_op(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("widths", [(512, 64), (256, 32), (256, 64), (48, 20)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 33, 3000])
+def test_norm_rotation_and_append_in_one_launch(
+    tokens: int, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for interleaved_in, interleaved_out, per_column in (
+        (True, False, False),
+        (True, True, False),
+        (False, False, True),
+    ):
+        case = norm_rope_append_case(
+            tokens,
+            *widths,
+            interleaved_in=interleaved_in,
+            interleaved_out=interleaved_out,
+            per_column=per_column,
+            angles=dtype if per_column else torch.float32,
+            dtype=dtype,
+            device="cuda",
+        )
+        assert supports_norm_rope_append(case.kv_a)
+        before = case.kv_cache.clone()
+        mla_norm_rope_append(**vars(case))
+        check_norm_rope_append(case, before)
+
+
+def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> None:
+    case = norm_rope_append_case(8, 512, 64, dtype=torch.bfloat16, device="cuda")
+    mla_norm_rope_append(**vars(case))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_norm_rope_append(**vars(case))
+    for seed in range(3):
+        case.kv_a.copy_(norm_rope_append_case(8, 512, 64, seed=seed, device="cuda").kv_a)
+        case.slot_mapping.copy_(case.slot_mapping.roll(1))
+        case.kv_cache.fill_(torch.nan)
+        before = case.kv_cache.clone()
+        graph.replay()
+        check_norm_rope_append(case, before)

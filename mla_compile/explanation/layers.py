@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from mla_compile.explanation.shapes import Shapes, op_name, rows_of
-from mla_compile.ops.append import append_op
 from mla_compile.ops.attention import attention_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.prefill import prefill_op
+from mla_compile.passes.effects import appended_cache
 from mla_compile.passes.provenance import module_path
 
 
@@ -63,6 +63,8 @@ class Layer:
     w_uk: str
     w_uv: str
     out: str
+    append: str
+    """The op that appends after the passes."""
     decode: Decode | None
     prefill: Prefill | None
 
@@ -150,9 +152,10 @@ def _calls(gm: fx.GraphModule) -> list[_Call]:
     calls: list[_Call] = []
     current: dict[fx.node.Argument, _Call] = {}
     for node in gm.graph.nodes:
-        if node.target is append_op:
+        cache = appended_cache(node)
+        if cache is not None:
             calls.append(_Call(node))
-            current[node.args[2]] = calls[-1]
+            current[cache] = calls[-1]
         elif node.target is decode_op and node.args[2] in current:
             current[node.args[2]].decode = node
         elif node.target is prefill_op:
@@ -173,6 +176,7 @@ def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, fi
         w_uk=w_uk,
         w_uv=w_uv,
         out=shapes.shape(unified),
+        append=op_name(final.append),
         decode=_decode(shapes, split.decode, final.decode),
         prefill=_prefill(shapes, final.prefill),
     )

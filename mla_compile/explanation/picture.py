@@ -141,7 +141,7 @@ def _cache(canvas: Canvas, top: float, layer: Layer) -> None:
     middle = x + width / 2
     canvas.arrow(middle, top + TOKENS + 52, middle, top + FIRST)
     canvas.labels(middle + 9, top + TOKENS + 78, f"kv_c {layer.kv_c}", f"k_pe {layer.k_pe}")
-    canvas.box(x, top + FIRST, width, 54, "shared", "mla_append", "one write for all tokens")
+    canvas.box(x, top + FIRST, width, 54, "shared", layer.append, "one write for all tokens")
     canvas.arrow(middle, top + FIRST + 54, middle, top + ATTEND - 8)
     canvas.cylinder(x, top + ATTEND - 8, width, 74, "kv_cache", layer.kv_cache)
     y = top + ATTEND + 29

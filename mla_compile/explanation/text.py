@@ -46,7 +46,7 @@ def _group(group: Group) -> Iterator[str]:
     yield f"  tokens   {layer.tokens} = {' + '.join(parts)}"
     arguments = f"q_nope {layer.q_nope}, q_pe {layer.q_pe}, kv_c {layer.kv_c}, k_pe {layer.k_pe}"
     yield f"  before   mla_attention({arguments}) -> {layer.out}"
-    yield f"  append   mla_append   kv_c {layer.kv_c}, k_pe {layer.k_pe} -> kv_cache {layer.kv_cache}"
+    yield f"  append   {layer.append}   kv_c {layer.kv_c}, k_pe {layer.k_pe} -> kv_cache {layer.kv_cache}"
     if decode and prefill:
         yield f"  split    q, kv into {decode.all_tokens} decode and {prefill.tokens} prefill tokens"
     if decode:

@@ -88,6 +88,29 @@ def append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -
     _size("slot_mapping", slot_mapping, 0, kv_c.shape[0], "tokens of kv_c")
 
 
+def norm_rope_append(
+    kv_a: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    _floats(
+        kv_a=(kv_a, "tokens, kv_lora_rank + qk_rope_head_dim"),
+        weight=(weight, "kv_lora_rank"),
+        kv_cache=(kv_cache, "num_pages, page_size, width"),
+    )
+    _cache(kv_cache, kv_a.shape[1], "kv_lora_rank + qk_rope_head_dim of kv_a")
+    rope = kv_a.shape[1] - weight.shape[0]
+    if rope < 2 or rope % 2:
+        raise MLAError("weight", f"an even number of columns less than kv_a's {kv_a.shape[1]}", _show(weight))
+    _tensor("cos", cos, "tokens, angles", like=kv_a)
+    _floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
+    _size("cos", cos, 0, kv_a.shape[0], "tokens of kv_a")
+    if cos.shape[1] not in (rope // 2, rope):
+        raise MLAError("cos", f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)", _show(cos))
+    _size("sin", sin, 0, kv_a.shape[0], "tokens of kv_a")
+    _size("sin", sin, 1, cos.shape[1], "columns of cos")
+    _tensor("slot_mapping", slot_mapping, "tokens", dtype=torch.int64, like=kv_a)
+    _size("slot_mapping", slot_mapping, 0, kv_a.shape[0], "tokens of kv_a")
+
+
 def _rows(prefix: str, seq_lens: Tensor, block_table: Tensor, like: Tensor) -> None:
     _tensor(f"{prefix}seq_lens", seq_lens, "rows", dtype=torch.int32, like=like)
     _tensor(f"{prefix}block_table", block_table, "rows, max_pages", dtype=torch.int32, like=like)

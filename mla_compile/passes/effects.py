@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
+from mla_compile.ops.norm_rope_append import norm_rope_append_op
 from mla_compile.torch_internals import is_mutable, storage_key
 
 _OPERATORS_IN_PLACE = {
@@ -16,6 +17,14 @@ _OPERATORS_IN_PLACE = {
     *(operator.ilshift, operator.irshift),
 }
 """What `x += y` and `x[i] = y` become. By name, `and_` and `or_` would look like them."""
+
+_CACHE_POSITION: dict[Any, int] = {append_op: 2, norm_rope_append_op: 4}
+
+
+def appended_cache(node: fx.Node) -> fx.Node | None:
+    """The cache to which a node appends latents; None where it is no append."""
+    position = _CACHE_POSITION.get(node.target)
+    return None if position is None else node.args[position]  # type: ignore[return-value]
 
 
 def memory(nodes: Sequence[Any]) -> set[int]:
@@ -29,9 +38,9 @@ def mutates(node: fx.Node) -> bool:
     """Whether a node that moves must not cross this one.
 
     It may write in place, or it is called for its effect only and may decide how later nodes compute (autocast).
-    `mla_append` does not count: callers tell appends apart by their cache.
+    Appends do not count: callers tell them apart by `appended_cache`.
     """
-    if node.target is append_op:
+    if node.target in _CACHE_POSITION:
         return False
     called = node.op.startswith("call_")
     if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
@@ -48,14 +57,36 @@ def mutates(node: fx.Node) -> bool:
 
 def may_write(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node may write to: the first argument of `x.add_(y)`, `x[i] = y` and `x += y`."""
-    if node.target is append_op:
-        return [node.args[2]]  # type: ignore[list-item]
+    cache = appended_cache(node)
+    if cache is not None:
+        return [cache]
     if not mutates(node):
         return []
-    by_method = node.op == "call_method" and str(node.target).endswith("_")
-    if (by_method or node.target in _OPERATORS_IN_PLACE) and isinstance(node.args[0], fx.Node):
-        return [node.args[0]]
-    return node.all_input_nodes
+    return [node.args[0]] if _writes_to_first(node) else node.all_input_nodes  # type: ignore[list-item]
+
+
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that outputs, inputs or effects need. Dynamo leaves others in, such as keys expanded for nobody.
+
+    A tensor that is made, filled and read by nobody is not live, nor are the writes that fill it.
+    """
+    live: set[fx.Node] = set()
+    read = memory([node for node in graph.nodes if node.op in ("placeholder", "get_attr")])
+    for node in reversed(graph.nodes):
+        if _writes_to_first(node):
+            needed = not read.isdisjoint(memory(may_write(node)))
+        else:
+            needed = node.op == "output" or appended_cache(node) is not None or mutates(node)
+        if needed or not live.isdisjoint(node.users):
+            live.add(node)
+            read |= memory(node.all_input_nodes)
+    return live
+
+
+def _writes_to_first(node: fx.Node) -> bool:
+    """Whether all that a node may write to is its first argument."""
+    by_method = node.op == "call_method" and str(node.target).endswith("_") and mutates(node)
+    return (by_method or node.target in _OPERATORS_IN_PLACE) and isinstance(node.args[0], fx.Node)
 
 
 def _renormalizes(node: fx.Node) -> bool:

@@ -59,8 +59,11 @@ def _unwrap(value: Any) -> Any:
 
 
 def fake_mode_of(node: fx.Node) -> Any:
-    """The fake mode of the node's own value: the mode that `detect_fake_mode` finds may be another one."""
+    """The fake mode of the node's own value, of its first input's where it has none (an append): the mode that
+    `detect_fake_mode` finds may be another one."""
     value = node.meta["example_value"]
+    if value is None:
+        return fake_mode_of(node.all_input_nodes[0])
     while isinstance(value, (tuple, list)):
         value = value[0]
     return value.fake_mode

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.paging import flatten_to_single
-from mla_compile.passes.effects import memory, mutates
+from mla_compile.passes.effects import appended_cache, memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
 from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
 from mla_compile.torch_internals import statically_known_true
@@ -72,8 +71,9 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
     appended_later: set[int] = set()
     node = gather.prev
     while node.op != "root" and not mutates(node):
-        if node.target is append_op:
-            appended_later |= memory([node.args[2]])
+        cache = appended_cache(node)
+        if cache is not None:
+            appended_later |= memory([cache])
         carriers = None
         if node.users and all(_reduced_in(user, node, gather, source, reducible) for user in node.users):
             carriers = row_inputs(node, rows)

@@ -71,6 +71,11 @@ def supports_append(kv_c: Tensor, k_pe: Tensor) -> bool:
     return serves(kv_c) and kv_c.shape[0] > 0 and kv_c.stride(1) == k_pe.stride(1) == 1
 
 
+def supports_norm_rope_append(kv_a: Tensor) -> bool:
+    """Whether `norm_rope_append_triton` serves what a projection gave; the op's torch code serves all."""
+    return serves(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1
+
+
 @dataclass(frozen=True)
 class DecodeTiles:
     """How much a program of the decode kernel holds."""

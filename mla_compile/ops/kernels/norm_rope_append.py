@@ -1,0 +1,100 @@
+"""Norm, rotation and write of new latents in one launch: a program does one token, or nothing."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.plan import power_of_two
+
+
+@triton.jit
+def norm_rope_append_kernel(
+    kv_a,  # [tokens, RANK + 2 * HALF], rows kv_a_stride apart
+    weight,  # [RANK]
+    cos,  # [tokens, HALF or 2 * HALF]
+    sin,  # likewise
+    kv_cache,  # [slots, RANK + 2 * HALF], contiguous
+    slot_mapping,  # int64 [tokens]; -1 writes nowhere
+    kv_a_stride,
+    cos_stride,
+    cos_step,
+    sin_stride,
+    sin_step,
+    eps,
+    RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    SECOND: tl.constexpr,  # the column of cos and sin where the second elements' ones start
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`; grid `[tokens]`."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    source = kv_a + token * kv_a_stride
+    target = kv_cache + slot * (RANK + 2 * HALF)
+    dtype = kv_cache.dtype.element_ty
+
+    column = tl.arange(0, BLOCK)
+    inside = (column < RANK) & (slot >= 0)
+    latent = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
+    # Rounded before the weight multiplies, as in the models.
+    normed = (latent * scale).to(dtype).to(tl.float32)
+    value = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + column, value.to(dtype), mask=inside)
+
+    pair = tl.arange(0, BLOCK_HALF)
+    inside = (pair < HALF) & (slot >= 0)
+    first_in = RANK + (2 * pair if INTERLEAVED_IN else pair)
+    second_in = first_in + (1 if INTERLEAVED_IN else HALF)
+    a = tl.load(source + first_in, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + second_in, mask=inside, other=0.0).to(tl.float32)
+    cos += token * cos_stride
+    sin += token * sin_stride
+    cos_a = tl.load(cos + pair * cos_step, mask=inside, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * sin_step, mask=inside, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + (SECOND + pair) * cos_step, mask=inside, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + (SECOND + pair) * sin_step, mask=inside, other=0.0).to(tl.float32)
+    first_out = RANK + (2 * pair if INTERLEAVED_OUT else pair)
+    second_out = first_out + (1 if INTERLEAVED_OUT else HALF)
+    tl.store(target + first_out, (a * cos_a - b * sin_a).to(dtype), mask=inside)
+    tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
+
+
+def norm_rope_append_triton(
+    kv_a: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved_in: bool,
+    interleaved_out: bool,
+) -> None:
+    """What `mla_norm_rope_append` does, with its arguments, on the GPU or in Triton's interpreter."""
+    tokens, width = kv_a.shape
+    rank = weight.shape[0]
+    half = (width - rank) // 2
+    norm_rope_append_kernel[(tokens,)](
+        kv_a,
+        weight.contiguous(),
+        cos,
+        sin,
+        kv_cache,
+        slot_mapping.contiguous(),
+        kv_a.stride(0),
+        *cos.stride(),
+        *sin.stride(),
+        eps,
+        RANK=rank,
+        HALF=half,
+        SECOND=cos.shape[1] - half,
+        INTERLEAVED_IN=interleaved_in,
+        INTERLEAVED_OUT=interleaved_out,
+        BLOCK=power_of_two(rank),
+        BLOCK_HALF=power_of_two(half),
+        num_warps=4,
+    )

@@ -1,0 +1,159 @@
+"""The part of a graph that makes one tensor of another, cut out and run on tensors of our own.
+
+What it computes can then be compared with a formula, whatever the way in which it is written. No tensor of the user's
+is read: shapes and dtypes are those of the example values, sizes that are symbols get a number.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_compile.torch_internals import is_mutable, size_where_symbols_are, symbols_of
+
+
+@dataclass(frozen=True)
+class Cone:
+    """The nodes through which `source` decides `result`, in order; `leaves` are what else they read."""
+
+    source: fx.Node
+    result: fx.Node
+    nodes: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """The leaves that are tensors; others are sizes."""
+        return [leaf for leaf in self.leaves if isinstance(leaf.meta.get("example_value"), Tensor)]
+
+    def obstacle(self, most: int) -> str | None:
+        """Why the cone cannot stand for its values: more than `most` nodes, effects, sizes that depend on values."""
+        if len(self.nodes) > most:
+            return f"there are {len(self.nodes)} operations on the way"
+        inputs = (self.source, *self.leaves)
+        if any("example_value" not in node.meta for node in (*inputs, *self.nodes)):
+            return "a value on the way is unknown at compile time"
+        known = set().union(*(_symbols(node) for node in inputs))
+        for node in self.nodes:
+            name = getattr(node.target, "__name__", str(node.target))
+            if node.op not in ("call_function", "call_method") or is_mutable(node.target):
+                return f"`{name}` on the way may write in place"
+            if not _symbols(node) <= known:
+                return f"the size of `{name}` depends on values"
+        return None
+
+    def signature(self) -> str:
+        """Equal for cones that compute the same."""
+        named = {node: f"%{i}" for i, node in enumerate((self.source, *self.leaves, *self.nodes))}
+        inputs = [_described(node.meta.get("example_value")) for node in (self.source, *self.leaves)]
+        calls = []
+        for node in self.nodes:
+            arguments = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Name(named[n])))
+            dtype = getattr(node.meta.get("example_value"), "dtype", None)  # autocast changes it
+            calls.append((node.op, str(node.target), arguments, dtype))
+        return repr((inputs, calls, named[self.result]))
+
+    def run(self, values: Mapping[fx.Node, Any], half: torch.dtype | None = None) -> Tensor:
+        """The result for values of `source` and `leaves` on the CPU.
+
+        half: a dtype in whose place float32 is computed with.
+
+        Raises:
+            ValueError: a node writes in place, or its dtype is not that of its example value (under autocast, say).
+            Exception: whatever a node's function raises.
+        """
+        known = dict(values)
+
+        def argument(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return known[value]
+            if isinstance(value, torch.SymInt):
+                raise ValueError(f"the size {value} is no node")
+            return _on_cpu(torch.float32 if half is not None and value == half else value)
+
+        for node in self.nodes:
+            name = getattr(node.target, "__name__", str(node.target))
+            tensors = [known[n] for n in node.all_input_nodes if isinstance(known[n], Tensor)]
+            versions = [tensor._version for tensor in tensors]
+            args: Any = fx.node.map_aggregate(node.args, argument)
+            kwargs: Any = fx.node.map_aggregate(node.kwargs, argument)
+            out = _function(node, half)(*args, **kwargs)
+            if [tensor._version for tensor in tensors] != versions:
+                raise ValueError(f"`{name}` writes in place")
+            example = node.meta["example_value"]
+            if isinstance(example, Tensor):
+                expected = torch.float32 if example.dtype == half else example.dtype
+                if out.dtype != expected:
+                    raise ValueError(f"`{name}` gives {out.dtype} instead of {expected}")
+            known[node] = out
+        result: Tensor = known[self.result]
+        return result
+
+
+class _Name(str):
+    """Written without quotes, unlike a text that is an argument."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def cut(source: fx.Node, result: fx.Node) -> Cone:
+    """The cone between two nodes, of which `source` comes first; without nodes where it does not decide `result`."""
+    reached = {source}
+    node = source
+    while node is not result:
+        node = node.next
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    needed: set[fx.Node] = set()
+    pending = [result]
+    while pending:
+        node = pending.pop()
+        if node in reached and node is not source and node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    nodes = sorted(needed)
+    leaves = dict.fromkeys(
+        leaf for node in nodes for leaf in node.all_input_nodes if leaf is not source and leaf not in needed
+    )
+    return Cone(source, result, tuple(nodes), tuple(leaves))
+
+
+def shape_where_symbols_are(node: fx.Node, number: int) -> list[int]:
+    """The sizes of a node's tensor, with a number for every symbol."""
+    return [size_where_symbols_are(size, number) for size in node.meta["example_value"].shape]
+
+
+def _function(node: fx.Node, half: torch.dtype | None) -> Callable[..., Any]:
+    if node.op == "call_function":
+        assert callable(node.target)
+        return node.target
+    name = str(node.target)
+    if name == {torch.float16: "half", torch.bfloat16: "bfloat16"}.get(half):  # type: ignore[arg-type]
+        name = "float"
+    if name == "cuda":
+        name = "cpu"
+    return lambda tensor, *args, **kwargs: getattr(tensor, name)(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    named = isinstance(value, str) and re.fullmatch(r"(cuda|meta)(:\d+)?", value)
+    return torch.device("cpu") if named or isinstance(value, torch.device) else value
+
+
+def _flat(value: Any) -> list[Any]:
+    return [v for part in value for v in _flat(part)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _symbols(node: fx.Node) -> set[Any]:
+    sizes: list[Any] = []
+    for value in _flat(node.meta["example_value"]):
+        sizes += value.shape if isinstance(value, Tensor) else [value]
+    return set().union(*map(symbols_of, sizes)) if sizes else set()
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else str(value)

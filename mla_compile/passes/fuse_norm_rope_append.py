@@ -1,0 +1,215 @@
+"""Normalise, rotate and append the new latents of a decode step in one launch.
+
+    before                                                        after
+
+    kv_a_proj ─> split ─┬─> RMSNorm ─┐                            kv_a_proj ─> mla_norm_rope_append ─> (cache)
+                        └─> RoPE ────┴─> mla_append ─> (cache)
+
+Norm and rotation are found by what they compute, not by how they are written: the operations between the projection
+and the append are cut out (`cone.py`), run on a few random tokens, and compared with the formulas (`recognise.py`).
+
+Not in a graph with prompt chunks, whose attention reads the latents again; and only where the op has a kernel: on the
+CPU, Inductor fuses norm and rotation with what is around them, which the op's torch code would give up.
+
+The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and of every other append, why not.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_compile.ops.append import append_op
+from mla_compile.ops.kernels.plan import serves
+from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.ops.prefill import prefill_op
+from mla_compile.passes.cone import Cone, cut
+from mla_compile.passes.effects import live_nodes, may_write, memory
+from mla_compile.passes.emit import inline
+from mla_compile.passes.provenance import where
+from mla_compile.passes.recognise import Norm, Rotation, recognise_norm, recognise_rotation
+
+log = logging.getLogger(__name__)
+
+_MOST_SOURCES = 3
+"""Tensors as wide as both parts that are tried: the projection's output, and what was made of all of it."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """An append, and what it appends in terms of `source`, the projection's output."""
+
+    append: fx.Node
+    source: fx.Node
+    nodes: frozenset[fx.Node]
+    norm: Norm
+    weight: fx.Node
+    rotation: Rotation
+    angles: tuple[fx.Node, ...]
+    """cos and sin, or one complex tensor."""
+
+
+def fuse_norm_rope_append(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without appends that can be fused is left untouched.
+
+    everywhere: also where the op has no kernel.
+    """
+    appends = gm.graph.find_nodes(op="call_function", target=append_op)
+    appends = [node for node in appends if everywhere or serves(_tensor(node.args[2]))]
+    if not appends:
+        return gm
+    search = _Search(gm.graph)
+    superseded: set[fx.Node] = set()
+    for append in appends:
+        name, found = where(append), search.match(append)
+        if isinstance(found, str):
+            log.info("not fused: %s: %s", name, found)
+            continue
+        _replace(found)
+        superseded |= found.nodes
+        log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
+    if superseded:
+        search.erase(superseded)
+        gm.graph.lint()
+        gm.recompile()
+    return gm
+
+
+class _Search:
+    """What the appends of one graph have in common: which nodes matter, and what was recognised before."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.live = live_nodes(graph)
+        self.prefilled = {node.args[5] for node in graph.find_nodes(op="call_function", target=prefill_op)}
+        self.norms: dict[str, Norm | str] = {}
+        self.rotations: dict[str, Rotation | str] = {}
+
+    def match(self, append: fx.Node) -> _Match | str:
+        """What is appended, or why it is not what the op computes."""
+        if append.args[2] in self.prefilled:
+            return "the attention of prompt chunks reads the latents again"
+        reason = None
+        for source in islice(_sources(append), _MOST_SOURCES):
+            found = self._match(append, source)
+            if isinstance(found, _Match):
+                return found
+            reason = reason or found
+        return reason or "kv_c and k_pe are not two parts of one tensor"
+
+    def _match(self, append: fx.Node, source: fx.Node) -> _Match | str:
+        cones = [cut(source, node) for node in append.args[:2] if isinstance(node, fx.Node)]
+        nodes = frozenset(node for cone in cones for node in cone.nodes)
+        norm = _remembered(self.norms, cones[0], recognise_norm)
+        if isinstance(norm, str):
+            return f"kv_c is not the RMSNorm of the projection's first part: {norm}"
+        rotation = _remembered(self.rotations, cones[1], recognise_rotation)
+        if isinstance(rotation, str):
+            return f"k_pe is not the rotation of the projection's second part: {rotation}"
+        user = self._other_user(append, source, nodes)
+        if user is not None:
+            return f"kv_c or k_pe is also used by `{user.name}`"
+        (weight,), angles = cones[0].tensors, cones[1].tensors
+        writer = _written_between(source, append, nodes, [source, *nodes, weight, *angles])
+        if writer is not None:
+            return f"`{writer.name}` writes in place between the projection and the append"
+        ordered = reversed(angles) if rotation.sin_first else angles
+        return _Match(append, source, nodes, norm, weight, rotation, tuple(ordered))
+
+    def _other_user(self, append: fx.Node, source: fx.Node, nodes: frozenset[fx.Node]) -> fx.Node | None:
+        """Who else needs something that is computed on the way. Views of the source cost nothing."""
+        free = memory([source])
+        for node in sorted(nodes):
+            if memory([node]) <= free:
+                continue
+            for user in node.users:
+                if user in self.live and user not in nodes and user is not append:
+                    return user
+        return None
+
+    def erase(self, superseded: set[fx.Node]) -> None:
+        """Remove nodes that nothing uses any more, and what only computed with them for nobody."""
+        for node in self.graph.nodes:
+            if node not in self.live and not superseded.isdisjoint(node.all_input_nodes):
+                superseded.add(node)
+        for node in reversed(self.graph.nodes):
+            if node in superseded and not node.users:
+                self.graph.erase_node(node)
+
+
+def _remembered(known: dict[str, Any], cone: Cone, recognise: Any) -> Any:
+    """Layers are alike: each kind of cone is run once."""
+    key = cone.signature()
+    if key not in known:
+        known[key] = recognise(cone)
+    return known[key]
+
+
+def _tensor(node: Any) -> Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _sources(append: fx.Node) -> Iterator[fx.Node]:
+    """Tensors as wide as `kv_c` and `k_pe` together that both are made of, the nearest first."""
+    kv_c, k_pe = append.args[:2]
+    width = _tensor(kv_c).shape[1] + _tensor(k_pe).shape[1]
+    above: tuple[set[Any], set[Any]] = {kv_c}, {k_pe}
+    node = append.prev
+    while node.op != "root":
+        both = [nodes for nodes in above if node in nodes]
+        value = node.meta.get("example_value")
+        if len(both) == 2 and isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == width:
+            yield node
+        for nodes in both:
+            nodes.update(node.all_input_nodes)
+        node = node.prev
+
+
+def _written_between(
+    first: fx.Node, last: fx.Node, passed: frozenset[fx.Node], read: list[fx.Node]
+) -> fx.Node | None:
+    """A node that writes to what is read, and now later than it was; what is passed was run and wrote to nothing."""
+    touched = memory(read)
+    node = first.next
+    while node is not last:
+        if node not in passed and not touched.isdisjoint(memory(may_write(node))):
+            return node
+        node = node.next
+    return None
+
+
+def _replace(match: _Match) -> None:
+    rotation = match.rotation
+
+    def append(source: Any, weight: Any, angles: Sequence[Any], kv_cache: Any, slot_mapping: Any) -> None:
+        if len(angles) == 1:
+            parts = torch.view_as_real(angles[0])
+            angles = parts[..., 0], parts[..., 1]
+        norm_rope_append_op(
+            _rows(source),
+            weight if len(weight.shape) == 1 else weight.flatten(),
+            *map(_rows, angles),
+            kv_cache,
+            slot_mapping,
+            match.norm.eps,
+            rotation.interleaved_in,
+            rotation.interleaved_out,
+        )
+
+    _, _, *rest = match.append.args
+    # The new node replaces one that needs no gradient, whatever the mode is now.
+    with torch.no_grad():
+        inline(match.append, append, (match.source, match.weight, match.angles, *rest))
+    match.append.graph.erase_node(match.append)
+
+
+def _rows(x: Any) -> Any:
+    return x if len(x.shape) == 2 else x.flatten(0, -2)

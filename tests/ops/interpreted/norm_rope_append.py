@@ -1,0 +1,41 @@
+"""`norm_rope_append_triton` in Triton's interpreter; `tests/ops/test_norm_rope_append.py` runs this file."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.triton_interpreter import mend_interpreter
+
+mend_interpreter()
+
+from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton  # noqa: E402
+from tests.kernel_cases import check_norm_rope_append, norm_rope_append_case  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(512, 64), (256, 32), (48, 20)], ids=str)
+def test_latents_go_to_their_slots_and_masked_ones_nowhere(
+    widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    for per_column, *layout in itertools.product([False, True], repeat=3):
+        case = norm_rope_append_case(
+            7,
+            *widths,
+            interleaved_in=layout[0],
+            interleaved_out=layout[1],
+            per_column=per_column,
+            dtype=dtype,
+            angles=dtype if per_column else torch.float32,
+        )
+        before = case.kv_cache.clone()
+        norm_rope_append_triton(*case.args())
+        # The interpreter cuts to bfloat16 where a GPU rounds.
+        check_norm_rope_append(case, before, units=2.5 if dtype == torch.bfloat16 else 1.5)
+
+
+def test_no_valid_token_writes_nothing() -> None:
+    case = norm_rope_append_case(3)
+    case.slot_mapping.fill_(-1)
+    norm_rope_append_triton(*case.args())
+    assert case.kv_cache.isnan().all()

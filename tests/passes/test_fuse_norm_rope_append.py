@@ -1,0 +1,508 @@
+"""`fuse_norm_rope_append`: ways to write norm and rotation that it sees, what it must leave, and results."""
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from mla_compile import MLABatch, explain, mla_attention
+from mla_compile.engine import Engine
+from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.passes import fuse_norm_rope_append as fuse_module
+from mla_compile.passes import pipeline
+from mla_compile.passes.effects import may_write
+from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.provenance import module_path
+from mla_compile.passes.split_prefill_decode import split_prefill_decode
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.torch_internals import capture_graph, compile_counters
+from tests.integrations.test_logits import Reader
+from tests.models_for_tests import tiny_model
+from tests.passes.capture import HEADS, NOPE, RANK, ROPE, Capture, Layer, make_inputs, nodes_of, ops, shape
+
+EPS = 1e-4
+DECODE = {"rows": 3, "q_len": 2}
+
+
+def fuse(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """The pass, on the CPU too."""
+    return fuse_norm_rope_append(gm, example_inputs, everywhere=True)
+
+
+PASSES = [split_prefill_decode, hoist_row_gather, fuse]
+
+
+class Author(nn.Module):
+    """An attention layer whose norm and rotation are written by somebody."""
+
+    def __init__(self, norm: Callable, rope: Callable, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer = Layer().to(dtype)
+        self.norm, self.rope = norm, rope
+        self.register_buffer("weight", (1 + 0.3 * torch.randn(RANK)).to(dtype))
+        self.register_buffer("other", torch.randn(RANK).to(dtype))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        angles = torch.outer(torch.arange(len(x)) + 1.0, torch.tensor([1.0, 0.1]))
+        kv_c, k_pe, q = *self.latents(self.layer.kv_proj(x), angles), self.layer.q_proj(x)
+        q_nope, q_pe = q.view(-1, HEADS, NOPE + ROPE).split([NOPE, ROPE], dim=-1)
+        layer = self.layer
+        out = mla_attention(q_nope, q_pe, kv_c, k_pe, layer.kv_cache, layer.w_uk, layer.w_uv, batch, 0.3)
+        return self.after(layer.o_proj(out.flatten(1)), kv_c)
+
+    def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        kv_c, k_pe = kv_a.split([RANK, ROPE], dim=-1)
+        return self.norm(kv_c, self.weight), self.rope(k_pe, angles)
+
+    def after(self, out: Tensor, kv_c: Tensor) -> Tensor:
+        return out
+
+
+# --- ways to write a norm
+
+
+def upcast(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+def builtin(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (RANK,), weight, EPS)
+
+
+def machine_epsilon(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x.float(), (RANK,)).type_as(x) * weight
+
+
+def no_epsilon(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.float() / x.float().square().mean(-1, True).sqrt()).type_as(x) * weight
+
+
+def by_sum(x: Tensor, weight: Tensor) -> Tensor:
+    squares = torch.einsum("...d,...d->...", x.float(), x.float())[..., None]
+    return ((x * RANK**0.5) / (squares + RANK * EPS).sqrt()).to(x.dtype).mul(weight[None])
+
+
+def by_length(x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.float()[None].transpose(0, 1)
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return ((rows * (length**2 / RANK + EPS) ** -0.5).squeeze(1)).to(weight) * weight
+
+
+NORMS = [upcast, builtin, machine_epsilon, no_epsilon, by_sum, by_length]
+
+# --- ways to write a rotation
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def halves(x: Tensor, angles: Tensor) -> Tensor:
+    emb = torch.cat((angles, angles), dim=-1)
+    return x * emb.cos().to(x.dtype) + rotate_half(x) * emb.sin().to(x.dtype)
+
+
+def halves_with_a_factor(x: Tensor, angles: Tensor) -> Tensor:
+    sin, cos = angles.sin() * 1.3, angles.cos() * 1.3
+    a, b = x.float().unflatten(-1, (2, -1)).unbind(-2)
+    return torch.cat([torch.addcmul(-(b * sin), a, cos), a * sin + b * cos], -1).type_as(x)
+
+
+def deinterleaved(x: Tensor, angles: Tensor) -> Tensor:
+    heads = x.view(1, len(x), 1, ROPE).transpose(1, 2)
+    apart = heads.view(1, 1, -1, ROPE // 2, 2).transpose(4, 3).reshape(1, 1, -1, ROPE)
+    cos, sin = (torch.cat([f(angles)] * 2, -1)[None, None].to(x.dtype) for f in (torch.cos, torch.sin))
+    return (apart * cos + rotate_half(apart) * sin).transpose(1, 2).flatten(0, 2)
+
+
+def as_complex(x: Tensor, angles: Tensor) -> Tensor:
+    factors = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_complex(x.float().reshape(-1, 1, ROPE // 2, 2))
+    return torch.view_as_real(pairs * factors).flatten(1).type_as(x)
+
+
+def neighbours(x: Tensor, angles: Tensor) -> Tensor:
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+ROPES = [halves, halves_with_a_factor, deinterleaved, as_complex, neighbours]
+
+
+def compare(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """The graph after the passes, whose results and caches are those of the model run eagerly."""
+    x, metadata = make_inputs(**batch)
+    x, expected, capture = x.to(dtype), copy.deepcopy(model), Capture(PASSES)
+    out = torch.compile(model, backend=capture, fullgraph=True)(x, metadata)
+    tolerance = {"rtol": 1e-2, "atol": 4e-2} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out, expected(x, metadata), **tolerance)
+    for mine, theirs in zip(model.buffers(), expected.buffers()):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    return capture.after[0]
+
+
+def is_fused(gm: fx.GraphModule) -> bool:
+    found = ops(gm)
+    assert ("mla_append" in found) != ("mla_norm_rope_append" in found)
+    return "mla_norm_rope_append" in found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_is_seen_however_it_is_written(norm: Callable, dtype: torch.dtype) -> None:
+    gm = compare(Author(norm, halves, dtype), DECODE, dtype)
+    assert is_fused(gm) and not {"rsqrt", "rms_norm", "neg"} & set(ops(gm))
+    (node,) = nodes_of(gm, "mla_norm_rope_append")
+    expected = {machine_epsilon: torch.finfo(torch.float32).eps, no_epsilon: 0.0}.get(norm, EPS)
+    assert node.args[6] == pytest.approx(expected, rel=1e-4)
+    assert node.args[6] == EPS or norm not in (upcast, builtin, by_length), "the graph's own constant"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_rotation_is_seen_however_it_is_written(rope: Callable, dtype: torch.dtype) -> None:
+    gm = compare(Author(upcast, rope, dtype), DECODE, dtype)
+    assert is_fused(gm)
+    (node,) = nodes_of(gm, "mla_norm_rope_append")
+    layout = {deinterleaved: (True, False), as_complex: (True, True), neighbours: (True, True)}
+    assert node.args[7:] == layout.get(rope, (False, False))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_it_fuses_where_the_number_of_rows_is_unknown(rope: Callable) -> None:
+    assert is_fused(compare(Author(upcast, rope), DECODE | {"unbacked": True}))
+
+
+def test_new_nodes_carry_example_values_and_the_appends_provenance() -> None:
+    found = capture_graph(Author(upcast, halves), make_inputs(**DECODE), {})
+    assert found is not None
+    split = split_prefill_decode(found[0])
+    (append,) = nodes_of(split, "mla_append")
+    line, old = append.meta["stack_trace"], {node.name for node in split.graph.nodes}
+    new = [node for node in fuse(split).graph.nodes if node.name not in old]
+    assert new and all("example_value" in node.meta and node.meta["stack_trace"] == line for node in new)
+    (fused,) = nodes_of(split, "mla_norm_rope_append")
+    assert may_write(fused) == [fused.args[4]] and shape(fused.args[0]) == (6, RANK + ROPE)
+
+
+# --- what is left as it is
+
+
+class NormBias(Author):
+    def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        kv_c, k_pe = super().latents(kv_a, angles)
+        return kv_c + self.other, k_pe
+
+
+class ScaledLatent(Author):
+    def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        kv_c, k_pe = super().latents(kv_a, angles)
+        return kv_c * 2**0.5, k_pe
+
+
+class LatentUsedElsewhere(Author):
+    def after(self, out: Tensor, kv_c: Tensor) -> Tensor:
+        return out + kv_c.sum(-1, keepdim=True)
+
+
+class LatentKept(Author):
+    """Written into a tensor that is read later."""
+
+    def after(self, out: Tensor, kv_c: Tensor) -> Tensor:
+        kept = out.new_zeros(len(out), 2 * RANK)
+        kept[:, :RANK].copy_(kv_c)
+        return out + kept.sum(-1, keepdim=True)
+
+
+class ProjectionWritten(Author):
+    def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        kv_c, k_pe = super().latents(kv_a, angles)
+        kv_a.mul_(2)
+        return kv_c, k_pe
+
+
+class WeightWritten(Author):
+    def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        latents = super().latents(kv_a, angles)
+        self.weight.add_(1)
+        return latents
+
+
+class TwoProjections(Author):
+    def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        kv_c, _ = kv_a.split([RANK, ROPE], dim=-1)
+        return self.norm(kv_c, self.weight), self.rope(torch.ones(len(kv_a), ROPE), angles)
+
+
+def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, (RANK,), weight, None, EPS)
+
+
+def in_half_precision(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt())
+
+
+def clamped(x: Tensor, weight: Tensor) -> Tensor:
+    return upcast(x.clamp(-1e4, 1e4), weight)
+
+
+def without_nan(x: Tensor, weight: Tensor) -> Tensor:
+    return upcast(x.nan_to_num(), weight)
+
+
+def in_place(x: Tensor, weight: Tensor) -> Tensor:
+    return upcast(x.clone().mul_(1), weight)
+
+
+def dropped(x: Tensor, weight: Tensor) -> Tensor:
+    return F.dropout(upcast(x, weight), 0.5)
+
+
+def of_all_tokens(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x * torch.rsqrt(x.pow(2).mean() + EPS)
+
+
+def long_winded(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(70):
+        x = x * 1
+    return upcast(x, weight)
+
+
+def partial(x: Tensor, angles: Tensor) -> Tensor:
+    return torch.cat([halves(x[..., : ROPE // 2], angles[:, :1]), x[..., ROPE // 2 :]], dim=-1)
+
+
+def not_rotated(x: Tensor, angles: Tensor) -> Tensor:
+    return x * 1
+
+
+def rolled(x: Tensor, angles: Tensor) -> Tensor:
+    return halves(x, angles).roll(1, -1)
+
+
+def of_other_tokens(x: Tensor, angles: Tensor) -> Tensor:
+    return halves(x, angles).flip(0)
+
+
+def scaled_after(x: Tensor, angles: Tensor) -> Tensor:
+    return halves(x, angles) * 1.1
+
+
+NORM, ROTATION = "kv_c is not the RMSNorm of the projection's first part", "k_pe is not the rotation"
+REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "a layer norm": (Author(layer_norm, halves), f"{NORM}.*computes something else in float32"),
+    "a bias": (NormBias(upcast, halves), f"{NORM}.*reads 2 other tensors"),
+    "a scaled latent": (ScaledLatent(upcast, halves), f"{NORM}.*computes something else"),
+    "a clamp": (Author(clamped, halves), f"{NORM}.*computes something else"),
+    "a replaced NaN": (Author(without_nan, halves), f"{NORM}.*computes something else"),
+    "a write on the way": (Author(in_place, halves), f"{NORM}.*`mul_` writes in place"),
+    "a mean over all tokens": (Author(of_all_tokens, halves), f"{NORM}.*computes something else"),
+    "very many operations": (Author(long_winded, halves), f"{NORM}.*there are 80 operations"),
+    "part of a rotation": (Author(upcast, partial), f"{ROTATION}.*computes something else"),
+    "no rotation": (Author(upcast, not_rotated), f"{ROTATION}.*reads 0 other tensors"),
+    "rotated and rolled": (Author(upcast, rolled), f"{ROTATION}.*computes something else"),
+    "tokens in another order": (Author(upcast, of_other_tokens), f"{ROTATION}.*computes something else"),
+    "a factor after it": (Author(upcast, scaled_after), f"{ROTATION}.*computes something else"),
+    "two projections": (TwoProjections(upcast, halves), "not two parts of one tensor"),
+    "a latent used elsewhere": (LatentUsedElsewhere(upcast, halves), "also used by `sum_1`"),
+    "a latent kept": (LatentKept(upcast, halves), "also used by `copy_`"),
+    "a projection written": (ProjectionWritten(upcast, halves), "`mul_` writes in place between"),
+    "a weight written": (WeightWritten(upcast, halves), "`add_` writes in place between"),
+}
+
+
+@pytest.mark.parametrize(("model", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_it_is_left_as_it_is_and_the_log_says_why(
+    model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        gm = compare(copy.deepcopy(model), DECODE)
+    assert not is_fused(gm)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("not fused: ") and re.search(reason, message), message
+
+
+def test_dropout_is_not_fused() -> None:
+    found = capture_graph(Author(dropped, halves), make_inputs(**DECODE), {})
+    assert found is not None and not is_fused(pipeline.run(*found, PASSES))
+
+
+def test_a_norm_that_rounds_more_often_than_the_op_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        assert not is_fused(compare(Author(in_half_precision, halves, torch.float16), DECODE, torch.float16))
+    assert re.search(f"{NORM}: it computes something else in float16", caplog.text)
+    assert is_fused(compare(Author(in_half_precision, halves), DECODE)), "in float32 it is the same"
+
+
+@pytest.mark.parametrize("batch", [{"chunks": (5, 2)}, DECODE | {"chunks": (4,)}], ids=["prefill", "mixed"])
+def test_prompt_chunks_read_their_latents_again(batch: dict, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        assert not is_fused(compare(Author(upcast, halves), batch))
+    assert "prompt chunks reads the latents again" in caplog.text
+
+
+def test_on_the_cpu_inductor_does_better() -> None:
+    found = capture_graph(Author(upcast, halves), make_inputs(**DECODE), {})
+    assert found is not None
+    gm = split_prefill_decode(found[0])
+    before, code = str(gm.graph), gm.code
+    assert fuse_norm_rope_append(gm) is gm and str(gm.graph) == before and gm.code == code
+
+
+def test_a_graph_without_appends_is_left_untouched() -> None:
+    found = capture_graph(nn.Sequential(nn.RMSNorm(4), nn.GELU()), (torch.randn(2, 4),), {})
+    assert found is not None
+    before = str(found[0].graph)
+    assert str(fuse(found[0]).graph) == before
+
+
+# --- the work of the pass
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Author(upcast, halves) for _ in range(count))
+
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, batch)
+        return x
+
+
+def test_layers_that_are_alike_are_tried_once_and_the_graph_is_the_same_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+    for name in ("recognise_norm", "recognise_rotation"):
+        function = getattr(fuse_module, name)
+        monkeypatch.setattr(fuse_module, name, lambda cone, f=function: (tried.append(f), f(cone))[1])
+    graphs = []
+    for _ in range(2):
+        found = capture_graph(Layers(5), make_inputs(**DECODE), {})
+        assert found is not None
+        state = torch.get_rng_state()
+        gm = pipeline.run(*found, PASSES)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert ops(gm).count("mla_norm_rope_append") == 5
+        graphs.append(str(gm.graph))
+        assert str(fuse(gm).graph) == graphs[-1]
+    assert graphs[0] == graphs[1] and len(tried) == 2 * 2
+
+
+def test_a_gather_climbs_past_the_fused_op_as_past_an_append() -> None:
+    class Picked(Layers):
+        def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+            return super().forward(x, batch).index_select(0, torch.tensor([4, 1]))
+
+    graphs = []
+    for order in (PASSES, [split_prefill_decode, fuse, hoist_row_gather]):
+        found = capture_graph(Picked(2), make_inputs(**DECODE), {})
+        assert found is not None
+        gm = pipeline.run(*found, order)
+        graphs.append(
+            sorted((name, *(str(shape(n)) for n in nodes_of(gm, name))) for name in ("linear", "mla_decode"))
+        )
+    assert graphs[0] == graphs[1]
+
+
+# --- models
+
+
+def test_every_append_of_a_speculative_step_is_fused_on_tensors_without_values() -> None:
+    model = tiny_model(torch.bfloat16).to("meta")
+    model.allocate_cache(9, 4)
+    decoder = SpeculativeDecoder(model, 3, page_size=4)
+    found = capture_graph(decoder, (DecodeState.allocate(2, 3, max_pages=4, device="meta"),), {})
+    assert found is not None
+    appends = len(nodes_of(found[0], "mla_attention"))
+    gm = pipeline.run(*found, PASSES)
+    assert (
+        appends == 5
+        and len(nodes_of(gm, "mla_norm_rope_append")) == appends
+        and not nodes_of(gm, "mla_append")
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_compiled_steps_that_are_fused_give_the_tokens_of_plain_decoding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline, "PASSES", PASSES)
+    prompts, settings = [[1, 2, 3], [4, 5]], {"max_rows": 2, "max_model_len": 64, "page_size": 4}
+    engine = Engine(tiny_model(dtype), num_speculative_tokens=2, **settings)
+    plain = Engine(tiny_model(dtype), compile=False, **settings)
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
+    assert [c.token_ids for c in compiled] == [c.token_ids for c in expected]
+    assert len(caplog.records) == 4 and all(r.getMessage().startswith("fused: ") for r in caplog.records)
+
+
+FUSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3", "mistral4", "youtu")
+LEFT = {
+    "longcat_flash": f"{NORM}.*computes something else",  # its latents are scaled after the norm
+    "kimi_linear": f"{ROTATION}.*reads 0 other tensors",  # has no rotation
+}
+
+
+@pytest.mark.parametrize("family", [*FUSED, *LEFT])
+def test_compiled_steps_of_transformers_models_give_the_stock_logits(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = Reader(family)
+    reader.prefill([5, 1, 9, 2])
+    capture, run = Capture(PASSES), TransformersTarget.forward
+    compiled = torch.compile(lambda *inputs: run(reader.target, *inputs), backend=capture, fullgraph=True)
+    monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        for _ in range(2):
+            reader.assert_as_stock(reader.decode(1))
+    messages = [
+        record.getMessage() for record in caplog.records if record.name.endswith("fuse_norm_rope_append")
+    ]
+    (gm,) = capture.after
+    layers = len(nodes_of(capture.before[0], "mla_attention"))
+    assert layers >= 2 and len(messages) == layers
+    if family in LEFT:
+        assert all(re.search(LEFT[family], message) for message in messages), messages
+        return
+    assert len(nodes_of(gm, "mla_norm_rope_append")) == layers and "mla_append" not in ops(gm)
+    assert all(message.startswith("fused: ") for message in messages)
+    assert not {"new_empty", "copy_", "expand_kv"} & set(ops(gm)), "the expansion for nobody is gone too"
+    names = [module_path(node) for node in nodes_of(gm, "mla_norm_rope_append")]
+    assert all("self_attn" in name for name in names)
+
+
+def test_the_explanation_names_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "PASSES", PASSES)
+    text = str(explain(Layers(2), *make_inputs(**DECODE)))
+    assert "append   mla_norm_rope_append   kv_c [6, 16], k_pe [6, 4] -> kv_cache" in text
+    assert "norm_rope_append" in text.split("nodes after each pass")[1]
+
+
+@pytest.mark.gpu
+def test_captured_steps_on_a_gpu_are_fused_and_give_the_tokens_of_plain_decoding(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch._dynamo.utils.counters.clear()
+    prompts, settings = [[1, 2, 3], [4, 5]], {"max_rows": 2, "max_model_len": 64, "page_size": 4}
+    engine = Engine(tiny_model(torch.float32).cuda(), num_speculative_tokens=2, **settings)
+    plain = Engine(tiny_model(torch.float32).cuda(), compile=False, **settings)
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        captured, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
+    assert [c.token_ids for c in captured] == [c.token_ids for c in expected]
+    messages = [r.getMessage() for r in caplog.records if r.name.endswith("fuse_norm_rope_append")]
+    assert len(messages) == 4 and all(message.startswith("fused: ") for message in messages)
+    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
