@@ -248,3 +248,23 @@ def check_moe(case: MoeCase, got: Tensor) -> None:
     assert got.is_contiguous() and got.dtype == case.x.dtype and got.shape == case.x.shape
     error = (got.double() - expected).abs().max() / expected.abs().max()
     assert error < TOLERANCE[got.dtype], error
+
+
+def metadata_args(q_len: int, page_size: int, *, ragged: bool, device: str = "cpu") -> tuple:
+    """Arguments of `mla_decode_metadata`: rows of many lengths up to tables that are full, and garbage where inactive.
+
+    ragged: rows have `q_lens`, and strided tensors; an inactive row's numbers are then out of any range.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    rows, columns = 9, 5
+    table = torch.randint(1, HUGE, (rows, 2 * columns), generator=g, device=device, dtype=torch.int32)
+    cached = torch.randint(
+        0, columns * page_size + 2, (rows, 2), generator=g, device=device, dtype=torch.int32
+    )
+    cached[0] = 0
+    if not ragged:
+        return cached[:, 0].contiguous(), table[:, :columns].contiguous(), None, q_len, page_size
+    q_lens = torch.randint(0, q_len + 1, (rows, 2), generator=g, device=device, dtype=torch.int32)
+    q_lens[1:4], q_lens[-1] = 0, q_len
+    cached[1], cached[2], cached[3] = -1, 2**20, HUGE
+    return cached[:, 0], table[:, ::2], q_lens[:, 0], q_len, page_size

@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.passes.absorb_mla import absorb_mla
+from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 
@@ -15,6 +16,7 @@ PASSES: list[Pass] = [
     absorb_mla,  # first: it reads the graph as the user wrote it
     split_prefill_decode,
     hoist_row_gather,  # after the split: it reduces decode segments too
+    drop_trivial_topk,  # after the gathers: they climb over `topk`, not over what it becomes
 ]
 
 
