@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.decode_metadata import mla_decode_metadata
+from mla_compile.ops.paging import slots_of
 
 
 @dataclass(frozen=True)
@@ -57,20 +59,6 @@ class MLABatch:
     prefill: PrefillSegment | None = None
 
 
-def slots_of(block_table: Tensor, positions: Tensor, page_size: int, valid: Tensor | None = None) -> Tensor:
-    """Cache slots of token positions, int64, -1 where a token writes nowhere.
-
-    block_table: int32 `[rows, max_pages]`; positions: int `[rows, n]`; valid: bool `[rows, n]`. A position that
-    is not valid, is negative or lies past the table writes nowhere, and the table is never read out of bounds.
-    """
-    page = positions // page_size
-    inside = (positions >= 0) & (page < block_table.shape[1])
-    if valid is not None:
-        inside = inside & valid
-    pages = block_table.gather(1, page.clamp(0, block_table.shape[1] - 1).long()).long()
-    return torch.where(inside, pages * page_size + positions % page_size, -1)
-
-
 def decode_segment(
     num_cached: Tensor,
     block_table: Tensor,
@@ -87,21 +75,13 @@ def decode_segment(
     Returns the segment and the tokens' positions, int64 `[rows * q_len]`.
 
     Raises:
-        MLAError: q_len < 1, or num_cached of another dtype or rank.
+        MLAError: q_len or page_size < 1, or a tensor of another dtype, rank or number of rows.
     """
-    if q_len < 1:
-        raise MLAError("q_len", ">= 1 query token per decode row", q_len)
-    if num_cached.dtype != torch.int32 or num_cached.dim() != 1:
-        raise MLAError("num_cached", "int32 [rows]", f"{num_cached.dtype} {list(num_cached.shape)}")
-    positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
-    valid = None if q_lens is None else positions < (num_cached + q_lens)[:, None]
-    added = q_len if q_lens is None else q_lens
-    seq_lens = num_cached + added
-    if q_lens is not None:
-        seq_lens = torch.where(q_lens > 0, seq_lens, 0)
-    slots = slots_of(block_table, positions, page_size, valid)
-    segment = DecodeSegment(seq_lens, block_table, slots.view(-1), q_len, q_lens, backend)
-    return segment, positions.view(-1)
+    seq_lens, valid, slots, positions = mla_decode_metadata(
+        num_cached, block_table, q_lens, q_len=q_len, page_size=page_size
+    )
+    segment = DecodeSegment(seq_lens, block_table, slots, q_len, None if q_lens is None else valid, backend)
+    return segment, positions
 
 
 def prefill_segment(

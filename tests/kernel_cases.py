@@ -372,3 +372,23 @@ def check_norm_rope_append(case: NormRopeAppendCase, before: Tensor, units: floa
     )
     got[case.slot_mapping[written]] = before.flatten(0, 1)[case.slot_mapping[written]]
     torch.testing.assert_close(got, before.flatten(0, 1), rtol=0, atol=0, equal_nan=True)
+
+
+def metadata_args(q_len: int, page_size: int, *, ragged: bool, device: str = "cpu") -> tuple:
+    """Arguments of `mla_decode_metadata`: rows of many lengths up to tables that are full, and garbage where inactive.
+
+    ragged: rows have `q_lens`, and strided tensors; an inactive row's numbers are then out of any range.
+    """
+    g = torch.Generator(device).manual_seed(0)
+    rows, columns = 9, 5
+    table = torch.randint(1, HUGE, (rows, 2 * columns), generator=g, device=device, dtype=torch.int32)
+    cached = torch.randint(
+        0, columns * page_size + 2, (rows, 2), generator=g, device=device, dtype=torch.int32
+    )
+    cached[0] = 0
+    if not ragged:
+        return cached[:, 0].contiguous(), table[:, :columns].contiguous(), None, q_len, page_size
+    q_lens = torch.randint(0, q_len + 1, (rows, 2), generator=g, device=device, dtype=torch.int32)
+    q_lens[1:4], q_lens[-1] = 0, q_len
+    cached[1], cached[2], cached[3] = -1, 2**20, HUGE
+    return cached[:, 0], table[:, ::2], q_lens[:, 0], q_len, page_size

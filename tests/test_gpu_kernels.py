@@ -8,6 +8,7 @@ import torch
 from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
+from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
 from mla_compile.ops.kernels.plan import (
     device_of,
     supports_append,
@@ -15,6 +16,7 @@ from mla_compile.ops.kernels.plan import (
     supports_moe,
     supports_norm_rope_append,
     supports_prefill,
+    triton_serves,
 )
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
@@ -31,6 +33,7 @@ from tests.kernel_cases import (
     check_prefill,
     decode_case,
     masked_case,
+    metadata_args,
     moe_case,
     norm_rope_append_case,
     prefill_args,
@@ -336,3 +339,29 @@ def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> N
         before = case.kv_cache.clone()
         graph.replay()
         check_norm_rope_append(case, before)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+@pytest.mark.parametrize("q_len", [1, 4, 33])
+@pytest.mark.parametrize("ragged", [False, True], ids=["all", "ragged"])
+def test_decode_metadata_equals_the_torch_code_to_the_bit(ragged: bool, q_len: int, page_size: int) -> None:
+    *tensors, q_len, page_size = metadata_args(q_len, page_size, ragged=ragged, device="cuda")
+    assert triton_serves(tensors[0].device)
+    got = mla_decode_metadata(*tensors, q_len=q_len, page_size=page_size)
+    expected = decode_metadata_torch(*tensors, q_len, page_size)
+    assert all(map(torch.equal, got, expected)) and [x.dtype for x in got] == [x.dtype for x in expected]
+
+
+def test_captured_decode_metadata_serves_other_lengths_at_replay() -> None:
+    cached, table, q_lens, q_len, page_size = metadata_args(4, 64, ragged=True, device="cuda")
+    cached, q_lens = cached.contiguous(), q_lens.contiguous()
+    mla_decode_metadata(cached, table, q_lens, q_len=q_len, page_size=page_size)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = mla_decode_metadata(cached, table, q_lens, q_len=q_len, page_size=page_size)
+    for n in range(5):
+        cached.copy_(torch.arange(n, n + len(cached)))
+        q_lens.fill_(n)
+        graph.replay()
+        assert all(map(torch.equal, got, decode_metadata_torch(cached, table, q_lens, q_len, page_size)))

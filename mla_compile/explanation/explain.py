@@ -13,8 +13,11 @@ from mla_compile.explanation.picture import draw
 from mla_compile.explanation.text import describe
 from mla_compile.passes import pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
+from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.torch_internals import capture_graph, uncompiled
+
+_SHOWN_IF_FOUND = (absorb_mla, fuse_norm_rope_append, drop_trivial_topk)
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,13 @@ def run_step_by_step(
 ) -> dict[str, fx.GraphModule]:
     """The graph as it is and after each of `passes` (the backend's by default); `gm` itself stays as it is.
 
-    Without passes that found nothing where that is usual: `absorb_mla` in a model that calls our op, and
-    `fuse_norm_rope_append` on the CPU.
+    Without those of `_SHOWN_IF_FOUND` that found nothing: most models that call our op have nothing for them, or
+    nothing on the CPU.
     """
     graphs = {"captured": copy_graph(gm)}
     for graph_pass in passes or pipeline.default_passes(gm):
         before, gm = gm, graph_pass(copy_graph(gm), example_inputs)
-        if graph_pass in (absorb_mla, fuse_norm_rope_append) and str(gm.graph) == str(before.graph):
+        if graph_pass in _SHOWN_IF_FOUND and str(gm.graph) == str(before.graph):
             continue
         graphs[getattr(graph_pass, "__name__", type(graph_pass).__name__)] = gm
     return graphs

@@ -3,7 +3,15 @@
 from mla_compile.ops.append import mla_append
 from mla_compile.ops.attention import mla_attention
 from mla_compile.ops.decode import mla_decode
+from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.prefill import mla_prefill
 
-__all__ = ["mla_append", "mla_attention", "mla_decode", "mla_masked_decode", "mla_prefill"]
+__all__ = [
+    "mla_append",
+    "mla_attention",
+    "mla_decode",
+    "mla_decode_metadata",
+    "mla_masked_decode",
+    "mla_prefill",
+]

@@ -1,14 +1,18 @@
 """`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op
 from mla_compile.ops.prefill import prefill_op
+
+if TYPE_CHECKING:
+    from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 
 
 def _fake(
@@ -135,7 +139,7 @@ def mla_attention(
     kv_cache: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
-    batch: MLABatch,
+    batch: "MLABatch",
     softmax_scale: float,
 ) -> Tensor:
     """Multi-head latent attention of a packed batch over a paged latent cache, which it appends to first.
@@ -206,13 +210,13 @@ def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tup
     return w_uk, w_uv.transpose(1, 2)
 
 
-def _decode_args(segment: DecodeSegment | None) -> tuple[Tensor | None, ...]:
+def _decode_args(segment: "DecodeSegment | None") -> tuple[Tensor | None, ...]:
     if segment is None:
         return (None,) * 4
     return segment.seq_lens, segment.block_table, segment.slot_mapping, segment.q_lens
 
 
-def _prefill_args(segment: PrefillSegment | None) -> tuple[Tensor | None, ...]:
+def _prefill_args(segment: "PrefillSegment | None") -> tuple[Tensor | None, ...]:
     if segment is None:
         return (None,) * 5
     return (

@@ -11,6 +11,20 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def slots_of(block_table: Tensor, positions: Tensor, page_size: int, valid: Tensor | None = None) -> Tensor:
+    """Cache slots of token positions, int64, -1 where a token writes nowhere.
+
+    block_table: int32 `[rows, max_pages]`; positions: int `[rows, n]`; valid: bool `[rows, n]`. A position that
+    is not valid, is negative or lies past the table writes nowhere, and the table is never read out of bounds.
+    """
+    page = positions // page_size
+    inside = (positions >= 0) & (page < block_table.shape[1])
+    if valid is not None:
+        inside = inside & valid
+    pages = block_table.gather(1, page.clamp(0, block_table.shape[1] - 1).long()).long()
+    return torch.where(inside, pages * page_size + positions % page_size, -1)
+
+
 def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
     """How many keys each query token of a decode row sees, int32 `[rows, q_len]`.
 

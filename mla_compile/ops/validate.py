@@ -130,6 +130,23 @@ def _query_rows(prefix: str, q_lens: Tensor | None, q_len: int, tokens: int, seq
         _size(f"{prefix}q_lens", q_lens, 0, seq_lens.shape[0], "rows of seq_lens")
 
 
+def decode_metadata(
+    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
+) -> None:
+    if statically_known_true(q_len < 1):
+        raise MLAError("q_len", ">= 1 query token per decode row", q_len)
+    if page_size < 1:
+        raise MLAError("page_size", ">= 1 token per page", page_size)
+    _tensor("num_cached", num_cached, "rows", dtype=torch.int32)
+    _tensor("block_table", block_table, "rows, max_pages", dtype=torch.int32, like=num_cached)
+    _size("block_table", block_table, 0, num_cached.shape[0], "rows of num_cached")
+    if statically_known_true(block_table.shape[1] < 1):
+        raise MLAError("block_table", "at least one page per row", list(block_table.shape))
+    if q_lens is not None:
+        _tensor("q_lens", q_lens, "rows", dtype=torch.int32, like=num_cached)
+        _size("q_lens", q_lens, 0, num_cached.shape[0], "rows of num_cached")
+
+
 def decode(
     q_latent: Tensor,
     q_pe: Tensor,

@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx
 
 from mla_compile.passes.absorb_mla import absorb_mla
+from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
@@ -17,6 +18,7 @@ PASSES: list[Pass] = [
     split_prefill_decode,
     hoist_row_gather,  # after the split: it reduces decode segments too
     fuse_norm_rope_append,  # after the split, which makes appends
+    drop_trivial_topk,  # after the gathers: they climb over `topk`, not over what it becomes
 ]
 
 

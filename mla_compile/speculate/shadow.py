@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mla_compile.batch import slots_of
 from mla_compile.errors import MLAError
+from mla_compile.ops.paging import slots_of
 from mla_compile.speculate.state import FIRST_TOKEN, DecodeState
 from mla_compile.speculate.step import ServedModel, SpeculativeDecoder, Step
 from mla_compile.torch_internals import uncompiled

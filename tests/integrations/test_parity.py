@@ -101,6 +101,20 @@ def test_greedy_tokens_of_a_compiled_model_are_those_of_stock(family):
     assert stock.greedy(model, prompts(), STEPS) == expected
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["glm4_moe_lite", *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v2", "deepseek_v3"))],
+)
+def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_of_stock(family, caplog):
+    model = stock_model(family, n_group=1, topk_group=1, num_hidden_layers=2)
+    expected = stock.greedy(model, prompts(), STEPS)
+    accelerate(model)
+    with caplog.at_level("INFO", "mla_compile"):
+        assert stock.greedy(model, prompts(), STEPS) == expected
+    routers = sum(hasattr(module, "experts") for module in model.modules())
+    assert caplog.text.count("topk of one element dropped") == routers > 0
+
+
 def test_greedy_tokens_of_a_compiled_model_with_drafts_are_those_of_stock():
     model, mtp, expected = with_mtp("deepseek_v3")
     accelerate(model, num_speculative_tokens=1, mtp=mtp)

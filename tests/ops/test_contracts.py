@@ -17,7 +17,9 @@ from mla_compile import (
     mla_prefill,
     prefill_segment,
 )
+from mla_compile.ops.decode_metadata import mla_decode_metadata
 from tests.cases import Case, make_case
+from tests.kernel_cases import metadata_args
 
 ops = torch.ops.mla_compile
 
@@ -94,6 +96,11 @@ def test_prefill_keeps_its_contract() -> None:
     opcheck(ops.mla_prefill.default, tuple(prefill_kwargs(make_case(**PREFILL)).values()))
 
 
+@pytest.mark.parametrize("ragged", [False, True], ids=["all", "ragged"])
+def test_decode_metadata_keeps_its_contract(ragged: bool) -> None:
+    opcheck(ops.mla_decode_metadata.default, metadata_args(3, 4, ragged=ragged))
+
+
 def test_append_with_no_valid_slot_leaves_the_cache_alone() -> None:
     case = make_case([3, 6])
     before = case.kv_cache.clone()
@@ -147,6 +154,19 @@ BAD_DECODE = {
     "q_lens of other rows": ("q_lens", changed("q_lens", lambda x: x[:-1])),
     "q_lens above q_len": ("q_lens", changed("q_lens", lambda x: x + 5)),
     "negative q_lens": ("q_lens", changed("q_lens", lambda x: x - 5)),
+    "int64 q_lens": ("q_lens", changed("q_lens", lambda x: x.long())),
+}
+BAD_METADATA = {
+    "q_len 0": ("q_len", changed("q_len", lambda _: 0)),
+    "a page size of 0": ("page_size", changed("page_size", lambda _: 0)),
+    "num_cached of rank 2": ("num_cached", changed("num_cached", lambda x: x[None])),
+    "a float num_cached": ("num_cached", changed("num_cached", lambda x: x.float())),
+    "a list": ("num_cached", changed("num_cached", lambda x: x.tolist())),
+    "an int64 block table": ("block_table", changed("block_table", lambda x: x.long())),
+    "a block table of other rows": ("block_table", changed("block_table", lambda x: x[:-1])),
+    "a block table without columns": ("block_table", changed("block_table", lambda x: x[:, :0])),
+    "a block table on another device": ("block_table", changed("block_table", lambda x: x.to("meta"))),
+    "q_lens of other rows": ("q_lens", changed("q_lens", lambda x: x[:-1])),
     "int64 q_lens": ("q_lens", changed("q_lens", lambda x: x.long())),
 }
 BAD_PREFILL = {
@@ -220,19 +240,38 @@ def test_something_that_is_no_batch_is_refused() -> None:
         mla_attention(*make_case(**DECODE).args()[:7], None, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("num_cached", "q_len", "name"),
-    [([1, 2], 0, "q_len"), ([[1], [2]], 1, "num_cached"), ([1.0, 2.0], 1, "num_cached")],
-)
-def test_decode_segments_that_cannot_be_are_refused(num_cached: list, q_len: int, name: str) -> None:
-    lens = torch.tensor(num_cached)
-    with pytest.raises(MLAError, match=f"^{name}"):
-        decode_segment(
-            lens.int() if lens.dtype == torch.int64 else lens,
-            torch.zeros(2, 2).int(),
-            q_len=q_len,
-            page_size=4,
-        )
+@named(BAD_METADATA)
+@pytest.mark.parametrize("build", [mla_decode_metadata, decode_segment], ids=["op", "segment"])
+def test_decode_metadata_that_cannot_be_is_refused(build: Callable, name: str, change: Change) -> None:
+    num_cached, block_table, q_lens, q_len, page_size = metadata_args(3, 4, ragged=True)
+    kwargs = {"num_cached": num_cached, "block_table": block_table, "q_lens": q_lens}
+    with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):
+        build(**change({**kwargs, "q_len": q_len, "page_size": page_size}))
+
+
+def test_decode_segments_that_cannot_be_are_refused_while_compiling_too() -> None:
+    compiled = torch.compile(decode_segment, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"block_table: expected size 2 \(rows of num_cached\)"):
+        compiled(torch.zeros(2).int(), torch.zeros(3, 2).int(), q_len=1, page_size=4)
+
+
+@pytest.mark.parametrize("q_lens", [None, [3, 1, 0]], ids=["all", "ragged"])
+def test_a_decode_segment_is_what_its_definition_says(q_lens: list[int] | None) -> None:
+    cached, table = [2, 6, 5], [[4, 7], [1, 9], [3, 2]]
+    valid = None if q_lens is None else torch.tensor(q_lens).int()
+    segment, positions = decode_segment(
+        torch.tensor(cached).int(), torch.tensor(table).int(), q_len=3, page_size=4, q_lens=valid
+    )
+    lens, slots = [], []
+    for held, pages, n in zip(cached, table, q_lens or [3] * 3):
+        lens.append(held + n if n else 0)
+        slots += [
+            pages[position // 4] * 4 + position % 4 if j < n and position < 8 else -1
+            for j, position in enumerate(range(held, held + 3))
+        ]
+    assert positions.tolist() == [held + j for held in cached for j in range(3)]
+    assert (segment.seq_lens.tolist(), segment.slot_mapping.tolist()) == (lens, slots)
+    assert (None if segment.q_lens is None else segment.q_lens.tolist()) == q_lens
 
 
 def test_a_wrong_shape_is_refused_while_compiling_too() -> None:

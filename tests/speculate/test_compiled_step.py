@@ -1,11 +1,18 @@
 """The step under `torch.compile(backend="mla")`: one graph for all buckets, the tokens of eager decoding."""
 
-import torch
-from torch import nn
+import re
 
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from mla_compile import MLABatch, decode_segment
 from mla_compile.engine import Engine
-from mla_compile.torch_internals import compile_counters, with_own_code
+from mla_compile.passes import pipeline
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.torch_internals import capture_graph, compile_counters, mark_rows, with_own_code
 from tests.models_for_tests import tiny_model
+from tests.passes.capture import HIDDEN, PAGE_SIZE, Stack, nodes_of
 
 
 def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_decoding() -> None:
@@ -23,6 +30,47 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
     assert [bucket.rows for bucket in report.buckets] == [2, 1, 4, 8]
     assert [bucket.compile_seconds > 0 for bucket in report.buckets] == [True, False, False, False]
     assert (report.num_bytes, report.capture_seconds) == (0, 0)
+
+
+def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
+    k, model = 3, tiny_model(torch.float32)
+    model.allocate_cache(9, 4)
+    found = capture_graph(
+        SpeculativeDecoder(model, k, page_size=4), (DecodeState.allocate(2, k, max_pages=4),), {}
+    )
+    assert found is not None
+    gm = pipeline.run(*found)
+    metadata = nodes_of(gm, "mla_decode_metadata")
+    assert [node.args[3] for node in metadata] == [k + 1, k + 1, 1, 1], (
+        "verify; the MTP layer, then its drafts"
+    )
+    sources = [node.args[3].all_input_nodes[0] for node in nodes_of(gm, "mla_append")]
+    assert sources == [metadata[0]] * 2 + metadata[1:], "two trunk layers share theirs"
+
+
+def test_compiled_layers_read_the_same_metadata() -> None:
+    """As plain torch, Inductor computed it anew for every layer."""
+
+    class Rows(Stack):
+        def forward(self, x: Tensor, cached: Tensor, table: Tensor, wanted: Tensor) -> Tensor:
+            for tensor in (x, table, wanted):
+                torch._check(tensor.shape[0] == cached.shape[0])
+            segment, _ = decode_segment(
+                cached, table, q_len=1, page_size=PAGE_SIZE, q_lens=torch.where(wanted, 1, 0).int()
+            )
+            return super().forward(x, MLABatch(segment))
+
+    inputs = torch.randn(2, HIDDEN), torch.tensor([5, 2]).int(), torch.tensor([[1, 2], [3, 4]]).int()
+    inputs = (*inputs, torch.tensor([True, False]))
+    for tensor in inputs:
+        mark_rows(tensor)
+    model = Rows(3)
+    _, codes = run_and_get_code(torch.compile(model, backend="mla", fullgraph=True), *inputs)
+    code = "\n".join(codes)
+    appends = re.findall(r"mla_append\.default\(.+, (\w+)\)", code)
+    decodes = re.findall(r"mla_decode\.default\(.+, (\w+, \w+, \w+), 1, 0\.3,", code)
+    assert (len(appends), len(decodes)) == (3, 3)
+    assert len(set(appends)) == len(set(decodes)) == 1
 
 
 def test_any_number_of_engines_may_compile_their_steps() -> None:

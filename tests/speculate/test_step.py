@@ -292,10 +292,12 @@ def test_the_ops_implementations_never_wait_for_the_device() -> None:
         out, lse = implementations["mla_decode"](
             meta(8, 3, 16), meta(8, 3, 8), cache, table, lens, lens, 4, 0.1
         )
+        metadata = implementations["mla_decode_metadata"](lens, table, lens, 4, PAGE)
         experts = implementations["moe_experts"](
             meta(8, 16), meta(8, 2), ids, meta(4, 24, 16), meta(4, 16, 12)
         )
     assert (out.shape, lse.shape, experts.shape) == ((8, 3, 16), (8, 3), (8, 16))
+    assert [x.shape for x in metadata] == [(2,), (2,), (8,), (8,)]
 
 
 def test_a_negative_number_of_drafts_is_refused(model: MLAForCausalLM) -> None:
