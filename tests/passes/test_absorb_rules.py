@@ -82,7 +82,13 @@ class LatentsOfOneRowSpelledOut(LatentsOfOneRow):
 @pytest.mark.parametrize(
     "module",
     [
-        *(Written, Einops, FeaturesBeforeHeads, TokensOfAllRows, KeysFirst, DropoutOfNothing),
+        pytest.param(
+            Einops,
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13", reason="Dynamo of torch 2.11 keeps einops' functions whole"
+            ),
+        ),
+        *(Written, FeaturesBeforeHeads, TokensOfAllRows, KeysFirst, DropoutOfNothing),
         *(LatentsOfOneRow, LatentsOfOneRowSpelledOut),
     ],
 )
