@@ -90,8 +90,8 @@ def make_case(
         kv_c=randn(tokens, rank),
         k_pe=randn(tokens, rope),
         kv_cache=kv_cache,
-        w_uk=randn(heads, nope, rank),
-        w_uv=randn(heads, rank, v),
+        w_uk=randn(heads, nope, rank) * rank**-0.5,  # so that keys and values have components near 1
+        w_uv=randn(heads, rank, v) * rank**-0.5,
         batch=MLABatch(d, p),
     )
 

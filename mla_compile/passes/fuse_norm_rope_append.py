@@ -32,6 +32,7 @@ from mla_compile.passes.effects import live_nodes, may_write, memory
 from mla_compile.passes.emit import inline
 from mla_compile.passes.provenance import where
 from mla_compile.passes.recognise import Norm, Rotation, recognise_norm, recognise_rotation
+from mla_compile.torch_internals import statically_known_true
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +167,9 @@ def _sources(append: fx.Node) -> Iterator[fx.Node]:
     while node.op != "root":
         both = [nodes for nodes in above if node in nodes]
         value = node.meta.get("example_value")
-        if len(both) == 2 and isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == width:
-            yield node
+        if len(both) == 2 and isinstance(value, Tensor) and value.dim() > 1:
+            if statically_known_true(value.shape[-1] == width):  # it may be a data-dependent size
+                yield node
         for nodes in both:
             nodes.update(node.all_input_nodes)
         node = node.prev

@@ -185,6 +185,16 @@ def test_it_fuses_where_the_number_of_rows_is_unknown(rope: Callable) -> None:
     assert is_fused(compare(Author(upcast, rope), DECODE | {"unbacked": True}))
 
 
+def test_it_looks_past_a_tensor_whose_width_depends_on_data() -> None:
+    class Routed(Author):
+        def latents(self, kv_a: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = (kv_a.flatten() > 0).nonzero().T  # as a mixture of experts picks its tokens
+            return super().latents(kv_a + chosen.sum(), angles)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert not is_fused(compare(Routed(lambda x, weight: x * weight, halves), DECODE))
+
+
 def test_new_nodes_carry_example_values_and_the_appends_provenance() -> None:
     found = capture_graph(Author(upcast, halves), make_inputs(**DECODE), {})
     assert found is not None
