@@ -178,7 +178,7 @@ DECODE_BACKENDS = (
     DecodeBackend(
         name="gluon",
         description="loading and computing warps, for Hopper",
-        function="mla_compile.ops.kernels.gluon_decode:decode_gluon",
+        function="mla_compile.ops.kernels.gluon.decode:decode_gluon",
         query_len_support=QueryLenSupport.VARLEN,
         capturable=True,
         dtypes=(torch.bfloat16,),

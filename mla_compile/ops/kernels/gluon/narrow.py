@@ -1,0 +1,309 @@
+"""Decode with up to 32 query rows at a time: keys are the rows of both products.
+
+`S^T = K Q^T` and `O^T += K_c^T P^T`, as in `ops/kernels/decode.py`: 16 query rows cost a quarter of what 64 cost. Four
+warps gather tiles through the block table with `cp.async`, two ahead, any page size; zeros past a row's end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_compile.ops.kernels.decode import LN_2, LOG2_E
+from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
+
+MOST_ROWS = 32
+"""Query rows that `narrow_kernel` takes; with more, `wide_kernel` is quicker."""
+STAGES = gl.constexpr(2)
+"""Tiles of 72 KB in shared memory."""
+
+
+@gluon.jit
+def _load(
+    args,
+    HAS_Q_LENS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Bring the program's tiles to shared memory; `unit` begins at `begin` on the line, the program at `at`."""
+    (
+        kv_cache,
+        block_table,
+        seq_lens,
+        q_lens,
+        table_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        loaded,
+        used,
+    ) = args
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    k = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    c = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))
+    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
+    i = 0
+    while at < end:
+        row, _, length, first, last, _, next_begin = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        )
+        table = block_table + row.to(gl.int64) * table_stride
+        for tile in range(first, last):
+            key = tile * TILE + k
+            live = key < length
+            page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+            latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
+            stage = i % STAGES
+            mbarrier.wait(used.index(stage), ((i // STAGES) & 1) ^ 1)
+            # Zeros past the end, not only masked scores: 0 x NaN is NaN.
+            async_copy.async_copy_global_to_shared(
+                kv_c.index(stage), latent[:, None] + c[None, :], mask=live[:, None]
+            )
+            async_copy.async_copy_global_to_shared(
+                k_pe.index(stage), (latent + RANK)[:, None] + p[None, :], mask=live[:, None]
+            )
+            async_copy.mbarrier_arrive(loaded.index(stage), increment_count=False)
+            i += 1
+        at = gl.minimum(end, next_begin)
+        begin = next_begin
+        unit += 1
+
+
+@gluon.jit
+def _attend(
+    args,
+    HAS_Q_LENS: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    HEADS: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts."""
+    (
+        q_latent,
+        q_pe,
+        seq_lens,
+        q_lens,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        softmax_scale,
+        q_token_stride,
+        q_head_stride,
+        pe_token_stride,
+        pe_head_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        queries,
+        queries_pe,
+        weights_shared,
+        loaded,
+        used,
+    ) = args
+    R: gl.constexpr = Q_LEN * HEADS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, WARPS // 4], [16, BLOCK_R * 4 // WARPS, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_R, 16])
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    c = gl.arange(0, RANK, layout=gl.SliceLayout(0, q_layout))
+    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, q_layout))
+    k = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
+    o_c = gl.arange(0, RANK, layout=gl.SliceLayout(1, o_layout))
+    scale = softmax_scale * LOG2_E
+    i = 0
+    while at < end:
+        row, _, length, first, last, tiles, next_begin = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        )
+        valid = Q_LEN
+        if HAS_Q_LENS:
+            valid = gl.load(q_lens + row)
+
+        r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, q_layout))
+        token = (row * Q_LEN + r // HEADS).to(gl.int64)
+        q_at = token * q_token_stride + r % HEADS * q_head_stride
+        pe_at = token * pe_token_stride + r % HEADS * pe_head_stride
+        inside = (r < R)[:, None]
+        queries.store(gl.load(q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0))
+        queries_pe.store(gl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
+        fence_async_shared()
+        barrier()
+
+        r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
+        # `visible_keys`, for each query row; none for the rows that only fill the block.
+        bounds = gl.where((r // HEADS < valid) & (r < R), length - (valid - 1 - r // HEADS), 0)
+        top = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, s_layout))
+        # A sum for each thread's keys: only the highest score must cross warps in every tile.
+        total = gl.zeros([TILE, BLOCK_R], gl.float32, s_layout)
+        acc = gl.zeros([RANK, BLOCK_R], gl.float32, o_layout)
+        for tile in range(first, last):
+            stage = i % STAGES
+            mbarrier.wait(loaded.index(stage), (i // STAGES) & 1)
+            fence_async_shared()
+            latents = kv_c.index(stage)
+            scores = gl.zeros([TILE, BLOCK_R], gl.float32, s_layout)
+            scores = warpgroup_mma(latents, queries.permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma(k_pe.index(stage), queries_pe.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            seen = (tile * TILE + k)[:, None] < bounds[None, :]
+            scores = gl.where(seen, scores * scale, -float("inf"))
+            new_top = gl.maximum(top, gl.max(scores, 0))
+            base = gl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
+            weights = gl.exp2(scores - base[None, :])
+            decay = gl.exp2(top - base)
+            total = total * decay[None, :] + weights
+            top = new_top
+            weights_shared.store(weights.to(gl.bfloat16))
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(0, o_layout))[None, :]
+            fence_async_shared()
+            barrier()
+            acc = warpgroup_mma(latents.permute((1, 0)), weights_shared, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            barrier()
+            mbarrier.arrive(used.index(stage), count=1)
+            i += 1
+
+        sums = gl.sum(total, 0)
+        filled = gl.where(sums == 0.0, 1.0, sums)
+        log_sum = (top + gl.log2(sums)) * LN_2
+        acc = acc * gl.convert_layout(1.0 / filled, gl.SliceLayout(0, o_layout))[None, :]
+        o_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, o_layout))
+        s_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
+        live = (o_r < R)[None, :]
+        if (first == 0) & (last == tiles):
+            target = row.to(gl.int64) * R
+            at_out = out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
+            gl.store(at_out, acc.to(gl.bfloat16), mask=live)
+            gl.store(lse + target + s_r, log_sum, mask=r < R)
+        else:
+            target = slot_of(gl.program_id(0), first == 0) * BLOCK_R
+            at_part = part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
+            gl.store(at_part, acc, mask=live)
+            gl.store(part_lse + target + s_r, log_sum)
+        at = gl.minimum(end, next_begin)
+        begin = next_begin
+        unit += 1
+
+
+@gluon.jit(do_not_specialize=["rows", "most_keys"])
+def narrow_kernel(
+    q_latent,  # [rows * Q_LEN, HEADS, RANK], any strides but the last
+    q_pe,  # [rows * Q_LEN, HEADS, ROPE], likewise
+    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
+    block_table,  # int32 [rows, columns]
+    seq_lens,  # int32 [rows]
+    q_lens,  # int32 [rows], unread unless HAS_Q_LENS
+    out,  # [rows * R, RANK], contiguous
+    lse,  # float32 [rows * R]
+    part_out,  # float32 [2 * programs, BLOCK_R, RANK]
+    part_lse,  # float32 [2 * programs, BLOCK_R]
+    pieces,  # int32 [units, 2], for `join_kernel`
+    softmax_scale,
+    rows,
+    most_keys,
+    q_token_stride,
+    q_head_stride,
+    pe_token_stride,
+    pe_head_stride,
+    table_stride,
+    HAS_Q_LENS: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_R: gl.constexpr,  # at least Q_LEN * HEADS
+    UNITS_BLOCK: gl.constexpr,  # see `plan`
+    num_warps: gl.constexpr,  # that compute
+):
+    """Attention of every row, or of its pieces; one program a multiprocessor."""
+    unit, begin, at, end, piece = plan(
+        seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, 1, UNITS_BLOCK, num_warps
+    )
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    kv_c = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, RANK], swizzled)
+    k_pe = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], swizzled)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, RANK], swizzled)
+    queries_pe = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_R, ROPE], swizzled)
+    weights_shared = gl.allocate_shared_memory(
+        gl.bfloat16, [TILE, BLOCK_R], gl.NVMMASharedLayout.get_default_for([TILE, BLOCK_R], gl.bfloat16)
+    )
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    used = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(loaded.index(stage), count=128)  # the threads that load
+        mbarrier.init(used.index(stage), count=1)
+    fence_async_shared()
+    barrier()
+    attend_args = (
+        q_latent,
+        q_pe,
+        seq_lens,
+        q_lens,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        softmax_scale,
+        q_token_stride,
+        q_head_stride,
+        pe_token_stride,
+        pe_head_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        queries,
+        queries_pe,
+        weights_shared,
+        loaded,
+        used,
+    )
+    load_args = (
+        kv_cache,
+        block_table,
+        seq_lens,
+        q_lens,
+        table_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        loaded,
+        used,
+    )
+    gl.warp_specialize(
+        [
+            (_attend, (attend_args, HAS_Q_LENS, Q_LEN, HEADS, BLOCK_R, num_warps)),
+            (_load, (load_args, HAS_Q_LENS, PAGE_SIZE)),
+        ],
+        [4],
+        [64],
+    )

@@ -1,0 +1,172 @@
+"""How the work of a decode call is shared among multiprocessors, planned on the device, and joined.
+
+A unit is a row of the batch and a block of its query rows (query tokens times heads); its keys are tiles of 64. One
+program runs on each multiprocessor. Where to cut units into pieces for them follows from all rows' lengths, which every
+program reads (`plan`): whole units or equal parts of them, so that a program has one piece and few pieces are partial,
+unless lengths differ so much that an even cut through all tiles is quicker. So the grid can be captured, but unlike
+`decode.py`'s a row's bits depend on the other rows' lengths.
+
+All rows' first blocks come before all second ones: programs that share a row's keys then read them at about the same
+time, once from memory and otherwise from the L2 cache.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_wait
+
+RANK = gl.constexpr(512)
+ROPE = gl.constexpr(64)
+TILE = gl.constexpr(64)
+"""Keys that a matrix instruction takes."""
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _length(seq_lens, q_lens, row, live, most_keys, HAS_Q_LENS: gl.constexpr):
+    """Keys of a row, 0 for an inactive one."""
+    length = gl.minimum(gl.load(seq_lens + row, mask=live, other=0), most_keys)
+    if HAS_Q_LENS:
+        length = gl.where(gl.load(q_lens + row, mask=live, other=0) > 0, length, 0)
+    return length
+
+
+@gluon.jit
+def _span(length, piece):
+    """What a unit takes on the line: its tiles, rounded up to whole pieces."""
+    tiles = (length + (TILE - 1)) // TILE
+    return (tiles + piece - 1) // piece * piece
+
+
+@gluon.jit
+def plan(
+    seq_lens,
+    q_lens,
+    rows,
+    most_keys,
+    pieces,  # int32 [units, 2]: for `join_kernel`, the program that has a unit's first piece, and how many there are
+    HAS_Q_LENS: gl.constexpr,
+    Q_BLOCKS: gl.constexpr,
+    UNITS_BLOCK: gl.constexpr,  # units rounded up to a power of two
+    WARPS: gl.constexpr,
+):
+    """This program's part of the line on which all units lie, one after the other, each as whole pieces.
+
+    Returns `unit, begin, at, end, piece`: the part is from `at` to `end`, in tiles; it begins in `unit`, which begins at
+    `begin`. Each unit's span is a multiple of `piece` tiles.
+    """
+    # Every warp holds all units: sums over them then cross no warps.
+    layout: gl.constexpr = gl.BlockedLayout([UNITS_BLOCK // 32], [32], [WARPS], [0])
+    index = gl.arange(0, UNITS_BLOCK, layout=layout)
+    length = _length(seq_lens, q_lens, index % rows, index < rows * Q_BLOCKS, most_keys, HAS_Q_LENS)
+    tiles = (length + (TILE - 1)) // TILE
+    programs = gl.num_programs(0)
+    longest = gl.max(tiles, 0)
+    units = gl.sum((tiles > 0).to(gl.int32), 0)
+    even = gl.maximum((gl.sum(tiles, 0) + programs - 1) // programs, 1)
+    rounds = gl.maximum(
+        (units + programs - 1) // programs, 1
+    )  # more units than programs: several whole ones each
+    pieces_each = gl.maximum(programs // gl.maximum(units, 1), 1)
+    # As many equal pieces of the longest unit as each unit may have: one piece a program, whatever the lengths.
+    piece = gl.maximum((longest + pieces_each - 1) // pieces_each, (even + rounds - 1) // rounds)
+    if rounds == 1:
+        spare = piece - even
+        for i in gl.static_range(4):  # shorter pieces, where short units leave programs free
+            shorter = even + spare * (3 - i) // 4
+            used = gl.sum((tiles + shorter - 1) // shorter, 0)
+            piece = gl.where(used <= programs, gl.minimum(piece, shorter), piece)
+    # A few tiles more are quicker than two partial results a program.
+    cut = piece * rounds > even + even // 8 + 4
+    share = gl.where(cut, even, piece * rounds)
+    piece = gl.where(cut, 1, piece)
+
+    spans = _span(length, piece)
+    ends = gl.associative_scan(spans, 0, _add)
+    begins = ends - spans
+    program = gl.program_id(0)
+    if program == 0:
+        count = gl.where(tiles > 0, (begins + tiles - 1) // share - begins // share + 1, 0)
+        gl.store(pieces + 2 * index, begins // share, mask=index < rows * Q_BLOCKS)
+        gl.store(pieces + 2 * index + 1, count, mask=index < rows * Q_BLOCKS)
+    at = program * share
+    end = gl.minimum(at + share, gl.max(ends, 0))
+    unit = gl.sum((ends <= at).to(gl.int32), 0)
+    begin = gl.max(gl.where(ends <= at, ends, 0), 0)
+    return unit, begin, at, end, piece
+
+
+@gluon.jit
+def piece_of(seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr):
+    """The program's piece of a unit: `row, block, length, first, last, tiles, next_begin`.
+
+    Its tiles are those from `first` to `last` of the unit's `tiles`; the next unit begins at `next_begin`.
+    """
+    row = unit % rows
+    length = _length(seq_lens, q_lens, row, True, most_keys, HAS_Q_LENS)
+    tiles = (length + (TILE - 1)) // TILE
+    next_begin = begin + _span(length, piece)
+    last = gl.minimum(gl.minimum(end, next_begin) - begin, tiles)
+    return row, unit // rows, length, at - begin, last, tiles, next_begin
+
+
+@triton.jit
+def slot_of(program, starts_unit):
+    """Where a partial result is: of a program at most its first piece does not start a unit, its last not end one."""
+    return (2 * program + starts_unit).to(tl.int64)
+
+
+@triton.jit
+def join_kernel(
+    part_out,  # float32 [2 * programs, BLOCK_R, RANK]
+    part_lse,  # float32 [2 * programs, BLOCK_R]
+    pieces,
+    out,  # [rows * R, RANK]
+    lse,  # float32 [rows * R]
+    rows,
+    R: tl.constexpr,  # query rows of a row of the batch
+    BLOCK_R: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Sum the pieces of a unit, BLOCK_C of its columns, BLOCK_P pieces at a time; the last axis shares its query rows.
+
+    Nothing to do for a unit of one piece; 0 and -inf for one without keys. Grid `[units, RANK / BLOCK_C, any]`.
+    """
+    unit = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    gdc_wait()  # for the kernel before
+    first = tl.load(pieces + 2 * unit)
+    count = tl.load(pieces + 2 * unit + 1)
+    if count != 1:
+        first_r = unit // rows * BLOCK_R
+        target = (unit % rows).to(tl.int64) * R + first_r
+        for r in range(tl.program_id(2), min(BLOCK_R, R - first_r), tl.num_programs(2)):
+            top = -float("inf")
+            total = 0.0
+            acc = tl.zeros([BLOCK_C], tl.float32)
+            for start in range(0, count, BLOCK_P):
+                p = start + tl.arange(0, BLOCK_P)
+                place = slot_of(first + p, p == 0) * BLOCK_R + r
+                logs = tl.load(part_lse + place, mask=p < count, other=-float("inf"))
+                parts = part_out + place[:, None] * RANK + c[None, :]
+                part = tl.load(parts, mask=(p < count)[:, None], other=0.0)
+                new_top = tl.maximum(top, tl.max(logs, 0))
+                base = tl.where(new_top == -float("inf"), 0.0, new_top)
+                weights = tl.exp(logs - base)
+                decay = tl.exp(top - base)
+                total = total * decay + tl.sum(weights, 0)
+                acc = acc * decay + tl.sum(part * weights[:, None], 0)
+                top = new_top
+            filled = tl.where(total == 0.0, 1.0, total)
+            tl.store(out + (target + r) * RANK + c, (acc / filled).to(out.dtype.element_ty))
+            if tl.program_id(1) == 0:
+                tl.store(lse + target + r, top + tl.log(total))

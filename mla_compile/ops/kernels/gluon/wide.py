@@ -1,0 +1,494 @@
+"""Decode with 64 query rows at a time: two warpgroups, each with a tile of keys and half of the output's columns.
+
+For every two tiles: warpgroup W scores tile W, the two agree on the highest scores, and each multiplies the weights of
+both tiles by columns `[256 W, 256 W + 256)` of the latents, its own tile's first. A half of a tile is loaded again as
+soon as the warpgroup that has these columns is done with it, so four loads are under way at different times.
+
+Whole tiles are brought by the bulk copy engine where pages hold at least 8 keys in a row, the others by `cp.async`,
+with zeros past a row's end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_compile.ops.kernels.decode import LN_2, LOG2_E
+from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
+
+ROWS = gl.constexpr(64)
+"""Query rows of a unit."""
+HALF = gl.constexpr(256)
+"""Columns of the latents that a warpgroup multiplies weights by."""
+QUARTER = gl.constexpr(128)
+
+
+@gluon.jit
+def _zero(x):
+    """0, which the compiler cannot know: it would hoist descriptors of constant places out of loops, and spill them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _gather_half(
+    kv_cache,
+    table,
+    length,
+    tile,
+    last,
+    phase,
+    kv_c,
+    k_pe,
+    loaded,
+    used,
+    W: gl.constexpr,
+    H: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """Half H of a tile, to the place of warpgroup W's; zeros for keys and tiles that there are not: 0 x NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    key = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    c = H * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    p = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
+    live = (key < length) & (tile < last)
+    page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+    latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
+    mbarrier.wait(used.index(2 * W + H), phase)
+    async_copy.async_copy_global_to_shared(
+        kv_c.index(W).slice(H * HALF, HALF, dim=1), latent[:, None] + c[None, :], mask=live[:, None]
+    )
+    if W != H:  # the half that is used for longer brings the rotary part
+        async_copy.async_copy_global_to_shared(
+            k_pe.index(W), latent[:, None] + p[None, :], mask=live[:, None]
+        )
+    async_copy.mbarrier_arrive(loaded.index(2 * W + H), increment_count=False)
+
+
+@gluon.jit
+def _load_half(
+    kv_boxes,
+    pe_boxes,
+    kv_cache,
+    table,
+    length,
+    tile,
+    last,
+    phase,
+    kv_c,
+    k_pe,
+    loaded,
+    used,
+    W: gl.constexpr,
+    H: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+):
+    """`_gather_half`, by the bulk copy engine where the tile is whole."""
+    if BOX == 0:
+        _gather_half(kv_cache, table, length, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE)
+    else:
+        if (tile < last) & (tile * TILE + TILE <= length):
+            boxes: gl.constexpr = TILE // BOX
+            bytes_of_half: gl.constexpr = TILE * 2 * (HALF + (ROPE if W != H else 0))
+            full = loaded.index(2 * W + H)
+            page = gl.load(table + tile * TILE // PAGE_SIZE)
+            mbarrier.wait(used.index(2 * W + H), phase)
+            mbarrier.expect(full, bytes_of_half)
+            for box in gl.static_range(boxes):
+                key = tile * TILE + box * BOX
+                if box > 0:
+                    page = gl.load(table + key // PAGE_SIZE)
+                where = page * PAGE_SIZE + key % PAGE_SIZE
+                rows = kv_c.index(W).slice(box * BOX, BOX, dim=0)
+                tma.async_copy_global_to_shared(
+                    kv_boxes, [where, H * HALF], full, rows.slice(H * HALF, HALF, dim=1)
+                )
+                if W != H:
+                    tma.async_copy_global_to_shared(
+                        pe_boxes, [where, RANK], full, k_pe.index(W).slice(box * BOX, BOX, dim=0)
+                    )
+            mbarrier.arrive(full, count=127)  # as many as gather, with the thread that told what to expect
+        else:
+            _gather_half(
+                kv_cache, table, length, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE
+            )
+
+
+@gluon.jit
+def _load(
+    args,
+    HAS_Q_LENS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,
+):
+    """Bring the program's tiles to shared memory, in the order in which the halves before them are done with."""
+    (
+        kv_boxes,
+        pe_boxes,
+        kv_cache,
+        block_table,
+        seq_lens,
+        q_lens,
+        table_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        loaded,
+        used,
+    ) = args
+    i = 0
+    while at < end:
+        row, _, length, first, last, _, next_begin = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        )
+        table = block_table + row.to(gl.int64) * table_stride
+        for tile in range(first, last, 2):
+            phase = (i & 1) ^ 1
+            for other_half in gl.static_range(2):
+                for w in gl.static_range(2):
+                    _load_half(
+                        kv_boxes,
+                        pe_boxes,
+                        kv_cache,
+                        table,
+                        length,
+                        tile + w,
+                        last,
+                        phase,
+                        kv_c,
+                        k_pe,
+                        loaded,
+                        used,
+                        w,
+                        w ^ other_half,
+                        PAGE_SIZE,
+                        BOX,
+                    )
+            i += 1
+        at = gl.minimum(end, next_begin)
+        begin = next_begin
+        unit += 1
+
+
+@gluon.jit
+def _attend(
+    args,
+    W: gl.constexpr,
+    HAS_Q_LENS: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts."""
+    (
+        q_latent,
+        q_pe,
+        seq_lens,
+        q_lens,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        softmax_scale,
+        q_token_stride,
+        q_head_stride,
+        pe_token_stride,
+        pe_head_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        queries,
+        weights_shared,
+        told,
+        loaded,
+        used,
+        has_told,
+        has_weights,
+        took_weights,
+        has_queries,
+    ) = args
+    R: gl.constexpr = Q_LEN * HEADS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, q_layout))
+    k = gl.arange(0, TILE, layout=gl.SliceLayout(0, s_layout))
+    o_c = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, o_layout))
+    scale = softmax_scale * LOG2_E
+    i = 0  # pairs of tiles so far
+    n = 0  # pieces so far
+    while at < end:
+        row, block, length, first, last, tiles, next_begin = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        )
+        first_r = block * ROWS
+        valid = Q_LEN
+        if HAS_Q_LENS:
+            valid = gl.load(q_lens + row)
+
+        # Each warpgroup brings half of the queries. The other one is done with the last piece's: it has said so by its
+        # last weights, which came after its last scores.
+        zero = _zero(i)
+        mine, other = W + zero, 1 - W + zero
+        r = first_r + gl.arange(0, ROWS, layout=gl.SliceLayout(1, q_layout))
+        token = (row * Q_LEN + r // HEADS).to(gl.int64)
+        q_at = token * q_token_stride + r % HEADS * q_head_stride
+        pe_at = token * pe_token_stride + r % HEADS * pe_head_stride
+        inside = (r < R)[:, None]
+        for quarter in gl.static_range(2 * W, 2 * W + 2):  # half at once would spill
+            c = quarter * QUARTER + gl.arange(0, QUARTER, layout=gl.SliceLayout(0, q_layout))
+            part = gl.load(q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
+            queries.index(zero).slice(quarter * QUARTER, QUARTER, dim=1).store(part)
+        # The rotary part stays in registers; it gets there through the place of the weights.
+        mbarrier.wait(took_weights.index(mine), (i & 1) ^ 1)
+        weights_shared.index(mine).store(gl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
+        barrier()
+        queries_pe = weights_shared.index(mine).load(gl.DotOperandLayout(0, s_layout, 2))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(has_queries.index(mine), count=1)
+        mbarrier.wait(has_queries.index(other), n & 1)
+        fence_async_shared()
+
+        s_r = gl.arange(0, ROWS, layout=s_rows)
+        r = first_r + s_r
+        # `visible_keys`, for each query row; none for the rows that only fill the block.
+        bounds = gl.where((r // HEADS < valid) & (r < R), length - (valid - 1 - r // HEADS), 0)
+        top = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
+        total = gl.zeros([ROWS], gl.float32, s_rows)
+        acc = gl.zeros([ROWS, HALF], gl.float32, o_layout)
+        for pair in range(first, last, 2):
+            tile = pair + W
+            phase = i & 1
+            zero = _zero(i)
+            mine, other = W + zero, 1 - W + zero
+            own, others = kv_c.index(mine), kv_c.index(other)
+            q = queries.index(zero)
+            scores = gl.zeros([ROWS, TILE], gl.float32, s_layout)
+            mbarrier.wait(loaded.index(2 * mine + W), phase)
+            fence_async_shared()
+            scores = warpgroup_mma(
+                q.slice(W * HALF, HALF, dim=1),
+                own.slice(W * HALF, HALF, dim=1).permute((1, 0)),
+                scores,
+                use_acc=False,
+                is_async=True,
+            )
+            mbarrier.wait(loaded.index(2 * mine + 1 - W), phase)
+            fence_async_shared()
+            scores = warpgroup_mma(
+                q.slice((1 - W) * HALF, HALF, dim=1),
+                own.slice((1 - W) * HALF, HALF, dim=1).permute((1, 0)),
+                scores,
+                is_async=True,
+            )
+            scores = warpgroup_mma(queries_pe, k_pe.index(mine).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            seen = ((tile * TILE + k)[None, :] < bounds[:, None]) & (tile < last)
+            scores = gl.where(seen, scores * scale, -float("inf"))
+
+            told.index(mine).store(gl.max(scores, 1))
+            barrier()
+            mbarrier.arrive(has_told.index(mine), count=1)
+            mbarrier.wait(has_told.index(other), phase)
+            new_top = gl.maximum(told.index(zero).load(s_rows), told.index(1 + zero).load(s_rows))
+            new_top = gl.maximum(top, new_top)
+            base = gl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
+            weights = gl.exp2(scores - base[:, None])
+            decay = gl.exp2(top - base)
+            total = total * decay + gl.sum(weights, 1)
+            top = new_top
+
+            mbarrier.wait(took_weights.index(mine), phase ^ 1)
+            weights_shared.index(mine).store(weights.to(gl.bfloat16))
+            acc = acc * gl.convert_layout(decay, o_rows)[:, None]
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(has_weights.index(mine), count=1)
+            acc = warpgroup_mma(
+                weights_shared.index(mine), own.slice(W * HALF, HALF, dim=1), acc, is_async=True
+            )
+            mbarrier.wait(loaded.index(2 * other + W), phase)
+            mbarrier.wait(has_weights.index(other), phase)
+            fence_async_shared()
+            acc = warpgroup_mma(
+                weights_shared.index(other), others.slice(W * HALF, HALF, dim=1), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            barrier()
+            mbarrier.arrive(used.index(2 * mine + W), count=1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            barrier()
+            mbarrier.arrive(used.index(2 * other + W), count=1)
+            mbarrier.arrive(took_weights.index(other), count=1)
+            i += 1
+
+        told.index(2 + mine).store(total)
+        barrier()
+        mbarrier.arrive(has_told.index(2 + mine), count=1)
+        mbarrier.wait(has_told.index(2 + other), n & 1)
+        sums = told.index(2 + zero).load(s_rows) + told.index(3 + zero).load(s_rows)
+        n += 1
+        filled = gl.where(sums == 0.0, 1.0, sums)
+        log_sum = (top + gl.log2(sums)) * LN_2
+        acc = acc * gl.convert_layout(1.0 / filled, o_rows)[:, None]
+        o_r = gl.arange(0, ROWS, layout=o_rows)
+        live = (first_r + o_r < R)[:, None]
+        if (first == 0) & (last == tiles):
+            target = row.to(gl.int64) * R + first_r
+            at_out = out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
+            gl.store(at_out, acc.to(gl.bfloat16), mask=live)
+            if W == 0:
+                gl.store(lse + target + s_r, log_sum, mask=r < R)
+        else:
+            target = slot_of(gl.program_id(0), first == 0) * ROWS
+            at_part = part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
+            gl.store(at_part, acc, mask=live)
+            if W == 0:
+                gl.store(part_lse + target + s_r, log_sum)
+        at = gl.minimum(end, next_begin)
+        begin = next_begin
+        unit += 1
+
+
+@gluon.jit(do_not_specialize=["rows", "most_keys"])
+def wide_kernel(
+    kv_boxes,  # descriptors of `kv_cache` as [pages * PAGE_SIZE, RANK + ROPE], for boxes of [BOX, HALF]
+    pe_boxes,  # and of [BOX, ROPE]
+    q_latent,  # [rows * Q_LEN, HEADS, RANK], any strides but the last
+    q_pe,  # [rows * Q_LEN, HEADS, ROPE], likewise
+    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
+    block_table,  # int32 [rows, columns]
+    seq_lens,  # int32 [rows]
+    q_lens,  # int32 [rows], unread unless HAS_Q_LENS
+    out,  # [rows * R, RANK], contiguous
+    lse,  # float32 [rows * R]
+    part_out,  # float32 [2 * programs, ROWS, RANK]
+    part_lse,  # float32 [2 * programs, ROWS]
+    pieces,  # int32 [units, 2], for `join_kernel`
+    softmax_scale,
+    rows,
+    most_keys,
+    q_token_stride,
+    q_head_stride,
+    pe_token_stride,
+    pe_head_stride,
+    table_stride,
+    HAS_Q_LENS: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    HEADS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BOX: gl.constexpr,  # keys that are surely in a row in a page, 8 to 64; 0 where they are fewer
+    Q_BLOCKS: gl.constexpr,
+    UNITS_BLOCK: gl.constexpr,  # see `plan`
+    num_warps: gl.constexpr,  # that load
+):
+    """Attention of every unit, or of its pieces; one program a multiprocessor."""
+    unit, begin, at, end, piece = plan(
+        seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps
+    )
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    kv_c = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, RANK], swizzled)
+    k_pe = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], swizzled)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, RANK], swizzled)
+    weights_shared = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, TILE], swizzled)
+    told = gl.allocate_shared_memory(gl.float32, [4, ROWS], flat)  # highest scores, then sums
+    one_barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    loaded = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)  # half H of tile W: 2 W + H
+    used = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)
+    has_told = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)
+    has_weights = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
+    took_weights = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
+    has_queries = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
+    for j in gl.static_range(4):
+        mbarrier.init(loaded.index(j), count=128)  # the threads that load
+        mbarrier.init(used.index(j), count=1)
+        mbarrier.init(has_told.index(j), count=1)
+    for j in gl.static_range(2):
+        mbarrier.init(has_weights.index(j), count=1)
+        mbarrier.init(took_weights.index(j), count=1)
+        mbarrier.init(has_queries.index(j), count=1)
+    fence_async_shared()
+    barrier()
+    attend_args = (
+        q_latent,
+        q_pe,
+        seq_lens,
+        q_lens,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        softmax_scale,
+        q_token_stride,
+        q_head_stride,
+        pe_token_stride,
+        pe_head_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        queries,
+        weights_shared,
+        told,
+        loaded,
+        used,
+        has_told,
+        has_weights,
+        took_weights,
+        has_queries,
+    )
+    load_args = (
+        kv_boxes,
+        pe_boxes,
+        kv_cache,
+        block_table,
+        seq_lens,
+        q_lens,
+        table_stride,
+        rows,
+        most_keys,
+        unit,
+        begin,
+        at,
+        end,
+        piece,
+        kv_c,
+        k_pe,
+        loaded,
+        used,
+    )
+    gl.warp_specialize(
+        [
+            (_load, (load_args, HAS_Q_LENS, PAGE_SIZE, BOX)),
+            (_attend, (attend_args, 0, HAS_Q_LENS, Q_LEN, HEADS)),
+            (_attend, (attend_args, 1, HAS_Q_LENS, Q_LEN, HEADS)),
+        ],
+        [4, 4],
+        [224, 224],  # registers: the rest, 56, is what loading needs
+    )
