@@ -167,9 +167,9 @@ def _sources(append: fx.Node) -> Iterator[fx.Node]:
     while node.op != "root":
         both = [nodes for nodes in above if node in nodes]
         value = node.meta.get("example_value")
-        if len(both) == 2 and isinstance(value, Tensor) and value.dim() > 1:
-            if statically_known_true(value.shape[-1] == width):  # it may be a data-dependent size
-                yield node
+        is_wide = isinstance(value, Tensor) and value.dim() > 1
+        if len(both) == 2 and is_wide and statically_known_true(value.shape[-1] == width):
+            yield node
         for nodes in both:
             nodes.update(node.all_input_nodes)
         node = node.prev

@@ -59,8 +59,8 @@ def plan(
 ):
     """This program's part of the line on which all units lie, one after the other, each as whole pieces.
 
-    Returns `unit, begin, at, end, piece`: the part is from `at` to `end`, in tiles; it begins in `unit`, which begins at
-    `begin`. Each unit's span is a multiple of `piece` tiles.
+    Returns `unit, begin, at, end, piece`: the part is from `at` to `end`, in tiles; it begins in `unit`, which begins
+    at `begin`. Each unit's span is a multiple of `piece` tiles.
     """
     # Every warp holds all units: sums over them then cross no warps.
     layout: gl.constexpr = gl.BlockedLayout([UNITS_BLOCK // 32], [32], [WARPS], [0])
