@@ -1,15 +1,20 @@
-"""The MTP iteration as a CUDA graph, on the shipped model: is it captured, is it right, is the GPU kept busy?
+"""The MTP iteration as a CUDA graph: is it captured, is it right, is the GPU kept busy?
 
     python -m benchmarks.mtp_iteration --output benchmarks/results/mtp_iteration.json
 
-Prints, and writes as JSON, for each number of drafts k: graphs compiled over several row buckets, CUDA graphs
-recorded and which tensors each replay copies in, the first of 500+ greedy tokens that differs from one-token
-eager decoding in float32 (none, it is hoped), wall time and kernel time of an iteration.
+Prints, and writes as JSON, for the shipped model and each number of drafts k: graphs compiled over several row buckets,
+CUDA graphs recorded and which tensors each replay copies in, the first of 500+ greedy tokens that differs from
+one-token eager decoding in float32 (none, it is hoped), wall time and kernel time of an iteration. Then for 12 layers
+of DeepSeek-V3's architecture with random weights (`random_model` of `benchmarks.transformers_generate`), 32 rows of
+about 4,096 tokens: what each bucket takes to compile and capture, with Inductor's cache empty and filled, and the
+same times. The timed steps run where a wait of the host for the device is an error.
 """
 
 import argparse
 import json
+import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,14 +23,18 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.transformers_generate import random_model
 from mla_compile.engine import Engine
 from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.integrations.transformers.mtp import mtp_layer
+from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 
 BUCKETS = (4, 1, 2, 8, 3, 4)
 TOKENS = 512
+LARGE_ROWS, LARGE_CONTEXT = 32, 4096
 
 
 TEXTS = (
@@ -61,8 +70,10 @@ def iteration_times(step: Any, state: DecodeState, iterations: int = 60) -> dict
         step(state)
     torch.cuda.synchronize()
     start = time.perf_counter()
+    torch.cuda.set_sync_debug_mode("error")
     for _ in range(iterations):
         step(state)
+    torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     wall = (time.perf_counter() - start) / iterations
     launch = []
@@ -115,29 +126,84 @@ def measure(
     return row, tokens
 
 
+def warm_up(target: TransformersTarget, k: int) -> tuple[Engine, dict[str, Any]]:
+    torch.compiler.reset()
+    engine = Engine(
+        target,
+        num_speculative_tokens=k,
+        max_rows=LARGE_ROWS,
+        max_model_len=LARGE_CONTEXT + 1024,
+        page_size=64,
+    )
+    started = time.perf_counter()
+    report = engine.warm_up()
+    seconds = time.perf_counter() - started
+    return engine, {
+        "seconds": round(seconds, 1),
+        "compile_s": round(report.compile_seconds, 1),
+        "capture_s": {bucket.rows: round(bucket.capture_seconds, 2) for bucket in report.buckets},
+        "MiB": {bucket.rows: round(bucket.num_bytes / 2**20) for bucket in report.buckets},
+    }
+
+
+def measure_large(k: int) -> dict[str, Any]:
+    model, mtp = random_model("v3")
+    target = TransformersTarget(model, mtp_layer(model, mtp))
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        target.installed(LARGE_CONTEXT + 1024),
+    ):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
+        _, cold = warm_up(target, k)
+        engine, warm = warm_up(target, k)
+        torch.manual_seed(0)
+        size = LARGE_ROWS, LARGE_CONTEXT - 128
+        tokens = torch.randint(1, target.vocab_size, size).tolist()
+        step, state = engine.start(tokens, 1024, [SamplingParams()] * LARGE_ROWS, [])
+        times = iteration_times(step, state)
+    return {
+        "k": k,
+        "rows": LARGE_ROWS,
+        "context": LARGE_CONTEXT,
+        "cold": cold,
+        "warm": warm,
+        "tensors_copied_per_recording": recorded_cuda_graphs(torch.cuda.current_device()),
+        **{name: round(value, 1) for name, value in times.items()},
+        "wall_over_kernels": round(times["wall_us"] / times["kernel_us"], 3),
+    }
+
+
+def measure_shipped(drafts: list[int]) -> list[dict[str, Any]]:
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
+    plain = Engine(model, max_rows=8, max_model_len=1024, compile=False)
+    expected = [c.token_ids for c in plain.generate(prompts(max(BUCKETS)), max_new_tokens=TOKENS)]
+    rows = []
+    for k in drafts:
+        row, _ = measure(k, torch.float32, expected)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    row, _ = measure(3, torch.bfloat16, None)
+    print(json.dumps(row), flush=True)
+    return [*rows, row]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--k", type=int, nargs="*", default=[0, 1, 3, 5])
+    parser.add_argument("--models", nargs="+", choices=["shipped", "v3"], default=["shipped", "v3"])
     args = parser.parse_args()
-    model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
-    plain = Engine(model, max_rows=8, max_model_len=1024, compile=False)
-    expected = [c.token_ids for c in plain.generate(prompts(max(BUCKETS)), max_new_tokens=TOKENS)]
-    rows = []
-    for k in args.k:
-        row, _ = measure(k, torch.float32, expected)
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    row, _ = measure(3, torch.bfloat16, None)
-    print(json.dumps(row), flush=True)
-    rows.append(row)
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    report: dict[str, Any] = {"machine": machine}
+    if "shipped" in args.models:
+        report |= {"tokens": TOKENS, "rows": measure_shipped(args.k)}
+    if "v3" in args.models:
+        report["v3"] = measure_large(3)
+        print(json.dumps(report["v3"]), flush=True)
     if args.output:
-        args.output.write_text(
-            json.dumps({"machine": machine, "tokens": TOKENS, "rows": rows}, indent=1) + "\n"
-        )
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

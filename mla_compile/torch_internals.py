@@ -206,22 +206,43 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _graph_nodes(device_index: int) -> list[Any]:
+    """Torch's records of the CUDA graphs of a device."""
+    from torch._inductor import cudagraph_trees
+
+    manager = cudagraph_trees.get_container(device_index).tree_manager
+    pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
+    found = []
+    while pending:
+        found.append(node := pending.pop())
+        pending += [child for children in node.children.values() for child in children]
+    return found
+
+
+def _copied_in(node: Any) -> list[str]:
+    tensors = node.wrapped_function.placeholders
+    return [tensors[i].name for i in node.non_static_input_idx if i < len(tensors)]
+
+
 def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
     """Of every CUDA graph recorded on a device: the names of the tensors that each replay copies in.
 
     For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
     """
-    from torch._inductor import cudagraph_trees
+    return [_copied_in(node) for node in _graph_nodes(device_index)]
 
-    manager = cudagraph_trees.get_container(device_index).tree_manager
-    pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
-    recorded = []
-    while pending:
-        node = pending.pop()
-        tensors = node.wrapped_function.placeholders
-        recorded.append([tensors[i].name for i in node.non_static_input_idx if i < len(tensors)])
-        pending += [child for children in node.children.values() for child in children]
-    return recorded
+
+def newest_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """The CUDA graph recorded last on a device, if to replay it is all that a call of its function does.
+
+    So it takes no tensor by copy, gives none back and follows on no other graph.
+    """
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    node = max(_graph_nodes(index), key=lambda node: node.id.id, default=None)
+    if node is None or node.parent is not None or _copied_in(node) or node.outputs_weakrefs:
+        return None
+    graph: torch.cuda.CUDAGraph | None = node.graph
+    return graph
 
 
 def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:

@@ -34,6 +34,8 @@ class Graphs:
         self.allowed = True
         self.warm: set[int] = set()
         self.recorded: set[int] = set()
+        self.newest: Graphs | None = None  # itself, as a graph that can be replayed alone
+        self.num_replays = 0
 
     def step(self, state: DecodeState) -> str:
         rows = len(state.active)
@@ -46,6 +48,9 @@ class Graphs:
             return "warm-up"
         self.recorded.add(rows)
         return "recorded"
+
+    def replay(self) -> None:
+        self.num_replays += 1
 
     @contextmanager
     def recording(self, allowed: bool) -> Iterator[None]:
@@ -62,6 +67,7 @@ class Graphs:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(capture, "recording_cuda_graphs", self.recording)
             patch.setattr(capture, "cuda_graph_usage", self.usage)
+            patch.setattr(capture, "newest_cuda_graph", lambda device: self.newest)
             patch.setattr(torch.cuda, "synchronize", lambda device: None)
             yield
 
@@ -141,6 +147,22 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
     assert captures.rows_for("greedy", 1, STOP_IDS) == 8
     assert captures.rows_for("sampled", 1, STOP_IDS) == 1
     assert captures.rows_for("greedy", 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
+
+
+def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_weights_move() -> None:
+    graphs, captures = Graphs(cost=1), captures_of(4, None)
+    graphs.newest = graphs
+    with graphs.instead_of_torch():
+        step = captures.measured("greedy", graphs.step)
+        assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]
+        assert graphs.num_replays == 2
+        captures.forget_graphs()
+        assert step(state_of(4)) == "replayed", "by torch, which would have recorded anew"
+        graphs.recorded.clear()
+        captures.forget_graphs()
+        assert [step(state_of(4)) for _ in range(2)] == ["recorded", None]
+        assert [step(state_of(2)) for _ in range(3)] == ["warm-up", "recorded", None]
+    assert graphs.num_replays == 4
 
 
 def test_what_torch_refuses_to_record_is_reported_so() -> None:

@@ -11,7 +11,12 @@ import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
 from mla_compile.speculate import DecodeState
-from mla_compile.torch_internals import compile_seconds, cuda_graph_usage, recording_cuda_graphs
+from mla_compile.torch_internals import (
+    compile_seconds,
+    cuda_graph_usage,
+    newest_cuda_graph,
+    recording_cuda_graphs,
+)
 
 CALLS_TO_RECORD = 2
 """Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""
@@ -41,6 +46,12 @@ class Captures:
         self._budget = budget
         self._why_not = why_not
         self._buckets: dict[tuple[str, int, int], Bucket] = {}
+        self._known: list[dict[torch.Size, Callable[..., Any]]] = []
+
+    def forget_graphs(self) -> None:
+        """Call compiled steps again, which notice that weights have moved; not the graphs that they recorded."""
+        for known in self._known:
+            known.clear()
 
     def report(self) -> CaptureReport:
         """What is known by now; it does not change later."""
@@ -64,11 +75,14 @@ class Captures:
     def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled step, or half of one, with its captures within the budget and its first calls measured.
 
-        It is called with a `DecodeState` and what else `step` takes. Once a bucket is known, that costs a look-up more.
+        It is called with a `DecodeState`, each bucket always with the same one, and what else `step` takes. Once a
+        bucket's graph is recorded and changes only what persists, the graph is replayed without the compiled step:
+        Dynamo's guards and torch's choice of a graph take longer than the launch.
         """
         uncaptured = step if self._why_not else _recording(step, False)
         captured = _recording(step, True)
         known: dict[torch.Size, Callable[..., Any]] = {}
+        self._known.append(known)
         calls: Counter[torch.Size] = Counter()
 
         # With the compiled step's attributes, by which `shadow_check` finds the eager one.
@@ -80,12 +94,14 @@ class Captures:
             bucket = self._bucket(name, *shape)
             if not calls[shape]:
                 bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
+            num_graphs = bucket.num_graphs
             result = self._measure(bucket, uncaptured if bucket.why_not else captured, state, *args)
             calls[shape] += 1
             if bucket.why_not:
                 known[shape] = uncaptured
-            elif bucket.num_graphs or calls[shape] == CALLS_TO_RECORD:
-                known[shape] = step
+            elif bucket.num_graphs or calls[shape] >= CALLS_TO_RECORD:
+                graph = newest_cuda_graph(self._device) if bucket.num_graphs == num_graphs + 1 else None
+                known[shape] = step if graph is None else _replaying(graph)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
 
@@ -133,6 +149,13 @@ class _Reading:
     num_graphs: int
     pool_bytes: int
     driver_bytes: int
+
+
+def _replaying(graph: torch.cuda.CUDAGraph) -> Callable[..., Any]:
+    def run(state: DecodeState) -> None:
+        graph.replay()
+
+    return run
 
 
 def _recording(step: Callable[..., Any], allowed: bool) -> Callable[..., Any]:

@@ -167,12 +167,15 @@ def _sources(append: fx.Node) -> Iterator[fx.Node]:
     while node.op != "root":
         both = [nodes for nodes in above if node in nodes]
         value = node.meta.get("example_value")
-        is_wide = isinstance(value, Tensor) and value.dim() > 1
-        if len(both) == 2 and is_wide and statically_known_true(value.shape[-1] == width):
+        if len(both) == 2 and isinstance(value, Tensor) and _last_is(value, width):
             yield node
         for nodes in both:
             nodes.update(node.all_input_nodes)
         node = node.prev
+
+
+def _last_is(x: Tensor, width: int) -> bool:
+    return x.dim() > 1 and statically_known_true(x.shape[-1] == width)  # it may depend on data
 
 
 def _written_between(
