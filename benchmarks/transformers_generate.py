@@ -122,13 +122,15 @@ def run(model: Any, prompts: Tensor, new_tokens: int, **kwargs: Any) -> tuple[Te
 def measure(generate: Callable[[int], tuple[Tensor, float, int]]) -> tuple[Tensor, dict[str, float]]:
     """The tokens of the long generation, and what is reported of a variant."""
     first = generate(SHORT)[1]
-    short = quickest(generate, SHORT)
-    slow = short[1] / short[2] > 0.03
-    long = quickest(generate, SLOW if slow else LONG)
+    short, long = quickest(generate, SHORT), quickest(generate, SLOW)
+    new_tokens = SLOW
+    if (long[1] - short[1]) / (long[2] - short[2]) < 0.03:  # seconds
+        new_tokens = LONG
+        long = quickest(generate, LONG)
     steps = long[2] - short[2]
     return long[0], {
         "ms_per_step": round((long[1] - short[1]) / steps * 1e3, 2),
-        "tokens_per_step": round(((SLOW if slow else LONG) - SHORT) / steps, 2),
+        "tokens_per_step": round((new_tokens - SHORT) / steps, 2),
         "first_call_s": round(first, 1),
     }
 
