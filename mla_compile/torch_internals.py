@@ -206,19 +206,6 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _graph_nodes(device_index: int) -> list[Any]:
-    """Torch's records of the CUDA graphs of a device."""
-    from torch._inductor import cudagraph_trees
-
-    manager = cudagraph_trees.get_container(device_index).tree_manager
-    pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
-    found = []
-    while pending:
-        found.append(node := pending.pop())
-        pending += [child for children in node.children.values() for child in children]
-    return found
-
-
 def _copied_in(node: Any) -> list[str]:
     tensors = node.wrapped_function.placeholders
     return [tensors[i].name for i in node.non_static_input_idx if i < len(tensors)]
@@ -229,17 +216,31 @@ def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
 
     For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
     """
-    return [_copied_in(node) for node in _graph_nodes(device_index)]
+    from torch._inductor import cudagraph_trees
+
+    manager = cudagraph_trees.get_container(device_index).tree_manager
+    pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
+    recorded = []
+    while pending:
+        node = pending.pop()
+        recorded.append(_copied_in(node))
+        pending += [child for children in node.children.values() for child in children]
+    return recorded
 
 
-def newest_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """The CUDA graph recorded last on a device, if to replay it is all that a call of its function does.
+def last_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """The CUDA graph that the last call of captured code recorded or replayed, if a replay is all that the call does.
 
     So it takes no tensor by copy, gives none back and follows on no other graph.
     """
+    from torch._inductor import cudagraph_trees
+
     index = torch.cuda._utils._get_device_index(device, optional=True)
-    node = max(_graph_nodes(index), key=lambda node: node.id.id, default=None)
-    if node is None or node.parent is not None or _copied_in(node) or node.outputs_weakrefs:
+    manager = cudagraph_trees.get_container(index).tree_manager
+    node = None if manager is None else manager.current_node
+    if not isinstance(node, cudagraph_trees.CUDAGraphNode):
+        return None
+    if node.parent is not None or _copied_in(node) or node.outputs_weakrefs:
         return None
     graph: torch.cuda.CUDAGraph | None = node.graph
     return graph

@@ -34,7 +34,7 @@ class Graphs:
         self.allowed = True
         self.warm: set[int] = set()
         self.recorded: set[int] = set()
-        self.newest: Graphs | None = None  # itself, as a graph that can be replayed alone
+        self.graph: Graphs | None = None  # itself, where a call is nothing but a replay
         self.num_replays = 0
 
     def step(self, state: DecodeState) -> str:
@@ -67,7 +67,7 @@ class Graphs:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(capture, "recording_cuda_graphs", self.recording)
             patch.setattr(capture, "cuda_graph_usage", self.usage)
-            patch.setattr(capture, "newest_cuda_graph", lambda device: self.newest)
+            patch.setattr(capture, "last_cuda_graph", lambda device: self.graph)
             patch.setattr(torch.cuda, "synchronize", lambda device: None)
             yield
 
@@ -149,20 +149,36 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
     assert captures.rows_for("greedy", 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
 
 
-def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_weights_move() -> None:
+def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_checked() -> None:
     graphs, captures = Graphs(cost=1), captures_of(4, None)
-    graphs.newest = graphs
+    graphs.graph = graphs
+    other = DecodeState.allocate(4, K, max_pages=1, num_stop_ids=STOP_IDS)
     with graphs.instead_of_torch():
         step = captures.measured("greedy", graphs.step)
         assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]
+        assert step(other) == "replayed", "by torch, which knows that the graph is of another state"
         assert graphs.num_replays == 2
-        captures.forget_graphs()
-        assert step(state_of(4)) == "replayed", "by torch, which would have recorded anew"
-        graphs.recorded.clear()
-        captures.forget_graphs()
-        assert [step(state_of(4)) for _ in range(2)] == ["recorded", None]
+        captures.check_again()
+        assert [step(state_of(4)) for _ in range(2)] == ["replayed", None]
         assert [step(state_of(2)) for _ in range(3)] == ["warm-up", "recorded", None]
-    assert graphs.num_replays == 4
+        captures.check_again()
+        graphs.recorded.clear()  # as where weights have moved
+        assert [step(state_of(4)) for _ in range(2)] == ["recorded", None]
+    assert graphs.num_replays == 5
+
+
+def test_a_bucket_whose_call_failed_serves_no_others() -> None:
+    graphs, captures = Graphs(cost=1), captures_of(4, budget=1)
+
+    def out_of_memory(state: DecodeState) -> None:
+        raise MemoryError
+
+    with graphs.instead_of_torch():
+        with pytest.raises(MemoryError):
+            captures.measured("greedy", out_of_memory)(state_of(4))
+        sampled = captures.measured("sampled", graphs.step)
+        assert [sampled(state_of(1)) for _ in range(2)] == ["warm-up", "recorded"], "the budget is spent"
+        assert captures.rows_for("greedy", 2, STOP_IDS) == 2
 
 
 def test_what_torch_refuses_to_record_is_reported_so() -> None:

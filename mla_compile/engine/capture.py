@@ -14,7 +14,7 @@ from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import (
     compile_seconds,
     cuda_graph_usage,
-    newest_cuda_graph,
+    last_cuda_graph,
     recording_cuda_graphs,
 )
 
@@ -22,6 +22,7 @@ CALLS_TO_RECORD = 2
 """Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""
 
 SPENT = "the budget is spent"
+FAILED = "its last call failed"
 REFUSED = "torch recorded no graph; TORCH_LOGS=cudagraphs tells why"
 
 
@@ -48,8 +49,8 @@ class Captures:
         self._buckets: dict[tuple[str, int, int], Bucket] = {}
         self._known: list[dict[torch.Size, Callable[..., Any]]] = []
 
-    def forget_graphs(self) -> None:
-        """Call compiled steps again, which notice that weights have moved; not the graphs that they recorded."""
+    def check_again(self) -> None:
+        """Let each bucket's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
         for known in self._known:
             known.clear()
 
@@ -75,9 +76,9 @@ class Captures:
     def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled step, or half of one, with its captures within the budget and its first calls measured.
 
-        It is called with a `DecodeState`, each bucket always with the same one, and what else `step` takes. Once a
-        bucket's graph is recorded and changes only what persists, the graph is replayed without the compiled step:
-        Dynamo's guards and torch's choice of a graph take longer than the launch.
+        It is called with a `DecodeState` and what else `step` takes. Once a bucket's graph is recorded, and it is the
+        whole of a call, the graph is replayed without the compiled step until `check_again`: Dynamo's guards and
+        torch's checks take longer than the launch. What the model does on the host is not repeated then.
         """
         uncaptured = step if self._why_not else _recording(step, False)
         captured = _recording(step, True)
@@ -92,18 +93,28 @@ class Captures:
             if (call := known.get(shape)) is not None:
                 return call(state, *args)
             bucket = self._bucket(name, *shape)
-            if not calls[shape]:
+            if not calls[shape] or bucket.why_not == FAILED:
                 bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
-            num_graphs = bucket.num_graphs
+            compiled = bucket.compile_seconds
             result = self._measure(bucket, uncaptured if bucket.why_not else captured, state, *args)
             calls[shape] += 1
             if bucket.why_not:
                 known[shape] = uncaptured
-            elif bucket.num_graphs or calls[shape] >= CALLS_TO_RECORD:
-                graph = newest_cuda_graph(self._device) if bucket.num_graphs == num_graphs + 1 else None
-                known[shape] = step if graph is None else _replaying(graph)
+            elif calls[shape] >= CALLS_TO_RECORD and bucket.compile_seconds == compiled:
+                known[shape] = self._replaying(step, state)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
+
+        return run
+
+    def _replaying(self, step: Callable[..., Any], state: DecodeState) -> Callable[..., Any]:
+        """The step, past all checks on this state if all that it does is to replay the graph that it just ran."""
+        graph = last_cuda_graph(self._device)
+        if graph is None:
+            return step
+
+        def run(given: DecodeState, *args: Any) -> Any:
+            return graph.replay() if given is state else step(given, *args)
 
         return run
 
@@ -119,7 +130,13 @@ class Captures:
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add what it cost to the bucket's sums."""
         before = self._read()
-        result = call(*args)
+        try:
+            result = call(*args)
+        except BaseException:
+            bucket.why_not = (
+                bucket.why_not or FAILED
+            )  # until it is called again: others must not be padded to it
+            raise
         after = self._read()
         compiling = after.compile_seconds - before.compile_seconds
         bucket.compile_seconds += compiling
@@ -149,13 +166,6 @@ class _Reading:
     num_graphs: int
     pool_bytes: int
     driver_bytes: int
-
-
-def _replaying(graph: torch.cuda.CUDAGraph) -> Callable[..., Any]:
-    def run(state: DecodeState) -> None:
-        graph.replay()
-
-    return run
 
 
 def _recording(step: Callable[..., Any], allowed: bool) -> Callable[..., Any]:

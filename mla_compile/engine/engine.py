@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -137,7 +136,6 @@ class Engine:
             model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
         self._caches = model.caches()
         self._num_started = 0
-        self._weights_at: list[int] = []
         self._states: dict[tuple[int, int], DecodeState] = {}
 
     def warm_up(
@@ -149,7 +147,7 @@ class Engine:
         and write none. A stream that is under way must start again.
         """
         self._check_caches()
-        self._notice_moved_weights()
+        self._captures.check_again()
         self._num_started += 1
         sampled, width = sampling is not None and sampling.temperature > 0, _stop_id_places(stop_ids)
         for size in reversed(self._captures.sizes):
@@ -308,7 +306,7 @@ class Engine:
         step: the name of what runs on the state next; by default the decoder's whole step.
         """
         self._check_caches()
-        self._notice_moved_weights()
+        self._captures.check_again()
         self._num_started += 1
         decoder = self._decoders[any(params.temperature > 0 for params in sampling)]
         width = _stop_id_places(stop_ids)
@@ -386,14 +384,6 @@ class Engine:
             if reader.ready() or not lag:
                 collect(is_step=True)
                 yield
-
-    def _notice_moved_weights(self) -> None:
-        """A recorded graph reads weights where they were: weights that moved are noticed between streams."""
-        decoder = self._decoders[False]
-        now = [tensor.data_ptr() for tensor in chain(decoder.parameters(), decoder.buffers())]
-        if now != self._weights_at:
-            self._captures.forget_graphs()
-            self._weights_at = now
 
     def _check_caches(self) -> None:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):

@@ -214,7 +214,7 @@ def mla_prefill(
             host_lens,
         )
         validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-        validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0])
+        validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0], block_table, kv_cache)
     out: Tensor = prefill_op(
         q_nope,
         q_pe,

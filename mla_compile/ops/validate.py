@@ -319,13 +319,22 @@ def query_lengths(name: str, q_lens: Tensor | None, q_len: int) -> None:
         raise MLAError(name, f"lengths in [0, q_len = {q_len}]", f"[{low}, {high}]")
 
 
-def chunk_lengths(prefix: str, lens: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor, tokens: int) -> None:
+def chunk_lengths(
+    prefix: str,
+    lens: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    tokens: int,
+    block_table: Tensor,
+    kv_cache: Tensor,
+) -> None:
     """The host's lengths are sound in themselves, and those of the device where it is the CPU too."""
     name = f"{prefix}host_lens"
     if int(lens[0].sum()) != tokens:
         raise MLAError(name, f"query lengths that sum to {tokens} tokens", lens[0].tolist())
     if bool((lens[0] < 0).any()) or bool((lens[1] < lens[0]).any()):
         raise MLAError(name, "query lengths >= 0 and sequence lengths >= query lengths", lens.tolist())
+    check_capacity(name, max(lens[1].tolist(), default=0), block_table.shape[1], kv_cache.shape[1])
     if seq_lens.device.type != "cpu":
         return
     if not torch.equal(lens[1], seq_lens):
@@ -362,7 +371,15 @@ def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
         lengths(f"{prefix}seq_lens", prefill.seq_lens, prefill.block_table, kv_cache)
         slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
         tokens_in_chunks = prefill.slot_mapping.shape[0]
-        chunk_lengths(prefix, prefill.host_lens, prefill.cu_seqlens_q, prefill.seq_lens, tokens_in_chunks)
+        chunk_lengths(
+            prefix,
+            prefill.host_lens,
+            prefill.cu_seqlens_q,
+            prefill.seq_lens,
+            tokens_in_chunks,
+            prefill.block_table,
+            kv_cache,
+        )
         expected += prefill.slot_mapping.shape[0]
     if tokens != expected:
         raise MLAError("q_nope", f"{expected} tokens (those of batch)", tokens)

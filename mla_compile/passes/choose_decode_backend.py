@@ -24,10 +24,16 @@ def choose_decode_backend(gm: fx.GraphModule, backend: str) -> fx.GraphModule:
     """
     # Both ops end in the backend's name. The unified op is left only where the user's passes do not split it.
     for op in (decode_op, attention_op):
-        last = len(op._schema.arguments) - 1
-        for node in gm.graph.find_nodes(op="call_function", target=op):
-            if node.args[last:] in ((), (None,)):
-                node.args = (*node.args[:last], backend)
+        *_, last = op._schema.arguments
+        before = len(op._schema.arguments) - 1
+        for node in gm.graph.nodes:
+            # A packet where the user called `torch.ops.mla_compile...` without an overload.
+            if node.op != "call_function" or node.target not in (op, op.overloadpacket):
+                continue
+            if [*node.args[before:], node.kwargs.get(last.name)] in ([None], [None, None]):
+                node.args, node.kwargs = node.args[:before], {**node.kwargs, last.name: backend}
+                if len(node.args) == before:
+                    node.args, node.kwargs = (*node.args, node.kwargs[last.name]), {}
                 set_example_value(node, fake_mode_of(node))
     gm.recompile()
     return gm

@@ -3,30 +3,33 @@
 import pytest
 import torch
 
+from mla_compile import MLAError
 from tests.kernel_cases import decode_case
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "q_lens"])
 @pytest.mark.parametrize(
-    ("heads", "q_len", "page_size", "name"),
+    ("rows", "heads", "q_len", "page_size", "name"),
     [
-        (16, 1, 64, "narrow_kernel"),
-        (20, 1, 1, "narrow_kernel"),
-        (16, 4, 64, "wide_kernel"),
-        (20, 4, 16, "wide_kernel"),
-        (128, 1, 1, "wide_kernel"),
+        (2, 16, 1, 64, "narrow_kernel"),
+        (2, 20, 1, 1, "narrow_kernel"),
+        (1024, 16, 1, 64, "narrow_kernel"),
+        (2, 16, 4, 64, "wide_kernel"),
+        (2, 20, 4, 16, "wide_kernel"),
+        (2, 128, 1, 1, "wide_kernel"),
+        (128, 128, 4, 64, "wide_kernel"),
     ],
 )
 def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
-    heads: int, q_len: int, page_size: int, name: str, ragged: bool
+    rows: int, heads: int, q_len: int, page_size: int, name: str, ragged: bool
 ) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.gluon.decode import decode_gluon
     from tests.triton_compile import compiled_for
 
-    q_lens = [q_len, 0] if ragged else None
+    q_lens = [q_len, *[0] * (rows - 1)] if ragged else None
     case = decode_case(
-        [64, 64],
+        [1] * rows,
         heads=heads,
         rank=512,
         rope=64,
@@ -44,3 +47,14 @@ def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
     assert "wgmma.mma_async" in decode.text and "cp.async.cg" in decode.text
     assert ("cp.async.bulk.tensor" in decode.text) == (name == "wide_kernel" and page_size > 1)
     assert "griddepcontrol.wait" in join.text
+
+
+def test_a_cache_at_an_odd_address_is_refused_by_name() -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.gluon.decode import decode_gluon
+
+    case = decode_case([1], heads=16, rank=512, rope=64, page_size=1, dtype=torch.bfloat16)
+    q_latent, q_pe, cache, *rest = case.args()
+    odd = torch.empty(cache.numel() + 1, dtype=cache.dtype)[1:].view_as(cache)
+    with pytest.raises(MLAError, match="kv_cache: expected an address divisible by 16"):
+        decode_gluon(q_latent, q_pe, odd, *rest)

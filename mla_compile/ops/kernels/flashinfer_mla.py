@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_compile.ops.paging import visible_keys
+from mla_compile.ops.paging import check_capacity, visible_keys
 
 _WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer recommends for partial results."""
@@ -35,11 +35,15 @@ def decode_flashinfer(
     """What `mla_decode` computes, for rows that all have `q_len` tokens: `q_lens` must be None.
 
     The device is waited for: FlashInfer divides the work on the host, by the rows' lengths.
+
+    Raises:
+        MLAError: a row is longer than its pages.
     """
     assert q_lens is None, "the table flattens ragged rows"
     tokens, heads, rank = q_latent.shape
     (rows,), page_size = seq_lens.shape, kv_cache.shape[1]
     lengths = seq_lens.cpu()
+    check_capacity("seq_lens", max(lengths.tolist(), default=0), block_table.shape[1], page_size)
     pages = (lengths + page_size - 1) // page_size
     used = (
         torch.arange(block_table.shape[1], device=block_table.device) < pages.to(block_table.device)[:, None]

@@ -1,5 +1,6 @@
 """Norm, rotation and write of new latents in one launch: a program does one token, or nothing."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -78,23 +79,24 @@ def norm_rope_append_triton(
     tokens, width = kv_a.shape
     rank = weight.shape[0]
     half = (width - rank) // 2
-    norm_rope_append_kernel[(tokens,)](
-        kv_a,
-        weight.contiguous(),
-        cos,
-        sin,
-        kv_cache,
-        slot_mapping.contiguous(),
-        kv_a.stride(0),
-        *cos.stride(),
-        *sin.stride(),
-        eps,
-        RANK=rank,
-        HALF=half,
-        SECOND=cos.shape[1] - half,
-        INTERLEAVED_IN=interleaved_in,
-        INTERLEAVED_OUT=interleaved_out,
-        BLOCK=power_of_two(rank),
-        BLOCK_HALF=power_of_two(half),
-        num_warps=4,
-    )
+    with torch.cuda.device_of(kv_a):  # Triton launches on the current device
+        norm_rope_append_kernel[(tokens,)](
+            kv_a,
+            weight.contiguous(),
+            cos,
+            sin,
+            kv_cache,
+            slot_mapping.contiguous(),
+            kv_a.stride(0),
+            *cos.stride(),
+            *sin.stride(),
+            eps,
+            RANK=rank,
+            HALF=half,
+            SECOND=cos.shape[1] - half,
+            INTERLEAVED_IN=interleaved_in,
+            INTERLEAVED_OUT=interleaved_out,
+            BLOCK=power_of_two(rank),
+            BLOCK_HALF=power_of_two(half),
+            num_warps=4,
+        )

@@ -6,6 +6,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mla_compile.errors import MLAError
 from mla_compile.ops.kernels.gluon.narrow import MOST_ROWS, narrow_kernel
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, join_kernel
 from mla_compile.ops.kernels.gluon.wide import HALF, ROWS, wide_kernel
@@ -25,7 +26,14 @@ def decode_gluon(
     q_len: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """What `mla_decode` computes, with its arguments, on a Hopper GPU. Nothing is read on the host."""
+    """What `mla_decode` computes, with its arguments, on a Hopper GPU. Nothing is read on the host.
+
+    Raises:
+        MLAError: a cache at an address that the hardware's copies do not take.
+    """
+    if kv_cache.data_ptr() % 16:
+        mend = "give it storage of its own, or name another backend"
+        raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), mend)
     tokens, heads, _ = q_latent.shape
     rows, columns = block_table.shape
     page_size = kv_cache.shape[1]

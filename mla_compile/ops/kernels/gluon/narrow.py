@@ -54,13 +54,13 @@ def _load(
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
     i = 0
     while at < end:
-        row, _, length, first, last, _, next_begin = piece_of(
+        row, _, _, stored, first, last, _, next_begin = piece_of(
             seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
         )
         table = block_table + row.to(gl.int64) * table_stride
         for tile in range(first, last):
             key = tile * TILE + k
-            live = key < length
+            live = key < stored
             page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
             latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
             stage = i % STAGES
@@ -131,7 +131,7 @@ def _attend(
     scale = softmax_scale * LOG2_E
     i = 0
     while at < end:
-        row, _, length, first, last, tiles, next_begin = piece_of(
+        row, _, length, _, first, last, tiles, next_begin = piece_of(
             seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
         )
         valid = Q_LEN

@@ -30,9 +30,9 @@ def _add(a, b):
 
 
 @gluon.jit
-def _length(seq_lens, q_lens, row, live, most_keys, HAS_Q_LENS: gl.constexpr):
-    """Keys of a row, 0 for an inactive one."""
-    length = gl.minimum(gl.load(seq_lens + row, mask=live, other=0), most_keys)
+def _length(seq_lens, q_lens, row, live, HAS_Q_LENS: gl.constexpr):
+    """Keys of a row, 0 for an inactive one; perhaps more than its table has room for."""
+    length = gl.load(seq_lens + row, mask=live, other=0)
     if HAS_Q_LENS:
         length = gl.where(gl.load(q_lens + row, mask=live, other=0) > 0, length, 0)
     return length
@@ -62,10 +62,12 @@ def plan(
     Returns `unit, begin, at, end, piece`: the part is from `at` to `end`, in tiles; it begins in `unit`, which begins
     at `begin`. Each unit's span is a multiple of `piece` tiles.
     """
-    # Every warp holds all units: sums over them then cross no warps.
-    layout: gl.constexpr = gl.BlockedLayout([UNITS_BLOCK // 32], [32], [WARPS], [0])
+    # Every warp holds all units, so that sums over them cross no warps, unless they are so many that they would spill.
+    SHARE: gl.constexpr = 32 if UNITS_BLOCK <= 256 else 32 * WARPS
+    layout: gl.constexpr = gl.BlockedLayout([UNITS_BLOCK // SHARE], [32], [WARPS], [0])
     index = gl.arange(0, UNITS_BLOCK, layout=layout)
-    length = _length(seq_lens, q_lens, index % rows, index < rows * Q_BLOCKS, most_keys, HAS_Q_LENS)
+    length = _length(seq_lens, q_lens, index % rows, index < rows * Q_BLOCKS, HAS_Q_LENS)
+    length = gl.minimum(length, most_keys)
     tiles = (length + (TILE - 1)) // TILE
     programs = gl.num_programs(0)
     longest = gl.max(tiles, 0)
@@ -105,16 +107,18 @@ def plan(
 
 @gluon.jit
 def piece_of(seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr):
-    """The program's piece of a unit: `row, block, length, first, last, tiles, next_begin`.
+    """The program's piece of a unit: `row, block, length, stored, first, last, tiles, next_begin`.
 
-    Its tiles are those from `first` to `last` of the unit's `tiles`; the next unit begins at `next_begin`.
+    `stored` of the row's `length` keys are in its pages. The piece's tiles are those from `first` to `last` of the
+    unit's `tiles`; the next unit begins at `next_begin`.
     """
     row = unit % rows
-    length = _length(seq_lens, q_lens, row, True, most_keys, HAS_Q_LENS)
-    tiles = (length + (TILE - 1)) // TILE
-    next_begin = begin + _span(length, piece)
+    length = _length(seq_lens, q_lens, row, True, HAS_Q_LENS)
+    stored = gl.minimum(length, most_keys)
+    tiles = (stored + (TILE - 1)) // TILE
+    next_begin = begin + _span(stored, piece)
     last = gl.minimum(gl.minimum(end, next_begin) - begin, tiles)
-    return row, unit // rows, length, at - begin, last, tiles, next_begin
+    return row, unit // rows, length, stored, at - begin, last, tiles, next_begin
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def _zero(x):
 def _gather_half(
     kv_cache,
     table,
-    length,
+    stored,
     tile,
     last,
     phase,
@@ -56,7 +56,7 @@ def _gather_half(
     key = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     c = H * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
     p = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
-    live = (key < length) & (tile < last)
+    live = (key < stored) & (tile < last)
     page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
     latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
     mbarrier.wait(used.index(2 * W + H), phase)
@@ -76,7 +76,7 @@ def _load_half(
     pe_boxes,
     kv_cache,
     table,
-    length,
+    stored,
     tile,
     last,
     phase,
@@ -91,9 +91,9 @@ def _load_half(
 ):
     """`_gather_half`, by the bulk copy engine where the tile is whole."""
     if BOX == 0:
-        _gather_half(kv_cache, table, length, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE)
+        _gather_half(kv_cache, table, stored, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE)
     else:
-        if (tile < last) & (tile * TILE + TILE <= length):
+        if (tile < last) & (tile * TILE + TILE <= stored):
             boxes: gl.constexpr = TILE // BOX
             bytes_of_half: gl.constexpr = TILE * 2 * (HALF + (ROPE if W != H else 0))
             full = loaded.index(2 * W + H)
@@ -116,7 +116,7 @@ def _load_half(
             mbarrier.arrive(full, count=127)  # as many as gather, with the thread that told what to expect
         else:
             _gather_half(
-                kv_cache, table, length, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE
+                kv_cache, table, stored, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE
             )
 
 
@@ -150,7 +150,7 @@ def _load(
     ) = args
     i = 0
     while at < end:
-        row, _, length, first, last, _, next_begin = piece_of(
+        row, _, _, stored, first, last, _, next_begin = piece_of(
             seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
         )
         table = block_table + row.to(gl.int64) * table_stride
@@ -163,7 +163,7 @@ def _load(
                         pe_boxes,
                         kv_cache,
                         table,
-                        length,
+                        stored,
                         tile + w,
                         last,
                         phase,
@@ -237,7 +237,7 @@ def _attend(
     i = 0  # pairs of tiles so far
     n = 0  # pieces so far
     while at < end:
-        row, block, length, first, last, tiles, next_begin = piece_of(
+        row, block, length, _, first, last, tiles, next_begin = piece_of(
             seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
         )
         first_r = block * ROWS
