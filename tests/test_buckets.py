@@ -206,7 +206,7 @@ def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
     report = engine.warm_up(sampling=sampling, stop_ids=range(9))
     assert report.why_not == "compile=False"
     assert all(cache.isnan().all() for cache in model.caches())
-    assert sorted(rows for rows, width in engine._states if width == 16) == [1, 2, 4, 8]
+    assert sorted(rows for rows, width, *_ in engine._states if width == 16) == [1, 2, 4, 8]
     model.allocate_cache(len(enough[0]), 4)
     engine._caches = model.caches()
     poison_caches(model)

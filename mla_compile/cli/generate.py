@@ -54,13 +54,29 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens per completion at most.")] = 128,
     temperature: Annotated[
-        float, Option(metavar="T", help="0 is greedy; the next three apply above 0.")
+        float, Option(metavar="T", help="0 is greedy; the next four apply above 0.")
     ] = 0.0,
     top_k: Annotated[int, Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0,
     top_p: Annotated[
         float, Option(metavar="P", help="Sample from the likeliest tokens that sum to probability P.")
     ] = 1.0,
+    min_p: Annotated[
+        float, Option(metavar="P", help="Sample from tokens at least P times as likely as the likeliest.")
+    ] = 0.0,
     seed: Annotated[int, Option(metavar="N", help="The same seed gives the same tokens.")] = 0,
+    repetition_penalty: Annotated[
+        float, Option(metavar="R", help="Divide logits of tokens in prompt or completion by R; 1: do not.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, Option(metavar="X", help="Subtract X from logits of tokens in the completion.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, Option(metavar="X", help="Subtract X as often as the completion has the token.")
+    ] = 0.0,
+    logprobs: Annotated[
+        int | None,
+        Option(metavar="N", help="Write logprobs of the chosen and the N likeliest tokens to JSON lines."),
+    ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
     device: Annotated[
         str | None,
@@ -71,9 +87,20 @@ def generate(
     """Complete prompts with a checkpoint.
 
     The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
-    line each, in order: token_ids, text, finish_reason ("stop" or "length") and acceptance_length.
+    line each, in order: token_ids, text, finish_reason ("stop" or "length"), acceptance_length and, with --logprobs,
+    logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}.
     """
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logprobs=logprobs,
+    )
     requests = _requests(prompt, input_file, output_file)
     place = pick_device(device)
     compile = compile and _can_compile(place)

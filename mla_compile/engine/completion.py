@@ -3,7 +3,7 @@
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from mla_compile.engine.reports import RowReport
+from mla_compile.engine.reports import Logprob, RowReport
 
 
 @dataclass
@@ -14,12 +14,23 @@ class Completion:
     finish_reason: "stop" (a stop id), "length" (max_new_tokens or the model's length), None while it runs.
     num_steps: verify steps that the row took part in; prefill gave the first token without one.
     text: of the tokens, special ones left out; None where no tokenizer decoded them.
+    logprobs: for each token, the log-probabilities of the chosen one and of the `SamplingParams.logprobs` most likely
+        ones, by token id, as in vLLM; the chosen one comes first and, if it is not among the likely ones, makes one
+        more. None where they were not asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     num_steps: int = 0
     text: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all tokens together; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
 
     @property
     def acceptance_length(self) -> float | None:
@@ -31,6 +42,9 @@ class Completion:
         if self.finish_reason is not None:
             return
         self.token_ids += report.tokens
+        if report.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += report.logprobs
         self.num_steps += is_step
         if not report.active:
             self.finish_reason = "stop" if self.token_ids[-1] in stop_ids else "length"

@@ -13,6 +13,7 @@ from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
+from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, describe_device, select_backend
 from mla_compile.speculate import (
@@ -25,8 +26,6 @@ from mla_compile.speculate import (
 )
 from mla_compile.torch_internals import mark_rows, with_own_code
 
-NAMES = {False: "greedy", True: "sampled"}
-"""Of the step without and with sampling, in the report of what was captured."""
 VERIFY = "verify"
 """The step's first half, where tokens are chosen on the host."""
 
@@ -118,43 +117,57 @@ class Engine:
             max_rows, self.k + 1, device=self.device, budget=capture_budget, why_not=why_not
         )
 
-        def compiled(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-            if not compile:
-                return method
-            step = torch.compile(with_own_code(method), backend="mla", mode=mode, fullgraph=True)
-            return self._captures.measured(name, step)
-
-        # Each is traced on first use; the halves only where tokens are chosen on the host.
-        decoders = self._decoders
-        self._steps: dict[bool, Step] = {s: compiled(NAMES[s], d.forward) for s, d in decoders.items()}
-        self._is_checked = shadow_check_every is not None
-        if shadow_check_every is not None:
-            self._steps = {s: shadow_check(step, every=shadow_check_every) for s, step in self._steps.items()}
-        self._verify = compiled(VERIFY, decoders[False].verify)
-        self._advance = {s: compiled(f"advance, {NAMES[s]}", d.advance) for s, d in decoders.items()}
+        self._compile, self._mode, self._shadow_check_every = compile, mode, shadow_check_every
+        self._steps: dict[Variant, Step] = {}
+        # The halves serve where tokens are chosen on the host.
+        self._verify = self._compiled(VERIFY, self._decoders[False].verify)
+        self._advance: dict[Variant, Callable[..., Any]] = {}
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
         self._caches = model.caches()
         self._num_started = 0
-        self._states: dict[tuple[int, int], DecodeState] = {}
+        self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
+
+    def _compiled(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, which is traced on its first call."""
+        if not self._compile:
+            return method
+        step = torch.compile(with_own_code(method), backend="mla", mode=self._mode, fullgraph=True)
+        return self._captures.measured(name, step)
+
+    def _step(self, variant: Variant) -> Step:
+        if variant not in self._steps:
+            step: Step = self._compiled(variant.name, self._decoders[variant.sampled].forward)
+            if self._shadow_check_every is not None:
+                step = shadow_check(step, every=self._shadow_check_every)
+            self._steps[variant] = step
+        return self._steps[variant]
+
+    def _advance_of(self, variant: Variant) -> Callable[..., Any]:
+        if variant not in self._advance:
+            name = f"advance, {variant.name}"
+            self._advance[variant] = self._compiled(name, self._decoders[variant.sampled].advance)
+        return self._advance[variant]
 
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
     ) -> CaptureReport:
         """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows.
 
+        A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20.
+
         Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
         and write none. A stream that is under way must start again.
         """
         self._check_caches()
         self._num_started += 1
-        sampled, width = sampling is not None and sampling.temperature > 0, _stop_id_places(stop_ids)
+        variant, width = Variant.of([sampling or SamplingParams()]), _stop_id_places(stop_ids)
         for size in reversed(self._captures.sizes):
-            rows = self._captures.rows_for(NAMES[sampled], size, width)
-            state = self._state(rows, width)
+            rows = self._captures.rows_for(variant.name, size, width)
+            state = self._state(rows, width, variant)
             state.active.zero_()
             for _ in range(CALLS_TO_RECORD):
-                self._steps[sampled](state)
+                self._step(variant)(state)
         return self.capture_report()
 
     def capture_report(self) -> CaptureReport:
@@ -199,7 +212,7 @@ class Engine:
             MLAError: a bad argument or prompt, named, before anything runs; later, that another stream or engine has
                 taken over the model's caches.
         """
-        if choose is not None and self._is_checked:
+        if choose is not None and self._shadow_check_every is not None:
             raise MLAError("choose", "None in an engine with shadow_check_every", "a chooser")
         if max_new_tokens < 1:
             raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
@@ -212,6 +225,8 @@ class Engine:
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise MLAError("sampling", f"one entry per prompt ({len(prompts)})", len(sampling))
+        if choose is not None and any(params.logprobs is not None for params in sampling):
+            raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
         return self._waves(prompts, max_new_tokens, sampling, stop_ids, choose)
 
     def _check_prompt(self, name: str, prompt: object) -> None:
@@ -244,7 +259,9 @@ class Engine:
                 step, state = self.start(*asked)
             else:
                 step, state = self._start_choosing(choose, mine, *asked)
-            for _ in self._run(step, state, mine, stop_ids, lag=choose is None):
+            num_logprobs = [params.logprobs for params in sampling[wave]]
+            reader = ReportReader(state, num_logprobs)
+            for _ in self._run(step, state, mine, stop_ids, reader, lag=choose is None):
                 yield completions
 
     def start(
@@ -260,7 +277,7 @@ class Engine:
         """
         decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids)
         decoder.start(state, hidden)
-        return self._steps[decoder.sampled], state
+        return self._step(Variant.of(sampling)), state
 
     def _start_choosing(
         self,
@@ -273,7 +290,7 @@ class Engine:
     ) -> tuple[Step, DecodeState]:
         """`start` with tokens that `choose` picks on the host, the first ones and those of the steps."""
         decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids, step=VERIFY)
-        count, advance = len(prompts), self._advance[decoder.sampled]
+        count, advance = len(prompts), self._advance_of(Variant.of(sampling))
 
         def chosen(logits: Tensor, drafts: Tensor) -> Tensor:
             tokens = choose(logits[:count], drafts[:count], completions)
@@ -306,20 +323,30 @@ class Engine:
         """
         self._check_caches()
         self._num_started += 1
-        decoder = self._decoders[any(params.temperature > 0 for params in sampling)]
-        width = _stop_id_places(stop_ids)
-        rows = self._captures.rows_for(step or NAMES[decoder.sampled], len(prompts), width)
-        state = self._state(rows, width)
+        variant, width = Variant.of(sampling), _stop_id_places(stop_ids)
+        decoder = self._decoders[variant.sampled]
+        rows = self._captures.rows_for(step or variant.name, len(prompts), width)
+        state = self._state(rows, width, variant)
         self._fill(state, prompts, max_new_tokens, sampling, stop_ids)
         return decoder, state, prefill_prompts(decoder, prompts, state)
 
-    def _state(self, rows: int, num_stop_ids: int) -> DecodeState:
+    def _state(self, rows: int, num_stop_ids: int, variant: Variant) -> DecodeState:
         """The state of a bucket, always the same one: captured graphs know its addresses."""
-        if (rows, num_stop_ids) not in self._states:
-            self._states[rows, num_stop_ids] = DecodeState.allocate(
-                rows, self.k, max_pages=self.pages_per_row, num_stop_ids=num_stop_ids, device=self.device
+        num_logprobs = variant.num_logprobs
+        if num_logprobs is not None:
+            num_logprobs = min(num_logprobs, self.model.vocab_size)
+        key = rows, num_stop_ids, variant.penalised, num_logprobs
+        if key not in self._states:
+            self._states[key] = DecodeState.allocate(
+                rows,
+                self.k,
+                max_pages=self.pages_per_row,
+                num_stop_ids=num_stop_ids,
+                penalised_vocab=self.model.vocab_size if variant.penalised else None,
+                num_logprobs=num_logprobs,
+                device=self.device,
             )
-        return self._states[rows, num_stop_ids]
+        return self._states[key]
 
     def _fill(
         self,
@@ -342,6 +369,15 @@ class Engine:
         fill(state.temperature, [params.temperature for params in sampling], 0)
         fill(state.top_k, [params.top_k for params in sampling], 0)
         fill(state.top_p, [params.top_p for params in sampling], 1)
+        fill(state.min_p, [params.min_p for params in sampling], 0)
+        fill(state.repetition_penalty, [params.repetition_penalty for params in sampling], 1)
+        fill(state.presence_penalty, [params.presence_penalty for params in sampling], 0)
+        fill(state.frequency_penalty, [params.frequency_penalty for params in sampling], 0)
+        if state.in_prompt is not None and state.num_emitted is not None:
+            state.num_emitted.zero_()
+            pairs = [(row, token) for row, prompt in enumerate(prompts) for token in prompt]
+            owner, token = torch.tensor(pairs, device=self.device).unbind(1)
+            state.in_prompt.zero_()[owner, token] = True
         state.stop_ids.copy_(torch.tensor([*stop_ids, *[-1] * (width - len(stop_ids))]).expand(rows, -1))
         pages = torch.zeros(rows, self.pages_per_row, dtype=torch.int32)
         pages[:count] = 1 + torch.arange(count * self.pages_per_row).view(count, -1)
@@ -355,6 +391,7 @@ class Engine:
         state: DecodeState,
         completions: list[Completion],
         stop_ids: Sequence[int],
+        reader: ReportReader,
         *,
         lag: bool,
     ) -> Iterator[None]:
@@ -362,11 +399,10 @@ class Engine:
 
         lag: read the reports a step late where that spares a device a wait.
         """
-        reader, started = ReportReader(state), self._num_started
+        started = self._num_started
 
         def collect(*, is_step: bool) -> None:
-            # Not strict: a bucket may have more rows than there are prompts.
-            for completion, report in zip(completions, reader.pop(), strict=False):
+            for completion, report in zip(completions, reader.pop(), strict=True):
                 completion.extend(report, stop_ids, is_step=is_step)
 
         reader.push()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
-from mla_compile.speculate.sampling import sample
+from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import DecodeState
 
 Step = Callable[[DecodeState], None]
@@ -74,7 +74,8 @@ class SpeculativeDecoder(nn.Module):
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
-        sampled: whether any row samples. A greedy step has no noise and no sort in its graph.
+        sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
+            log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
     """
 
@@ -119,7 +120,9 @@ class SpeculativeDecoder(nn.Module):
 
         hidden: of each prompt's last token, `[rows, hidden_size]`; rows of the state that are inactive are ignored.
         """
-        first = self._choose(self.model.logits(hidden)[:, None], state.num_cached[:, None].long(), state)
+        logits = self.model.logits(hidden)[:, None]
+        first = self._choose(logits, state.num_cached[:, None].long(), state, state.drafts[:, :0])
+        self._tell_logprobs(state, logits, first)
         self.begin(state, first, hidden)
 
     @torch.no_grad()
@@ -128,6 +131,7 @@ class SpeculativeDecoder(nn.Module):
         stops = (first[..., None] == state.stop_ids[:, None]).any(dim=-1)[:, 0]
         count = state.active.to(torch.int32)
         active = state.active & ~stops & (state.num_cached + 1 < state.max_len)
+        self._count_emitted(state, first, count)
         if self.k > 0:
             drafted = self._draft_after(state, first[:, 0], hidden, state.num_cached - 1, active)
             state.drafts.copy_(self._chain(state, drafted, state.num_cached, active))
@@ -141,7 +145,8 @@ class SpeculativeDecoder(nn.Module):
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
             position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=hidden.device)
-            targets = self._choose(logits, position, state)
+            targets = self._choose(logits, position, state, state.drafts)
+            self._tell_logprobs(state, logits, targets)
         self.advance(state, targets, hidden)
 
     def verify(self, state: DecodeState) -> tuple[Tensor, Tensor]:
@@ -173,6 +178,7 @@ class SpeculativeDecoder(nn.Module):
             count, active = self._accept(state, targets, self._query_lens(state, state.active))
             accepted = (count - 1).clamp(min=0).long()
             num_cached = state.num_cached + count
+            self._count_emitted(state, targets, count)
             if self.k > 0:
                 batch, positions = self._decode_batch(
                     state, state.num_cached, self._query_lens(state, active), q_len
@@ -206,11 +212,40 @@ class SpeculativeDecoder(nn.Module):
         )
         return MLABatch(decode=segment), positions
 
-    def _choose(self, logits: Tensor, position: Tensor, state: DecodeState) -> Tensor:
-        """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`."""
+    def _choose(self, logits: Tensor, position: Tensor, state: DecodeState, drafts: Tensor) -> Tensor:
+        """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`.
+
+        drafts: `[rows, m]`, what stands between the emitted text and the last of the n.
+        """
+        if state.in_prompt is not None and state.num_emitted is not None:
+            logits = penalise_after(
+                logits,
+                drafts,
+                state.in_prompt,
+                state.num_emitted,
+                state.repetition_penalty,
+                state.presence_penalty,
+                state.frequency_penalty,
+            )
         if not self.sampled:
             return logits.argmax(dim=-1)
-        return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p)
+        return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)
+
+    def _count_emitted(self, state: DecodeState, tokens: Tensor, count: Tensor) -> None:
+        """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, where the state has counts."""
+        if state.num_emitted is not None:
+            emitted = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None].expand_as(tokens)
+            # Not `scatter_add_`, of which Inductor makes a copy of all counts.
+            state.num_emitted.index_put_((rows, tokens), emitted.to(torch.int32), accumulate=True)
+
+    def _tell_logprobs(self, state: DecodeState, logits: Tensor, tokens: Tensor) -> None:
+        """Report on `tokens` `[rows, n]`, chosen from logits `[rows, n, vocab_size]`, where the state asks for it."""
+        if state.logprobs is not None and state.logprob_ids is not None:
+            n = tokens.shape[1]
+            logprobs, ids = top_logprobs(logits, tokens, state.logprobs.shape[2] - 1)
+            state.logprobs[:, :n].copy_(logprobs)
+            state.logprob_ids[:, :n].copy_(ids)
 
     def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
         """How many of `targets` each row emits, int32 `[rows]`, and which rows go on."""
@@ -232,7 +267,8 @@ class SpeculativeDecoder(nn.Module):
             if j > 0:
                 drafted = self._draft_after(state, drafts[-1], drafted, num_cached + (j - 1), active)
             position = (num_cached + (1 + j)).long()[:, None]
-            drafts.append(self._choose(self.model.logits(drafted)[:, None], position, state)[:, 0])
+            before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
+            drafts.append(self._choose(self.model.logits(drafted)[:, None], position, state, before)[:, 0])
         return torch.stack(drafts, dim=1)
 
     def _draft_after(

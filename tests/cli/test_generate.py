@@ -123,6 +123,25 @@ def test_without_a_temperature_it_is_greedy(complete):
     assert complete(MIXED, "--temperature", 0.7, "--top-k", 1) == greedy
 
 
+def test_penalties_and_min_p_choose_tokens_and_logprobs_tell_of_them(complete):
+    greedy = complete(MIXED)
+    penalties = (
+        ("--repetition-penalty", 1.5),
+        ("--presence-penalty", 1.5),
+        ("--frequency-penalty", 1.5),
+    )
+    for flags in penalties:
+        assert complete(MIXED, *flags) != greedy
+    assert complete(MIXED, "--temperature", 1, "--min-p", 1) == greedy
+    told = complete(MIXED, "--logprobs", 2)
+    assert [{key: line[key] for key in greedy[0]} for line in told] == greedy
+    for line in told:
+        for token, place in zip(line["token_ids"], line["logprobs"], strict=True):
+            assert len(place) == 2
+            assert place[str(token)]["rank"] == 1
+            assert place[str(token)]["logprob"] <= 0
+
+
 def test_bfloat16_is_another_dtype(complete):
     (line,) = complete([HELLO], "--dtype", "bfloat16", "--device", "cpu")
     assert len(line["token_ids"]) == 12
@@ -152,5 +171,6 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer, else 0" in text
-    flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p seed dtype device"
+    flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p min-p seed dtype"
+    flags += " repetition-penalty presence-penalty frequency-penalty logprobs device"
     assert all(f"--{flag} " in text for flag in [*flags.split(), "no-compile"])
