@@ -12,7 +12,7 @@ import typer
 
 import mla_compile
 from mla_compile.cli.machine import cannot_compile
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device, short_name
 from mla_compile.torch_internals import cpp_compiler
 
 
@@ -52,7 +52,7 @@ def _decode_backends() -> Iterator[tuple[str, ...]]:
             backend.query_len_support.name,
             "yes" if backend.capturable else "no",
             backend.widths(),
-            ", ".join(str(dtype).removeprefix("torch.") for dtype in backend.dtypes),
+            ", ".join(map(short_name, backend.dtypes)),
             "works" if why_not is None else f"does not work: {why_not}",
         )
 

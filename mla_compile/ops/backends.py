@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
 from mla_compile.ops.paging import flatten_to_single
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class DecodeBackend:
             if not _installed(package):
                 yield f"needs the Python package {package}, which is not installed"
         if call.dtype not in (None, *self.dtypes):
-            yield f"takes {', '.join(map(_short, self.dtypes))}, got {_short(call.dtype)}"
+            yield f"takes {', '.join(map(short_name, self.dtypes))}, got {short_name(call.dtype)}"
         if call.heads is not None and call.heads not in self.heads:
             yield f"takes heads of {_words(self.heads)}, got {call.heads}"
         rank, rope = call.kv_lora_rank, call.qk_rope_head_dim
@@ -197,8 +198,8 @@ DECODE_BACKENDS = (
         dtypes=(*_HALF, torch.float32),
         device_types=("cuda",),
         min_capability=(8, 0),
-        kv_lora_rank=range(16, 513, 16),
-        qk_rope_head_dim=range(16, 129, 16),
+        kv_lora_rank=KV_LORA_RANKS,
+        qk_rope_head_dim=ROPE_HEAD_DIMS,
         packages=("triton",),
     ),
     DecodeBackend(
@@ -308,7 +309,8 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _short(dtype: object) -> str:
+def short_name(dtype: object) -> str:
+    """Of a dtype, "bfloat16" say."""
     return str(dtype).removeprefix("torch.")
 
 

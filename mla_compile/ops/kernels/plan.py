@@ -18,6 +18,10 @@ _WAVES = 4
 
 _HALF = (torch.float16, torch.bfloat16)
 
+KV_LORA_RANKS = range(16, 513, 16)
+ROPE_HEAD_DIMS = range(16, 129, 16)
+"""The widths that the attention kernels over latents take."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -92,9 +96,8 @@ def supports_masked_decode(q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: T
     return (
         serves(q_latent)
         and q_latent.numel() * kv_c.shape[1] > 0
-        and all(
-            0 < x.shape[-1] <= most and x.shape[-1] % 16 == 0 for x, most in ((q_latent, 512), (q_pe, 128))
-        )
+        and q_latent.shape[-1] in KV_LORA_RANKS
+        and q_pe.shape[-1] in ROPE_HEAD_DIMS
         and kv_c.stride(2) == k_pe.stride(2) == 1
     )
 
