@@ -3,6 +3,7 @@
 from mla_compile.engine.buckets import Bucket, CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.engine import Engine, TokenChooser
+from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.text import Checkpoint, TextStream, fitting_engine, generate
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Checkpoint",
     "Completion",
     "Engine",
+    "Grammar",
     "TextStream",
     "TokenChooser",
     "fitting_engine",

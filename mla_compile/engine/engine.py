@@ -11,6 +11,7 @@ from mla_compile.backend import resolve_settings
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.completion import Completion
+from mla_compile.engine.grammar import Grammar, GrammarChoice, grammar_per_prompt
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.errors import MLAError
@@ -168,9 +169,12 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt; see `stream`."""
-        stream = self.stream(prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
+        stream = self.stream(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids, grammars=grammars
+        )
         last = deque(stream, maxlen=1)
         return last[0] if last else []
 
@@ -181,6 +185,7 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
         choose: TokenChooser | None = None,
     ) -> Iterator[list[Completion]]:
         """Yield the completions of all prompts, in their order, each time some of them have grown.
@@ -190,6 +195,9 @@ class Engine:
             max_new_tokens: at most so many tokens a prompt, >= 1; a row also ends at `max_model_len`.
             sampling: for all prompts, or one for each; greedy by default.
             stop_ids: a row ends with the first of these that it emits.
+            grammars: what completions may say, for all prompts, or one for each; None for a free one, whose tokens are
+                those it has without grammars beside it. A complete text is followed by a stop id. Prompts that run
+                beside one with a grammar are as slow as with `choose`.
             choose: picks the tokens on the host, between the two halves of a step; `sampling` is then for the drafts
                 only. Slower: the host waits for every step.
 
@@ -197,10 +205,13 @@ class Engine:
 
         Raises:
             MLAError: a bad argument or prompt, named, before anything runs; later, that another stream or engine has
-                taken over the model's caches.
+                taken over the model's caches, or that a grammar came to a dead end.
         """
-        if choose is not None and self._is_checked:
-            raise MLAError("choose", "None in an engine with shadow_check_every", "a chooser")
+        for name, given in {"choose": choose, "grammars": grammars}.items():
+            if given is not None and self._is_checked:
+                raise MLAError(name, "None in an engine with shadow_check_every", type(given).__name__)
+        if choose is not None and grammars is not None:
+            raise MLAError("choose", "None where there are grammars", type(choose).__name__)
         if max_new_tokens < 1:
             raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
         for i, prompt in enumerate(prompts):
@@ -212,7 +223,10 @@ class Engine:
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
             raise MLAError("sampling", f"one entry per prompt ({len(prompts)})", len(sampling))
-        return self._waves(prompts, max_new_tokens, sampling, stop_ids, choose)
+        per_prompt = grammar_per_prompt(
+            grammars, count=len(prompts), vocab_size=self.model.vocab_size, stop_ids=stop_ids
+        )
+        return self._waves(prompts, max_new_tokens, sampling, stop_ids, per_prompt, choose)
 
     def _check_prompt(self, name: str, prompt: object) -> None:
         vocab_size = self.model.vocab_size
@@ -233,6 +247,7 @@ class Engine:
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
+        grammars: Sequence[Grammar | None],
         choose: TokenChooser | None,
     ) -> Iterator[list[Completion]]:
         completions = [Completion() for _ in prompts]
@@ -240,11 +255,14 @@ class Engine:
             wave = slice(start, start + self.max_rows)
             mine = completions[wave]
             asked = prompts[wave], max_new_tokens, sampling[wave], stop_ids
-            if choose is None:
+            chooser = choose
+            if any(grammars[wave]):
+                chooser = GrammarChoice(grammars[wave], prompts[wave], sampling[wave], stop_ids, first=start)
+            if chooser is None:
                 step, state = self.start(*asked)
             else:
-                step, state = self._start_choosing(choose, mine, *asked)
-            for _ in self._run(step, state, mine, stop_ids, lag=choose is None):
+                step, state = self._start_choosing(chooser, mine, *asked)
+            for _ in self._run(step, state, mine, stop_ids, lag=chooser is None):
                 yield completions
 
     def start(

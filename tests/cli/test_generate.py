@@ -154,3 +154,13 @@ def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     assert "3 if the checkpoint has an MTP layer, else 0" in text
     flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p seed dtype device"
     assert all(f"--{flag} " in text for flag in [*flags.split(), "no-compile"])
+
+
+def test_completions_follow_a_regex_or_a_json_schema(complete, tmp_path):
+    pytest.importorskip("llguidance")
+    assert {line["text"] for line in complete(MIXED, "--regex", "yes|no")} <= {"yes", "no"}
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": [7, null]}')
+    for line in complete(MIXED, "--json-schema", file):
+        assert json.loads(line["text"]) in (7, None)
+        assert line["finish_reason"] == "stop"
