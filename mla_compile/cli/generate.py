@@ -14,7 +14,7 @@ from typer import Option
 from mla_compile.cli.machine import cannot_compile, pick_device
 from mla_compile.cli.progress import progress
 from mla_compile.cli.requests import Request, check_text, read_requests, result_line, whole_file
-from mla_compile.engine import Checkpoint, Completion, TextStream, fitting_engine
+from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
 from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.speculate import SamplingParams
@@ -77,6 +77,13 @@ def generate(
         int | None,
         Option(metavar="N", help="Write logprobs of the chosen and the N likeliest tokens to JSON lines."),
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Completions are JSON that this schema allows; needs llguidance."),
+    ] = None,
+    regex: Annotated[
+        str | None, Option(metavar="R", help="Completions match this; needs llguidance.")
+    ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
     device: Annotated[
         str | None,
@@ -88,7 +95,8 @@ def generate(
 
     The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
     line each, in order: token_ids, text, finish_reason ("stop" or "length"), acceptance_length and, with --logprobs,
-    logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}.
+    logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. Where --json-schema or --regex comes to a dead
+    end, finish_reason is "error", and error says why.
     """
     sampling = SamplingParams(
         temperature=temperature,
@@ -108,6 +116,7 @@ def generate(
         mtp = False if num_speculative_tokens == 0 else None
         checkpoint = Checkpoint.load(model, dtype=getattr(torch, dtype), device=place, mtp=mtp)
         prompts = [checkpoint.encode(request.prompt, request.name) for request in requests]
+        grammar = _grammar(json_schema, regex, checkpoint)
         engine = fitting_engine(
             checkpoint,
             prompts,
@@ -115,11 +124,15 @@ def generate(
             max_new_tokens=max_new_tokens,
             compile=compile,
         )
-        if compile:
+        if compile and grammar is None:  # with one, steps run in halves, compiled when they are first met
             with _on_terminal("compiling the step"):
                 engine.warm_up(sampling=sampling, stop_ids=checkpoint.stop_ids)
         updates = engine.stream(
-            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=checkpoint.stop_ids
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_ids=checkpoint.stop_ids,
+            grammars=grammar,
         )
         if prompt is not None:
             completions = _show(prompt, updates, checkpoint)
@@ -142,6 +155,23 @@ def _requests(prompt: str | None, input_file: Path | None, output_file: Path | N
     if output_file is not None and input_file.resolve() == output_file.resolve():
         raise MLAError("--output", "another file than --input", output_file)
     return read_requests(input_file)
+
+
+def _grammar(json_schema: Path | None, regex: str | None, checkpoint: Checkpoint) -> Grammar | None:
+    if json_schema is None and regex is None:
+        return None
+    if json_schema is not None and regex is not None:
+        raise MLAError("--json-schema, --regex", "one of them", "both")
+    if checkpoint.tokenizer is None:
+        raise MLAError("--json-schema, --regex", "a checkpoint with a tokenizer", "one without")
+    if regex is not None:
+        return Grammar.from_regex(regex, checkpoint.tokenizer)
+    assert json_schema is not None
+    try:
+        schema = json_schema.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MLAError(f"--json-schema {json_schema}", "a readable file in UTF-8", error) from error
+    return Grammar.from_json_schema(schema, checkpoint.tokenizer)
 
 
 def _can_compile(device: torch.device) -> bool:
@@ -176,4 +206,6 @@ def _show(prompt: str, updates: Iterable[list[Completion]], checkpoint: Checkpoi
     for completions in updates:
         typer.echo(stream.feed(completions[0]), nl=False)
     typer.echo()
+    if completions[0].error is not None:
+        typer.echo(f"mla-compile: {completions[0].error}", err=True)
     return completions

@@ -77,6 +77,8 @@ def result_line(completion: Completion) -> str:
         result["logprobs"] = [
             {str(token): asdict(logprob) for token, logprob in place.items()} for place in completion.logprobs
         ]
+    if completion.error is not None:
+        result["error"] = completion.error
     return json.dumps(result)
 
 

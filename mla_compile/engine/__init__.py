@@ -3,6 +3,7 @@
 from mla_compile.engine.buckets import Bucket, CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.engine import Engine, TokenChooser
+from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.reports import Logprob
 from mla_compile.engine.text import Checkpoint, TextStream, fitting_engine, generate
 
@@ -12,6 +13,7 @@ __all__ = [
     "Checkpoint",
     "Completion",
     "Engine",
+    "Grammar",
     "Logprob",
     "TextStream",
     "TokenChooser",

@@ -11,12 +11,14 @@ class Completion:
     """What became of one prompt.
 
     token_ids: the generated tokens, a stop id included where one ended the row.
-    finish_reason: "stop" (a stop id), "length" (max_new_tokens or the model's length), None while it runs.
+    finish_reason: "stop" (a stop id), "length" (max_new_tokens or the model's length), "error" (see `error`), None
+        while it runs.
     num_steps: verify steps that the row took part in; prefill gave the first token without one.
     text: of the tokens, special ones left out; None where no tokenizer decoded them.
     logprobs: for each token, the log-probabilities of the chosen one and of the `SamplingParams.logprobs` most likely
         ones, by token id, as in vLLM; the chosen one comes first and, if it is not among the likely ones, makes one
         more. None where they were not asked for.
+    error: why this prompt alone could not go on: its grammar allows no token after these. None where all went well.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -24,6 +26,7 @@ class Completion:
     num_steps: int = 0
     text: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -46,5 +49,8 @@ class Completion:
             self.logprobs = self.logprobs or []
             self.logprobs += report.logprobs
         self.num_steps += is_step
-        if not report.active:
+        self.error = report.error
+        if self.error is not None:
+            self.finish_reason = "error"
+        elif not report.active:
             self.finish_reason = "stop" if self.token_ids[-1] in stop_ids else "length"

@@ -11,6 +11,7 @@ from mla_compile.backend import resolve_settings
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.completion import Completion
+from mla_compile.engine.grammar import Grammar, GrammarMasks, grammar_per_prompt
 from mla_compile.engine.prefill import prefill_prompts
 from mla_compile.engine.reports import ReportReader
 from mla_compile.engine.variants import Variant
@@ -181,9 +182,12 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt; see `stream`."""
-        stream = self.stream(prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
+        stream = self.stream(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids, grammars=grammars
+        )
         last = deque(stream, maxlen=1)
         return last[0] if last else []
 
@@ -194,6 +198,7 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         stop_ids: Sequence[int] = (),
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
         choose: TokenChooser | None = None,
     ) -> Iterator[list[Completion]]:
         """Yield the completions of all prompts, in their order, each time some of them have grown.
@@ -203,6 +208,11 @@ class Engine:
             max_new_tokens: at most so many tokens a prompt, >= 1; a row also ends at `max_model_len`.
             sampling: for all prompts, or one for each; greedy by default.
             stop_ids: a row ends with the first of these that it emits.
+            grammars: what completions may say, for all prompts, or one for each; None for a free one, whose tokens are
+                those it has without grammars beside it. A complete text is followed by a stop id. Of a grammar's row
+                `sampling` chooses among the tokens allowed; penalties come before that, and log-probabilities are of
+                all tokens. A row whose grammar allows none ends with finish_reason "error", and the others go on.
+                Prompts that run beside one with a grammar are as slow as with `choose`.
             choose: picks the tokens on the host, between the two halves of a step; `sampling` is then for the drafts
                 only. Slower: the host waits for every step.
 
@@ -212,8 +222,11 @@ class Engine:
             MLAError: a bad argument or prompt, named, before anything runs; later, that another stream or engine has
                 taken over the model's caches.
         """
-        if choose is not None and self._shadow_check_every is not None:
-            raise MLAError("choose", "None in an engine with shadow_check_every", "a chooser")
+        for name, given in {"choose": choose, "grammars": grammars}.items():
+            if given is not None and self._shadow_check_every is not None:
+                raise MLAError(name, "None in an engine with shadow_check_every", type(given).__name__)
+        if choose is not None and grammars is not None:
+            raise MLAError("choose", "None where there are grammars", type(choose).__name__)
         if max_new_tokens < 1:
             raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
         for i, prompt in enumerate(prompts):
@@ -227,7 +240,10 @@ class Engine:
             raise MLAError("sampling", f"one entry per prompt ({len(prompts)})", len(sampling))
         if choose is not None and any(params.logprobs is not None for params in sampling):
             raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
-        return self._waves(prompts, max_new_tokens, sampling, stop_ids, choose)
+        per_prompt = grammar_per_prompt(
+            grammars, count=len(prompts), vocab_size=self.model.vocab_size, stop_ids=stop_ids
+        )
+        return self._waves(prompts, max_new_tokens, sampling, stop_ids, per_prompt, choose)
 
     def _check_prompt(self, name: str, prompt: object) -> None:
         vocab_size = self.model.vocab_size
@@ -248,6 +264,7 @@ class Engine:
         max_new_tokens: int,
         sampling: Sequence[SamplingParams],
         stop_ids: Sequence[int],
+        grammars: Sequence[Grammar | None],
         choose: TokenChooser | None,
     ) -> Iterator[list[Completion]]:
         completions = [Completion() for _ in prompts]
@@ -255,13 +272,20 @@ class Engine:
             wave = slice(start, start + self.max_rows)
             mine = completions[wave]
             asked = prompts[wave], max_new_tokens, sampling[wave], stop_ids
-            if choose is None:
-                step, state = self.start(*asked)
-            else:
+            masks = None
+            if choose is not None:
                 step, state = self._start_choosing(choose, mine, *asked)
-            num_logprobs = [params.logprobs for params in sampling[wave]]
-            reader = ReportReader(state, num_logprobs)
-            for _ in self._run(step, state, mine, stop_ids, reader, lag=choose is None):
+            elif any(grammars[wave]):
+                masks = GrammarMasks(
+                    grammars[wave], mine, stop_ids, vocab_size=self.model.vocab_size, first=start
+                )
+                step, state = self._start_masked(masks, *asked)
+            else:
+                step, state = self.start(*asked)
+            reader = ReportReader(state, [params.logprobs for params in sampling[wave]])
+            for _ in self._run(
+                step, state, mine, stop_ids, reader, masks, lag=choose is None and masks is None
+            ):
                 yield completions
 
     def start(
@@ -290,24 +314,48 @@ class Engine:
     ) -> tuple[Step, DecodeState]:
         """`start` with tokens that `choose` picks on the host, the first ones and those of the steps."""
         decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids, step=VERIFY)
-        count, advance = len(prompts), self._advance_of(Variant.of(sampling))
+        count = len(prompts)
 
         def chosen(logits: Tensor, drafts: Tensor) -> Tensor:
             tokens = choose(logits[:count], drafts[:count], completions)
             return torch.nn.functional.pad(tokens, (0, 0, 0, logits.shape[0] - count))
 
+        with torch.no_grad():
+            first = chosen(self.model.logits(hidden)[:, None], state.drafts[:, :0])
+        decoder.begin(state, first, hidden)
+        step = self._in_halves(Variant.of(sampling), lambda state, logits: chosen(logits, state.drafts))
+        return step, state
+
+    def _start_masked(
+        self,
+        masks: GrammarMasks,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sequence[SamplingParams],
+        stop_ids: Sequence[int],
+    ) -> tuple[Step, DecodeState]:
+        """`start` with tokens among those that `masks` allows, the first ones and those of the steps."""
+        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids, step=VERIFY)
+
+        def chosen(state: DecodeState, logits: Tensor) -> Tensor:
+            return decoder.choose_targets(state, logits, masks.allowed(state.drafts))
+
+        decoder.start(state, hidden, masks.allowed(state.drafts[:, :0]))
+        return self._in_halves(Variant.of(sampling), chosen), state
+
+    def _in_halves(self, variant: Variant, choose: Callable[[DecodeState, Tensor], Tensor]) -> Step:
+        """A step whose tokens `choose(state, logits)` picks between its halves."""
+        advance = self._advance_of(variant)
+
         def step(state: DecodeState) -> None:
             logits, hidden = self._verify(state)
-            targets = chosen(logits, state.drafts)
+            targets = choose(state, logits)
             hidden = hidden.clone()  # the next replay overwrites what this one returned
             for given in (targets, hidden):
                 mark_rows(given)
             advance(state, targets, hidden)
 
-        with torch.no_grad():
-            first = chosen(self.model.logits(hidden)[:, None], state.drafts[:, :0])
-        decoder.begin(state, first, hidden)
-        return step, state
+        return step
 
     def _prefill(
         self,
@@ -392,17 +440,20 @@ class Engine:
         completions: list[Completion],
         stop_ids: Sequence[int],
         reader: ReportReader,
+        masks: GrammarMasks | None,
         *,
         lag: bool,
     ) -> Iterator[None]:
         """Step until every row has ended; yields when `completions` have grown.
 
+        masks: of the step, where it has any.
         lag: read the reports a step late where that spares a device a wait.
         """
         started = self._num_started
 
         def collect(*, is_step: bool) -> None:
-            for completion, report in zip(completions, reader.pop(), strict=True):
+            reports = reader.pop() if masks is None else masks.settle(reader.pop())
+            for completion, report in zip(completions, reports, strict=True):
                 completion.extend(report, stop_ids, is_step=is_step)
 
         reader.push()

@@ -27,11 +27,13 @@ class RowReport:
 
     logprobs: for each token, the chosen token's and then those of the most likely ones, by token id; None where the
         row asked for none.
+    error: why the row cannot go on, where it ended for that; None where it goes on or ended as it should.
     """
 
     tokens: list[int]
     active: bool
     logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
 
 
 class ReportReader:

@@ -11,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.engine import Engine
+from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.speculate import SamplingParams
@@ -171,6 +172,7 @@ def generate(
     num_speculative_tokens: int | None = None,
     max_new_tokens: int = 128,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    grammars: Grammar | Sequence[Grammar | None] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     compile: bool = True,
@@ -188,6 +190,7 @@ def generate(
             the same whatever it is.
         max_new_tokens: at most so many tokens a prompt.
         sampling: for all prompts, or one for each; greedy by default.
+        grammars: what completions may say, for all prompts, or one for each; None for a free one.
         dtype, device: of weights and caches.
         compile: False runs everything eagerly.
 
@@ -211,7 +214,11 @@ def generate(
         compile=compile,
     )
     completions = engine.generate(
-        token_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=checkpoint.stop_ids
+        token_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=checkpoint.stop_ids,
+        grammars=grammars,
     )
     for completion in completions:
         completion.text = checkpoint.decode(completion.token_ids)

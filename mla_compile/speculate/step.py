@@ -115,13 +115,14 @@ class SpeculativeDecoder(nn.Module):
         return torch.index_select(hidden, 0, last)
 
     @torch.no_grad()
-    def start(self, state: DecodeState, hidden: Tensor) -> None:
+    def start(self, state: DecodeState, hidden: Tensor, allowed: Tensor | None = None) -> None:
         """Sample the first token after prompts of `num_cached` tokens and draft behind it.
 
         hidden: of each prompt's last token, `[rows, hidden_size]`; rows of the state that are inactive are ignored.
+        allowed: what may be sampled, bool `[rows, 1, vocab_size]`; None for every id.
         """
         logits = self.model.logits(hidden)[:, None]
-        first = self._choose(logits, state.num_cached[:, None].long(), state, state.drafts[:, :0])
+        first = self._choose(logits, state.num_cached[:, None].long(), state, state.drafts[:, :0], allowed)
         self._tell_logprobs(state, logits, first)
         self.begin(state, first, hidden)
 
@@ -142,12 +143,7 @@ class SpeculativeDecoder(nn.Module):
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
         logits, hidden = self.verify(state)
-        # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
-        with torch.no_grad():
-            position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=hidden.device)
-            targets = self._choose(logits, position, state, state.drafts)
-            self._tell_logprobs(state, logits, targets)
-        self.advance(state, targets, hidden)
+        self.advance(state, self.choose_targets(state, logits), hidden)
 
     def verify(self, state: DecodeState) -> tuple[Tensor, Tensor]:
         """The first half of a step: run the last token and the drafts.
@@ -156,6 +152,7 @@ class SpeculativeDecoder(nn.Module):
             logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's hidden
             states `[rows * (k + 1), hidden_size]` for `advance`.
         """
+        # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
             rows = state.num_rows()
             tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
@@ -165,10 +162,21 @@ class SpeculativeDecoder(nn.Module):
             hidden = self.model(tokens.view(-1), positions, batch)
             return self.model.logits(hidden).view(rows, self.k + 1, -1), hidden
 
+    def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
+
+        allowed: what may be chosen at each position, bool `[rows, k + 1, vocab_size]`; None for every id.
+        """
+        with torch.no_grad():
+            position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=logits.device)
+            targets = self._choose(logits, position, state, state.drafts, allowed)
+            self._tell_logprobs(state, logits, targets)
+            return targets
+
     def advance(self, state: DecodeState, targets: Tensor, hidden: Tensor) -> None:
         """The second half: accept, draft, move on.
 
-        targets: the target's tokens, chosen from the logits of `verify`, int64 `[rows, k + 1]`.
+        targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`.
         hidden: from `verify`.
         """
         with torch.no_grad():
@@ -212,10 +220,18 @@ class SpeculativeDecoder(nn.Module):
         )
         return MLABatch(decode=segment), positions
 
-    def _choose(self, logits: Tensor, position: Tensor, state: DecodeState, drafts: Tensor) -> Tensor:
+    def _choose(
+        self,
+        logits: Tensor,
+        position: Tensor,
+        state: DecodeState,
+        drafts: Tensor,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`.
 
         drafts: `[rows, m]`, what stands between the emitted text and the last of the n.
+        allowed: bool like the logits. As in vLLM, other ids are ruled out after penalties, before temperature.
         """
         if state.in_prompt is not None and state.num_emitted is not None:
             logits = penalise_after(
@@ -227,6 +243,8 @@ class SpeculativeDecoder(nn.Module):
                 state.presence_penalty,
                 state.frequency_penalty,
             )
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
         if not self.sampled:
             return logits.argmax(dim=-1)
         return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)

@@ -216,3 +216,24 @@ def test_the_installed_command_reports_a_mistake_the_same_way():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "--seed" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--regex", "a("], "regex: expected a grammar that llguidance takes, got"),
+        (["--regex", "a", "--json-schema", "b"], "--json-schema, --regex: expected one of them, got both"),
+        (["--json-schema", "missing.json"], "--json-schema missing.json: expected a readable file"),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_named_before_anything_runs(generate, monkeypatch, args, message):
+    pytest.importorskip("llguidance")
+    monkeypatch.delattr(Engine, "stream")
+    assert_one_line(generate("--prompt", "hello", *args), message)
+
+
+def test_a_grammar_needs_a_tokenizer(generate, without_tokenizer, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [1]}')
+    result = generate("--input", file, "--model", without_tokenizer, "--regex", "a")
+    assert_one_line(result, "a checkpoint with a tokenizer, got one without")

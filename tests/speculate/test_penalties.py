@@ -1,26 +1,22 @@
 """Penalties, min-p and log-probabilities: against their definitions, and the same with and without drafts."""
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.engine.variants import Variant
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from mla_compile.speculate.sampling import gumbel_noise, penalise_after, sample, top_logprobs
+from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
+from tests.speculate.defined_sampling import Vector, defined_kept, defined_penalties, defined_token
 from tests.speculate.from_scratch import PAGE, FromScratch
-
-Vector = NDArray[np.float64]
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 4], [9], [10, 11, 12, 13], [14], [15, 15, 16]]
 MIXED = [
@@ -31,48 +27,6 @@ MIXED = [
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=3),
 ]
-
-
-def defined_penalties(
-    logits: Vector, prompt: Sequence[int], emitted: Sequence[int], p: SamplingParams
-) -> Vector:
-    """One vector of logits, id by id, in float64."""
-    out, counts = logits.copy(), Counter(emitted)
-    # The library holds its parameters in float32.
-    repetition, presence, frequency = (
-        float(np.float32(x)) for x in (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    )
-    for token in {*prompt, *emitted}:
-        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
-    for token, count in counts.items():
-        out[token] -= frequency * count
-        out[token] -= presence
-    return out
-
-
-def defined_kept(logits: Vector, p: SamplingParams) -> set[int]:
-    """The ids left for sampling, in vLLM's order: min-p, then top-k of what is left, then top-p of what is left."""
-    probability = np.exp((logits - logits.max()) / p.temperature)
-    likely = sorted(range(len(logits)), key=lambda i: -probability[i])
-    likely = [i for i in likely if probability[i] >= p.min_p * probability.max()]
-    likely = likely[: p.top_k or None]
-    total, before, kept = sum(probability[i] for i in likely), 0.0, set[int]()
-    for i in likely:
-        if before / total < p.top_p or not kept:
-            kept.add(i)
-        before += probability[i]
-    return kept
-
-
-def defined_token(
-    logits: torch.Tensor, position: int, prompt: Sequence[int], emitted: Sequence[int], p: SamplingParams
-) -> int:
-    values = defined_penalties(logits.double().numpy(), prompt, emitted, p)
-    if p.temperature == 0:
-        return int(values.argmax())
-    noise = gumbel_noise(torch.tensor(p.seed), torch.tensor(position), len(values)).double().numpy()
-    scores = (values - values.max()) / float(np.float32(p.temperature)) + noise
-    return max(defined_kept(values, p), key=lambda i: scores[i])
 
 
 @pytest.fixture(scope="module")
