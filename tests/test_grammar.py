@@ -232,6 +232,18 @@ def test_rows_of_different_grammars_and_tokenizers_share_a_batch() -> None:
     assert follows("regex", said(out[1])) and len(TOKENS) not in out[1].token_ids
 
 
+@pytest.mark.parametrize("sampling", [None, MIXED], ids=["greedy", "mixed"])
+def test_a_tokenizer_may_have_far_fewer_ids_than_the_model(sampling: list[SamplingParams] | None) -> None:
+    """Checkpoints pad their embeddings, by more than the 32 ids of a mask's word too."""
+    few = tokenizer(TOKENS[: TOKENS.index("ab")])
+    assert -(-len(few) // 32) < -(-VOCAB // 32), "a mask of fewer words"
+    grammars = [grammar("ebnf"), Grammar.from_regex(REGEX, few), None]
+    out = run(3, grammars, sampling)
+    assert follows("ebnf", said(out[0])) and follows("regex", said(out[1]))
+    assert max(out[1].token_ids) < len(few)
+    assert ids(out) == ids(run(0, grammars, sampling))
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_grammar_of_one_text_forces_it(k: int) -> None:
     text = '{"a":12}'

@@ -217,15 +217,20 @@ class GrammarMasks:
         """
         from llguidance.numpy import fill_next_token_bitmask_par
 
-        n = drafts.shape[1] + 1
-        masks = torch.full((len(rows), n, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
+        n, words = drafts.shape[1] + 1, _num_words(self._vocab_size)
+        masks = torch.full((len(rows), n, words), -1, dtype=torch.int32)
         guesses = drafts.tolist()
         for row in rows:
             row.read(self._completions[row.index].token_ids)
         ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
         while ahead:
-            asked = [(row.matcher, i * n + j) for i, row in ahead.items()]
-            fill_next_token_bitmask_par(_executor(), asked, masks.flatten(0, 1).numpy())
+            # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
+            for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
+                mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
+                filled = torch.zeros(len(mine), width, dtype=torch.int32)
+                asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
+                fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
+                masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))
             for i, row in list(ahead.items()):
                 guess = guesses[row.index]
                 if row.matcher.is_error():
@@ -249,6 +254,11 @@ class GrammarMasks:
         allowed = allowed.scatter(2, eos, False)
         allowed[..., [token for token in self._stop_ids if 0 <= token < self._vocab_size]] = may_end
         return allowed
+
+
+def _num_words(vocab_size: int) -> int:
+    """Of 32 bits, for a bit an id."""
+    return -(-vocab_size // 32)
 
 
 _tokenizers: WeakKeyDictionary["PreTrainedTokenizerBase", "LLTokenizer"] = WeakKeyDictionary()
