@@ -16,6 +16,7 @@ at position n + a + 1, and a token sees only positions up to its own.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
+from mla_compile.speculate.chunks import NO_TOKEN, PromptChunks
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import DecodeState
 
@@ -145,12 +147,28 @@ class SpeculativeDecoder(nn.Module):
         logits, hidden = self.verify(state)
         self.advance(state, self.choose_targets(state, logits), hidden)
 
-    def verify(self, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """The first half of a step: run the last token and the drafts.
+    def mixed(self, state: DecodeState, chunks: PromptChunks) -> None:
+        """One MTP iteration that prefills prompt chunks in the same forward.
+
+        Rows with chunks must be inactive, all but `num_cached`, `last_token`, `drafts` and `report` set for the whole
+        prompt. Where its last chunk is here, a row decodes from now on: its report has its first token, and drafts
+        stand behind it as behind the others' tokens. After any other chunk it stays inactive and reports nothing.
+
+        A row that begins is a decode row with `num_cached` one less than its prompt, of which one position counts.
+        What that position reads and gives comes from the chunk; all that follows treats rows alike.
+        """
+        logits, hidden = self.verify(state, chunks)
+        self.advance(state, self.choose_targets(state, logits), hidden, chunks)
+
+    def verify(self, state: DecodeState, chunks: PromptChunks | None = None) -> tuple[Tensor, Tensor]:
+        """The first half of a step: run the last token and the drafts, and prompt chunks if there are any.
+
+        Rows that begin are active afterwards.
 
         Returns:
             logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's hidden
-            states `[rows * (k + 1), hidden_size]` for `advance`.
+            states `[rows * (k + 1), hidden_size]` for `advance`. Of a row that begins, j = 0 is its first token, and
+            the others mean nothing.
         """
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
@@ -159,8 +177,45 @@ class SpeculativeDecoder(nn.Module):
             batch, positions = self._decode_batch(
                 state, state.num_cached, self._query_lens(state, state.active), self.k + 1
             )
-            hidden = self.model(tokens.view(-1), positions, batch)
+            tokens = tokens.view(-1)
+            if chunks is not None:
+                tokens = torch.cat([tokens, chunks.token_ids])
+                positions = torch.cat([positions, chunks.positions])
+                batch = replace(batch, prefill=chunks.segment)
+            hidden = self.model(tokens, positions, batch)
+            if chunks is not None:
+                hidden = self._begin_rows(state, chunks, hidden, positions)
             return self.model.logits(hidden).view(rows, self.k + 1, -1), hidden
+
+    def _begin_rows(
+        self, state: DecodeState, chunks: PromptChunks, hidden: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Fill the drafter's cache with the chunks, and make decode rows of those whose prompts end with them.
+
+        hidden, positions: of all tokens, decode rows' first, `[rows * (k + 1) + tokens, ...]`.
+
+        Returns the hidden states of the k + 1 positions of each row, `[rows * (k + 1), hidden_size]`.
+        """
+        rows, q_len = state.num_rows(), self.k + 1
+        tokens, begins = chunks.num_tokens(), chunks.begins(rows)
+        if self.k > 0:
+            # Nobody reads what this call returns, so in a graph it comes down to the latents, which are there before
+            # a decode row attends. That of a prompt's last token waits for its successor: `advance` writes it.
+            next_token_ids, segment = chunks.next_token_ids, chunks.segment
+            slots = torch.where(next_token_ids == NO_TOKEN, -1, segment.slot_mapping)
+            self.model.forward_mtp(
+                next_token_ids.clamp(min=0),
+                torch.split(hidden, [rows * q_len, tokens])[1],
+                chunks.positions,
+                MLABatch(prefill=replace(segment, slot_mapping=slots)),
+            )
+        # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
+        gather_ids = torch.arange(rows * q_len, device=hidden.device).view(rows, q_len)
+        first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
+        gather_ids = torch.cat([first[:, None], gather_ids[:, 1:]], dim=1).view(-1)
+        state.num_cached.copy_(torch.where(begins, torch.index_select(positions, 0, first), state.num_cached))
+        state.active.copy_(state.active | begins)
+        return torch.index_select(hidden, 0, gather_ids)
 
     def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
@@ -173,23 +228,25 @@ class SpeculativeDecoder(nn.Module):
             self._tell_logprobs(state, logits, targets)
             return targets
 
-    def advance(self, state: DecodeState, targets: Tensor, hidden: Tensor) -> None:
+    def advance(
+        self, state: DecodeState, targets: Tensor, hidden: Tensor, chunks: PromptChunks | None = None
+    ) -> None:
         """The second half: accept, draft, move on.
 
         targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`.
-        hidden: from `verify`.
+        hidden: from `verify`. chunks: those of `verify`.
         """
         with torch.no_grad():
             rows, q_len = state.num_rows(), self.k + 1
             torch._check(targets.shape[0] == rows)
             torch._check(hidden.shape[0] == rows * q_len)
-            count, active = self._accept(state, targets, self._query_lens(state, state.active))
+            count, active = self._accept(state, targets, self._query_lens(state, state.active, chunks))
             accepted = (count - 1).clamp(min=0).long()
             num_cached = state.num_cached + count
             self._count_emitted(state, targets, count)
             if self.k > 0:
                 batch, positions = self._decode_batch(
-                    state, state.num_cached, self._query_lens(state, active), q_len
+                    state, state.num_cached, self._query_lens(state, active, chunks), q_len
                 )
                 drafted = self.model.forward_mtp(targets.view(-1), hidden, positions, batch)
                 picked = torch.arange(rows, device=accepted.device) * q_len + accepted
@@ -201,11 +258,14 @@ class SpeculativeDecoder(nn.Module):
             state.active.copy_(active)
             state.report.copy_(torch.cat([count[:, None], active[:, None], targets], dim=1))
 
-    def _query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
-        """How many of a row's k + 1 positions are run, int32 `[rows]`."""
+    def _query_lens(self, state: DecodeState, active: Tensor, chunks: PromptChunks | None = None) -> Tensor:
+        """How many of a row's k + 1 positions count, int32 `[rows]`: of a row that begins with `chunks`, one."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
-        return torch.where(active, room.clamp(0, self.k + 1), 0)
+        q_lens = torch.where(active, room.clamp(0, self.k + 1), 0)
+        if chunks is None:
+            return q_lens
+        return torch.where(chunks.begins(state.num_rows()), q_lens.clamp(max=1), q_lens)
 
     def _decode_batch(
         self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int

@@ -1,0 +1,117 @@
+"""Prompt chunks that a mixed step prefills beside its decode rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import PrefillSegment, prefill_segment
+from mla_compile.errors import MLAError
+from mla_compile.speculate.state import DecodeState
+from mla_compile.torch_internals import mark_columns, mark_rows
+
+NO_TOKEN = -1
+"""Stands for the successor of a prompt's last token, which is yet to be sampled."""
+
+
+class PromptChunk(NamedTuple):
+    """Tokens `start` to `stop` of a prompt, those before them being in the caches.
+
+    row: of the state, that the prompt belongs to.
+    token_ids: the whole prompt; of a preempted row, what it has emitted too. Where `stop` is its end, a token is
+        sampled after it.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """Chunks of different rows, packed one after the other.
+
+    token_ids: int64 `[tokens]`.
+    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; `NO_TOKEN` after a prompt's
+        last one.
+    positions: int64 `[tokens]`.
+    segment: where they live.
+    last_of_row: for each row of the state, the packed index of its prompt's last token, int64 `[rows]`; -1 where no
+        prompt of the row ends here.
+    """
+
+    token_ids: Tensor
+    next_token_ids: Tensor
+    positions: Tensor
+    segment: PrefillSegment
+    last_of_row: Tensor
+
+    @classmethod
+    def pack(cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int) -> "PromptChunks":
+        """Chunks of rows of `state`, whose block tables are read now.
+
+        The tensors are marked for the compiler: their numbers of tokens, chunks and rows vary.
+
+        Raises:
+            MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
+                or a table that cannot hold it.
+        """
+        rows, device = state.num_rows(), state.block_table.device
+        last_of_row = [-1] * rows
+        tokens: list[int] = []
+        following: list[int] = []
+        for i, (row, token_ids, start, stop) in enumerate(chunks):
+            if not 0 <= row < rows or row in (chunk.row for chunk in chunks[:i]):
+                raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
+            if not 0 <= start < stop <= len(token_ids):
+                expected = f"0 <= start < stop <= {len(token_ids)} tokens"
+                raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
+            tokens += token_ids[start:stop]
+            following += [*token_ids[start + 1 : stop + 1], NO_TOKEN][: stop - start]
+            if stop == len(token_ids):
+                last_of_row[row] = len(tokens) - 1
+        index = torch.tensor([chunk.row for chunk in chunks], dtype=torch.int64, device=device)
+        segment, positions = prefill_segment(
+            [chunk.stop - chunk.start for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            state.block_table.index_select(0, index),
+            page_size=page_size,
+        )
+        packed = cls(
+            token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+            next_token_ids=torch.tensor(following, dtype=torch.int64, device=device),
+            positions=positions,
+            segment=segment,
+            last_of_row=torch.tensor(last_of_row, device=device),
+        )
+        for tensor in packed.tensors():
+            mark_rows(tensor)
+        mark_columns(segment.host_lens)
+        return packed
+
+    def tensors(self) -> list[Tensor]:
+        """All but the host's copy of the lengths; the first dimension of each varies."""
+        segment = self.segment
+        return [
+            *(self.token_ids, self.next_token_ids, self.positions, self.last_of_row),
+            *(segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.slot_mapping),
+        ]
+
+    def num_tokens(self) -> int:
+        """Tells the compiler, which gives each tensor a size of its own, which ones agree."""
+        segment = self.segment
+        tokens, chunks = self.token_ids.shape[0], segment.seq_lens.shape[0]
+        for tensor in (self.next_token_ids, self.positions, segment.slot_mapping):
+            torch._check(tensor.shape[0] == tokens)
+        torch._check(segment.block_table.shape[0] == chunks)
+        torch._check(segment.host_lens.shape[1] == chunks)
+        torch._check(segment.cu_seqlens_q.shape[0] == chunks + 1)
+        return tokens
+
+    def begins(self, rows: int) -> Tensor:
+        """The rows of the state whose prompts end here, bool `[rows]`."""
+        torch._check(self.last_of_row.shape[0] == rows)
+        return self.last_of_row >= 0
