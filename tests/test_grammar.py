@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mla_compile import Engine, Grammar, MLAError, SamplingParams, generate, load_tokenizer
 from mla_compile.engine import Completion
-from mla_compile.engine.grammar import GrammarMasks
+from mla_compile.engine.grammar import GrammarRow, allowed_tokens
 from mla_compile.engine.reports import Logprob, RowReport
 from mla_compile.engine.text import SHIPPED_MODEL
-from mla_compile.speculate import SpeculativeDecoder
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from tests.models_for_tests import VOCAB, tiny_model
 from tests.speculate.defined_sampling import defined_token
 from tests.speculate.from_scratch import FromScratch
@@ -112,14 +112,23 @@ def said(completion: Completion) -> str:
 def guess(
     monkeypatch: pytest.MonkeyPatch, known: list[list[int]], prompts: list[list[int]], *, wrong: int
 ) -> None:
-    """Draft what is known to come and ids that no one knows after it; every `wrong`-th draft another token."""
+    """Draft what is known to come and ids that no one knows after it; every `wrong`-th draft another token.
+
+    Rows move: a row is known by the length that it ends at, 40 tokens beyond its prompt.
+    """
 
     def chain(
-        self: SpeculativeDecoder, state: object, drafted: object, num_cached: torch.Tensor, active: object
+        self: SpeculativeDecoder,
+        state: DecodeState,
+        drafted: object,
+        num_cached: torch.Tensor,
+        active: object,
     ) -> torch.Tensor:
         drafts = torch.full((len(num_cached), self.k), VOCAB - 1)
-        for row, (text, prompt) in enumerate(zip(known, prompts)):
-            start = int(num_cached[row]) + 1 - len(prompt)
+        texts = {len(prompt) + 40: (text, prompt) for text, prompt in zip(known, prompts)}
+        for row, max_len in enumerate(state.max_len.tolist()):
+            text, prompt = texts.get(max_len, ([], []))
+            start = max(0, int(num_cached[row]) + 1 - len(prompt))
             for j, token in enumerate(text[start : start + self.k]):
                 drafts[row, j] = (token + 1) % VOCAB if (start + j) % wrong == 0 else token
         return drafts
@@ -285,7 +294,7 @@ def test_the_mask_of_every_position_follows_from_the_rows_own_drafts(seed: int) 
     grammars = [grammar("json_schema"), None, grammar("regex"), grammar("ebnf"), grammar("json_schema")]
     rows, k = len(grammars), 4
     completions = [Completion() for _ in grammars]
-    masks = masks_of(grammars, completions)
+    masks = Masks(grammars, completions)
     for _ in range(12):
         drafts = torch.randint(0, VOCAB, (rows, k), generator=rng)
         for row, one in enumerate(grammars):
@@ -299,10 +308,23 @@ def test_the_mask_of_every_position_follows_from_the_rows_own_drafts(seed: int) 
     assert any(c.finish_reason for c in completions)
 
 
-def masks_of(
-    grammars: Sequence[Grammar | None], completions: Sequence[Completion], *, first: int = 0
-) -> GrammarMasks:
-    return GrammarMasks(grammars, completions, [EOS], vocab_size=VOCAB, first=first)
+class Masks:
+    """Of a batch whose row i has grammar i, if any."""
+
+    def __init__(self, grammars: Sequence[Grammar | None], completions: Sequence[Completion]) -> None:
+        self.completions = completions
+        self.rows = {
+            i: GrammarRow(one, completions[i], [EOS], f"grammars[{i}]")
+            for i, one in enumerate(grammars)
+            if one is not None
+        }
+
+    def allowed(self, drafts: torch.Tensor, first: Sequence[int] = ()) -> torch.Tensor:
+        rows = {i: row for i, row in self.rows.items() if self.completions[i].finish_reason is None}
+        return allowed_tokens(rows, drafts, vocab_size=VOCAB, first=first)
+
+    def settle(self, report: RowReport) -> RowReport:
+        return self.rows[0].settle(report)
 
 
 def allowed_after(one: Grammar, text: Sequence[int]) -> list[int]:
@@ -343,7 +365,7 @@ def emit(
 def test_a_stop_id_among_refused_drafts_leaves_the_matcher_where_it_was() -> None:
     a, b, c, d = (TOKENS.index(token) for token in "abcd")
     completion = Completion([a])
-    masks = masks_of([Grammar.from_regex("ab|acd", SMALL)], [completion])
+    masks = Masks([Grammar.from_regex("ab|acd", SMALL)], [completion])
     assert masks.allowed(torch.tensor([[b, EOS, EOS]]))[0, 0, [b, c]].all()
     completion.token_ids.append(c)
     allowed = masks.allowed(torch.tensor([[d, EOS, EOS]]))
@@ -368,8 +390,8 @@ DEAD = "a(cd)*|bz"
 def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted() -> None:
     a, b, c, d = (TOKENS.index(token) for token in "abcd")
     completion = Completion()
-    masks = masks_of([Grammar.from_regex(DEAD, SMALL)], [completion], first=7)
-    expected = r"^grammars\[7\]: expected a grammar that goes on here, got NoExtension"
+    masks = Masks([Grammar.from_regex(DEAD, SMALL)], [completion])
+    expected = r"^grammars\[0\]: expected a grammar that goes on here, got NoExtension"
 
     allowed = masks.allowed(torch.tensor([[b, c]]))
     assert allowed[0, 0].nonzero().flatten().tolist() == [a, b]
@@ -378,8 +400,9 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
         RowReport([a], True),
         RowReport([b, EOS], False, [{b: Logprob(-1, 1)}, {EOS: Logprob(-2, 2)}]),
     )
-    assert masks.settle([refused]) == [refused]
-    (settled,) = masks.settle([accepted])
+    assert masks.settle(refused) == refused
+    masks.allowed(torch.tensor([[b, c]]))
+    settled = masks.settle(accepted)
     assert (settled.tokens, settled.active, settled.logprobs) == ([b], False, accepted.logprobs[:1])
     assert re.match(expected, settled.error)
 
@@ -388,10 +411,10 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
         c,
         TOKENS.index("cd"),
     ]
-    assert masks.settle([accepted]) == [accepted], "that was another step's dead end"
+    assert masks.settle(accepted) == accepted, "that was another step's dead end"
     completion.token_ids.append(b)
     masks.allowed(torch.tensor([[c, d]]))
-    (settled,) = masks.settle([RowReport([EOS], False)])
+    settled = masks.settle(RowReport([EOS], False))
     assert settled.tokens == [] and re.match(expected, settled.error)
 
 

@@ -9,44 +9,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
-from hypothesis import strategies as st
 
 from mla_compile.engine.scheduler import Request
-from tests.toy_engine import Arrival, ToyEngine, Trace, run
+from tests.toy_engine import ToyEngine, Trace, run, traces
 
 NUM_TRACES = int(os.environ.get("MLA_TRACES", "1000"))
-
-
-def maybe(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
-    return st.one_of(st.none(), st.none(), values)
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> Trace:
-    k = draw(st.integers(0, 3))
-    arrivals = st.builds(
-        Arrival,
-        step=st.integers(0, 12),
-        num_shared=st.sampled_from([0, 4, 8, 9, 16]),
-        num_own=st.one_of(st.just(1 + k), st.integers(1, 14)),
-        max_new_tokens=st.integers(1, 24),
-        seed=st.integers(0, 3),
-        priority=st.sampled_from([0, 0, 1, 2]),
-        abort_step=maybe(st.integers(0, 30)),
-        num_until_stop=maybe(st.integers(1, 10)),
-    )
-    return Trace(
-        arrivals=tuple(draw(st.lists(arrivals, min_size=1, max_size=8))),
-        k=k,
-        page_size=draw(st.sampled_from([1, 2, 4, 8])),
-        spare_pages=draw(st.sampled_from([0, 0, 1, 3, 10, 50])),
-        max_rows=draw(st.integers(1, 4)),
-        spare_tokens=draw(st.sampled_from([0, 1, 3, 8, 64])),
-        lag=draw(st.sampled_from([1, 1, 0, 2])),
-        acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
-        vocab_size=draw(st.sampled_from([4, 20, 1000])),
-        seed=draw(st.integers(0, 999)),
-    )
 
 
 def test_random_traces() -> None:

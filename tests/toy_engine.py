@@ -9,6 +9,8 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from hypothesis import strategies as st
+
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.scheduler import Chunk, Plan, Request, Scheduler
@@ -70,6 +72,38 @@ class Trace:
     def num_pages(self) -> int:
         longest = max(a.num_shared + a.num_own + a.max_new_tokens - 1 for a in self.arrivals)
         return 1 + -(-longest // self.page_size) + self.spare_pages
+
+
+def maybe(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    return st.one_of(st.none(), st.none(), values)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    k = draw(st.integers(0, 3))
+    arrivals = st.builds(
+        Arrival,
+        step=st.integers(0, 12),
+        num_shared=st.sampled_from([0, 4, 8, 9, 16]),
+        num_own=st.one_of(st.just(1 + k), st.integers(1, 14)),
+        max_new_tokens=st.integers(1, 24),
+        seed=st.integers(0, 3),
+        priority=st.sampled_from([0, 0, 1, 2]),
+        abort_step=maybe(st.integers(0, 30)),
+        num_until_stop=maybe(st.integers(1, 10)),
+    )
+    return Trace(
+        arrivals=tuple(draw(st.lists(arrivals, min_size=1, max_size=8))),
+        k=k,
+        page_size=draw(st.sampled_from([1, 2, 4, 8])),
+        spare_pages=draw(st.sampled_from([0, 0, 1, 3, 10, 50])),
+        max_rows=draw(st.integers(1, 4)),
+        spare_tokens=draw(st.sampled_from([0, 1, 3, 8, 64])),
+        lag=draw(st.sampled_from([1, 1, 0, 2])),
+        acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+        vocab_size=draw(st.sampled_from([4, 20, 1000])),
+        seed=draw(st.integers(0, 999)),
+    )
 
 
 @dataclass

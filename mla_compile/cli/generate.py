@@ -1,7 +1,7 @@
 """`mla-compile generate`: complete prompts with a checkpoint."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,6 +73,10 @@ def generate(
     frequency_penalty: Annotated[
         float, Option(metavar="X", help="Subtract X as often as the completion has the token.")
     ] = 0.0,
+    stop: Annotated[
+        list[str] | None,
+        Option(metavar="TEXT", help="End a completion before this text; may be given several times."),
+    ] = None,
     logprobs: Annotated[
         int | None,
         Option(metavar="N", help="Write logprobs of the chosen and the N likeliest tokens to JSON lines."),
@@ -108,6 +112,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         logprobs=logprobs,
+        stop=stop or (),
     )
     requests = _requests(prompt, input_file, output_file)
     place = pick_device(device)
@@ -135,12 +140,13 @@ def generate(
             grammars=grammar,
         )
         if prompt is not None:
-            completions = _show(prompt, updates, checkpoint)
+            completions = _show(prompt, updates, checkpoint, sampling.stop_strings)
         else:
             with _on_terminal(f"completing {len(prompts)} prompts"):
                 *_, completions = updates
         for completion in completions:
-            completion.text = checkpoint.decode(completion.token_ids)
+            if completion.text is None:  # else it ends before a stop string
+                completion.text = checkpoint.decode(completion.token_ids)
         write(result_line(completion) for completion in completions)
 
 
@@ -196,10 +202,12 @@ def _on_terminal(what: str) -> AbstractContextManager[None]:
     return progress(what, console) if console.is_terminal else nullcontext()
 
 
-def _show(prompt: str, updates: Iterable[list[Completion]], checkpoint: Checkpoint) -> list[Completion]:
+def _show(
+    prompt: str, updates: Iterable[list[Completion]], checkpoint: Checkpoint, stop: Sequence[str]
+) -> list[Completion]:
     """Print the text of the only completion while it grows; a terminal shows the prompt before it."""
     assert checkpoint.tokenizer is not None  # or the prompt could not have been encoded
-    stream = TextStream(checkpoint.tokenizer)
+    stream = TextStream(checkpoint.tokenizer, stop)
     if sys.stdout.isatty():
         typer.secho(prompt, nl=False, dim=True)
     completions: list[Completion] = []

@@ -6,7 +6,7 @@ the mask that plain decoding would have there, and speculation changes no token.
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -95,54 +95,21 @@ class Grammar:
         return matcher
 
 
-def grammar_per_prompt(
-    grammars: Grammar | Sequence[Grammar | None] | None,
-    *,
-    count: int,
-    vocab_size: int,
-    stop_ids: Sequence[int],
-) -> list[Grammar | None]:
-    """What was asked for, one entry a prompt.
+def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Collection[int]) -> Grammar:
+    """The grammar of one request; errors call it `name`.
 
     Raises:
-        MLAError: another number of entries than prompts, what is no grammar, one for a larger vocabulary than the
-            model's, no stop id to end a row with.
+        MLAError: what is no grammar, one for a larger vocabulary than the model's, no stop id to end a row with.
     """
-    if grammars is None or isinstance(grammars, Grammar):
-        grammars = [grammars] * count
-    if len(grammars) != count:
-        raise MLAError("grammars", f"one entry per prompt ({count})", len(grammars))
-    for i, grammar in enumerate(grammars):
-        if grammar is None:
-            continue
-        if not isinstance(grammar, Grammar):
-            raise MLAError(f"grammars[{i}]", "a Grammar or None", type(grammar).__name__)
-        if grammar.vocab_size > vocab_size:
-            expected = f"one for a tokenizer of at most the model's {vocab_size} ids"
-            raise MLAError(f"grammars[{i}]", expected, grammar.vocab_size, "use the model's own tokenizer")
-        if not any(0 <= token < vocab_size for token in stop_ids):
-            expected = "an id of the model's to end a row with, where there are grammars"
-            raise MLAError("stop_ids", expected, list(stop_ids), "give the end-of-sequence id")
-    return list(grammars)
-
-
-@dataclass(eq=False)
-class _Row:
-    """A row with a grammar: its place in the batch, and a matcher that has read `num_read` of its emitted tokens."""
-
-    index: int
-    grammar: Grammar
-    matcher: "LLMatcher"
-    num_read: int = 0
-
-    def read(self, emitted: Sequence[int]) -> None:
-        """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
-        self.matcher.consume_tokens(list(emitted[self.num_read :]))
-        self.num_read = len(emitted)
-
-    def read_draft(self, token: int) -> bool:
-        """Take in a draft if the grammar allows it. Ids that it does not know would put the matcher in an error."""
-        return token < self.grammar.vocab_size and self.matcher.try_consume_tokens([token]) == 1
+    if not isinstance(grammar, Grammar):
+        raise MLAError(name, "a Grammar or None", type(grammar).__name__)
+    if grammar.vocab_size > vocab_size:
+        expected = f"one for a tokenizer of at most the model's {vocab_size} ids"
+        raise MLAError(name, expected, grammar.vocab_size, "use the model's own tokenizer")
+    if not any(0 <= token < vocab_size for token in stop_ids):
+        expected = "an id of the model's to end a row with, where there are grammars"
+        raise MLAError("stop_ids", expected, list(stop_ids), "give the end-of-sequence id")
+    return grammar
 
 
 @dataclass(frozen=True)
@@ -154,106 +121,120 @@ class _DeadEnd:
     message: str
 
 
-class GrammarMasks:
-    """What the rows of a batch may say at each position of a step.
+class GrammarRow:
+    """A row with a grammar: a matcher that has read what the row has emitted, and where the last masks ended.
 
     Args:
-        grammars: of each row; None for a row that is free.
-        completions: what each row has emitted; they grow.
-        stop_ids: allowed where a grammar's text may end, and only there. Other end-of-sequence ids are not.
-        vocab_size: of the model.
-        first: the number of the first row among the stream's prompts, for errors.
+        grammar: of the row alone or shared.
+        completion: what the row has emitted; it grows.
+        stop_ids: allowed where the text may end, and only there. Other end-of-sequence ids are not.
+        name: what errors call the grammar.
     """
 
     def __init__(
-        self,
-        grammars: Sequence[Grammar | None],
-        completions: Sequence[Completion],
-        stop_ids: Sequence[int],
-        *,
-        vocab_size: int,
-        first: int = 0,
+        self, grammar: Grammar, completion: Completion, stop_ids: Collection[int], name: str = "grammar"
     ) -> None:
-        self._rows = [_Row(i, g, g.matcher()) for i, g in enumerate(grammars) if g is not None]
-        self._completions = completions
-        self._stop_ids = stop_ids
-        self._vocab_size = vocab_size
-        self._first = first
-        self._dead_ends: dict[int, _DeadEnd] = {}
+        self.grammar = grammar
+        self.stop_ids = stop_ids
+        self.matcher = grammar.matcher()
+        self._completion = completion
+        self._name = name
+        self._num_read = 0
+        self._dead_end: _DeadEnd | None = None
 
-    def allowed(self, drafts: Tensor) -> Tensor:
-        """What the next step may say, bool `[rows, n, vocab_size]`: position j follows a row's first j drafts.
+    def read(self) -> None:
+        """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
+        emitted = self._completion.token_ids
+        self.matcher.consume_tokens(list(emitted[self._num_read :]))
+        self._num_read = len(emitted)
+        self._dead_end = None
 
-        drafts: int64 `[rows, n - 1]`, of all rows of the state. Those that are free, finished or padding may say
-            anything.
+    def read_draft(self, token: int) -> bool:
+        """Take in a draft if the grammar allows it. Ids that it does not know would put the matcher in an error."""
+        if token in self.stop_ids or token >= self.grammar.vocab_size:
+            return False
+        taken: int = self.matcher.try_consume_tokens([token])
+        return taken == 1
 
-        At a dead end the stop ids are allowed, which end the row; `settle` then tells it from a complete text.
-        """
-        rows = [row for row in self._rows if self._completions[row.index].finish_reason is None]
-        shape = drafts.shape[0], drafts.shape[1] + 1, self._vocab_size
-        allowed = torch.ones(shape, dtype=torch.bool, device=drafts.device)
-        self._dead_ends = {}
-        if rows:
-            index = torch.tensor([row.index for row in rows], device=drafts.device)
-            allowed[index] = self._unpacked(self._masks(rows, drafts).to(drafts.device), rows)
-        return allowed
+    def give_up(self, num_drafts: int) -> None:
+        """After so many drafts the matcher is in an error: note it, and begin anew."""
+        self._dead_end = _DeadEnd(num_drafts, _message(self.matcher))
+        self.matcher = self.grammar.matcher(self._completion.token_ids)
 
-    def settle(self, reports: Sequence[RowReport]) -> list[RowReport]:
-        """The reports of the step that `allowed` was asked for. Where a row came to a dead end, the stop id that ended
-        it is taken back, and the error says why."""
-        settled = list(reports)
-        for row, end in self._dead_ends.items():
-            report, n = settled[row], end.num_drafts
-            if len(report.tokens) > n:
-                error = MLAError(f"grammars[{self._first + row}]", "a grammar that goes on here", end.message)
-                logprobs = None if report.logprobs is None else report.logprobs[:n]
-                settled[row] = RowReport(report.tokens[:n], False, logprobs, str(error))
-        return settled
+    def settle(self, report: RowReport) -> RowReport:
+        """The row's report of the step that masks were made for. If it came to a dead end, the stop id that ended it
+        is taken back, and the error says why."""
+        end, self._dead_end = self._dead_end, None
+        if end is None or len(report.tokens) <= end.num_drafts:
+            return report
+        n = end.num_drafts
+        error = MLAError(self._name, "a grammar that goes on here", end.message)
+        logprobs = None if report.logprobs is None else report.logprobs[:n]
+        return RowReport(report.tokens[:n], False, logprobs, str(error))
 
-    def _masks(self, rows: list[_Row], drafts: Tensor) -> Tensor:
-        """A bit for each id that a row may say at each position, int32 `[len(rows), n, words]`; none at a dead end.
 
-        All bits are set after a draft that the grammar refuses or that ends the row: nothing is emitted there.
-        """
-        from llguidance.numpy import fill_next_token_bitmask_par
+def allowed_tokens(
+    rows: Mapping[int, GrammarRow], drafts: Tensor, *, vocab_size: int, first: Container[int] = ()
+) -> Tensor:
+    """What a step may say, bool `[rows, n, vocab_size]`: position j follows a row's first j drafts.
 
-        n, words = drafts.shape[1] + 1, _num_words(self._vocab_size)
-        masks = torch.full((len(rows), n, words), -1, dtype=torch.int32)
-        guesses = drafts.tolist()
-        for row in rows:
-            row.read(self._completions[row.index].token_ids)
-        ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
-        while ahead:
-            # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
-            for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
-                mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
-                filled = torch.zeros(len(mine), width, dtype=torch.int32)
-                asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
-                fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
-                masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))
-            for i, row in list(ahead.items()):
-                guess = guesses[row.index]
-                if row.matcher.is_error():
-                    masks[i, j] = 0
-                    self._dead_ends[row.index] = _DeadEnd(j, _message(row.matcher))
-                    row.matcher = row.grammar.matcher(self._completions[row.index].token_ids)
-                    del ahead[i]
-                elif j == n - 1 or guess[j] in self._stop_ids or not row.read_draft(guess[j]):
-                    row.matcher.rollback(j)
-                    del ahead[i]
-            j += 1
-        return masks
+    Args:
+        rows: those with grammars, by their index in the state. All others may say anything.
+        drafts: int64 `[rows, n - 1]`, of all rows of the state.
+        vocab_size: of the model.
+        first: the rows whose first token is to be chosen: it follows no draft.
 
-    def _unpacked(self, masks: Tensor, rows: list[_Row]) -> Tensor:
-        """Bits as bool `[len(rows), n, vocab_size]`, with our stop ids in place of llguidance's."""
-        bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
-        allowed = (bits & 1).bool().flatten(2)[..., : self._vocab_size]
-        eos = torch.tensor([row.grammar.eos_id for row in rows], device=masks.device)
-        eos = eos[:, None, None].expand(-1, masks.shape[1], 1)
-        may_end = allowed.gather(2, eos) | (masks == 0).all(dim=2, keepdim=True)
-        allowed = allowed.scatter(2, eos, False)
-        allowed[..., [token for token in self._stop_ids if 0 <= token < self._vocab_size]] = may_end
-        return allowed
+    At a dead end the stop ids are allowed, which end the row; `GrammarRow.settle` then tells it from a complete text.
+    """
+    guesses = drafts.tolist()
+    mine = {row: [] if row in first else guesses[row] for row in rows}
+    words = _masks(list(rows.values()), list(mine.values()), drafts.shape[1] + 1, _num_words(vocab_size))
+    shape, device = (drafts.shape[0], drafts.shape[1] + 1, vocab_size), drafts.device
+    allowed = torch.ones(shape, dtype=torch.bool, device=device)
+    allowed[list(rows)] = _unpacked(words.to(device), list(rows.values()), vocab_size)
+    return allowed
+
+
+def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int) -> Tensor:
+    """A bit for each id that a row may say at each position, int32 `[len(rows), n, words]`; none at a dead end.
+
+    All bits are set after a draft that the grammar refuses or that ends the row: nothing is emitted there.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    masks = torch.full((len(rows), n, words), -1, dtype=torch.int32)
+    for row in rows:
+        row.read()
+    ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
+    while ahead:
+        # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
+        for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
+            mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
+            filled = torch.zeros(len(mine), width, dtype=torch.int32)
+            asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
+            fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
+            masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))
+        for i, row in list(ahead.items()):
+            if row.matcher.is_error():
+                masks[i, j] = 0
+                row.give_up(j)
+                del ahead[i]
+            elif j == len(guesses[i]) or not row.read_draft(guesses[i][j]):
+                row.matcher.rollback(j)
+                del ahead[i]
+        j += 1
+    return masks
+
+
+def _unpacked(masks: Tensor, rows: list[GrammarRow], vocab_size: int) -> Tensor:
+    """Bits as bool `[len(rows), n, vocab_size]`, with the rows' stop ids in place of llguidance's."""
+    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = (bits & 1).bool().flatten(2)[..., :vocab_size]
+    for row, mine, words in zip(rows, allowed, masks, strict=True):
+        may_end = mine[:, row.grammar.eos_id] | (words == 0).all(dim=1)
+        mine[:, row.grammar.eos_id] = False
+        mine[:, [token for token in row.stop_ids if 0 <= token < vocab_size]] = may_end[:, None]
+    return allowed
 
 
 def _num_words(vocab_size: int) -> int:

@@ -34,17 +34,21 @@ class PagePool:
         num_pages: of a cache, the dummy page included, >= 2.
         page_size: tokens per page, >= 1.
         has_drafter: whether the caches include that of an MTP layer.
+        keeps_prefixes: False registers nothing, so that no page is ever shared.
 
     Raises:
         MLAError: a bad argument, named.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, has_drafter: bool) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, has_drafter: bool, keeps_prefixes: bool = True
+    ) -> None:
         if num_pages < 2:
             raise MLAError("num_pages", "at least 2, as page 0 is reserved", num_pages)
         if page_size < 1:
             raise MLAError("page_size", "at least 1", page_size)
         self.num_pages, self.page_size, self.has_drafter = num_pages, page_size, has_drafter
+        self.keeps_prefixes = keeps_prefixes
         self._references = [0] * num_pages
         self._blank = list(range(num_pages - 1, DUMMY_PAGE, -1))  # free, found by no key; used from its end
         self._reusable: OrderedDict[int, None] = (
@@ -109,6 +113,8 @@ class PagePool:
         Raises:
             MLAError: a page to be registered that nobody holds, or fewer pages than full ones; nothing has changed.
         """
+        if not self.keeps_prefixes:
+            return
         full = min(num_cached, len(token_ids) - self.has_drafter) // self.page_size
         if full > len(pages):
             raise MLAError("pages", f"at least {full} for {num_cached} cached tokens", len(pages))

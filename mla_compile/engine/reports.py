@@ -1,7 +1,6 @@
 """Getting a step's results to the host without making the device wait."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,55 +35,64 @@ class RowReport:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class ReportedRow:
+    """A row of a state that samples in a launch. num_logprobs: `SamplingParams.logprobs` of its request."""
+
+    index: int
+    num_logprobs: int | None
+
+
 class ReportReader:
-    """A queue of copies of what `DecodeState` reports, small asynchronous ones for each step.
+    """A queue of copies of what launches report, small asynchronous ones for each launch.
 
-    On a device, `ready` holds a report back until the next step has been launched: reading it then waits for work
-    that is already behind the step in progress.
+    On a device a report is held back until the next step has been launched: reading it then waits for work that is
+    already behind the step in progress.
 
-    Args:
-        state: written by the steps.
-        num_logprobs: `SamplingParams.logprobs` of each prompt; the state has at least as many.
+    lag: launches whose reports are held back.
     """
 
-    def __init__(self, state: DecodeState, num_logprobs: Sequence[int | None]) -> None:
-        reported = state.report, state.logprobs, state.logprob_ids
-        self._reported = [tensor for tensor in reported if tensor is not None]
-        self._num_logprobs = num_logprobs
-        self._on_device = state.report.is_cuda
-        self._pending: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
+    def __init__(self, device: torch.device) -> None:
+        self.lag = int(device.type == "cuda")
+        self._pending: deque[tuple[list[Tensor], torch.cuda.Event | None, list[ReportedRow]]] = deque()
 
-    def push(self) -> None:
-        """Queue a copy of the report that the last launched step writes."""
-        if not self._on_device:
-            self._pending.append(([tensor.clone() for tensor in self._reported], None))
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def clear(self) -> None:
+        """Drop what was not read."""
+        self._pending.clear()
+
+    def push(self, state: DecodeState, rows: list[ReportedRow]) -> None:
+        """Queue a copy of what the last launch writes to `state`; `rows` are those that it samples in."""
+        reported = [t for t in (state.report, state.logprobs, state.logprob_ids) if t is not None]
+        if not state.report.is_cuda:
+            self._pending.append(([tensor.clone() for tensor in reported], None, rows))
             return
-        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self._reported]
-        for host, tensor in zip(hosts, self._reported, strict=True):
+        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in reported]
+        for host, tensor in zip(hosts, reported, strict=True):
             host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending.append((hosts, event))
-
-    def ready(self) -> bool:
-        """Whether a report may be read without stalling the device."""
-        return len(self._pending) > int(self._on_device)
+        self._pending.append((hosts, event, rows))
 
     def pop(self) -> list[RowReport]:
-        """The oldest report, one entry per prompt."""
-        (report, *logprobs), event = self._pending.popleft()
+        """The oldest report, one entry for each of its rows."""
+        (report, *logprobs), event, rows = self._pending.popleft()
         if event is not None:
             event.synchronize()
-        told = [tensor.tolist() for tensor in logprobs]
+        lines = report.tolist()
         reports = []
-        # Not strict: a bucket may have more rows than there are prompts.
-        for i, (row, n) in enumerate(zip(report.tolist(), self._num_logprobs, strict=False)):
-            tokens = row[FIRST_TOKEN : FIRST_TOKEN + row[COUNT]]
+        for row in rows:
+            line = lines[row.index]
+            tokens = line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
             places = None
-            if n is not None:
-                values, ids = (tensor[i] for tensor in told)
-                places = [_by_id(token, values[j], ids[j], n) for j, token in enumerate(tokens)]
-            reports.append(RowReport(tokens, bool(row[ACTIVE]), places))
+            if row.num_logprobs is not None:
+                values, ids = (tensor[row.index].tolist() for tensor in logprobs)
+                places = [
+                    _by_id(token, values[j], ids[j], row.num_logprobs) for j, token in enumerate(tokens)
+                ]
+            reports.append(RowReport(tokens, bool(line[ACTIVE]), places))
         return reports
 
 

@@ -165,6 +165,7 @@ class Scheduler:
         self._pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
+        self.num_preemptions = 0
         self._num_arrived = 0
         self._waiting: list[Request] = []  # both by rank
         self._running: list[Request] = []
@@ -339,6 +340,7 @@ class Scheduler:
             victim = self._running[-1]
             self._stop(self._running, victim)
             victim.num_preemptions += 1
+            self.num_preemptions += 1
             insort(self._waiting, victim, key=_rank)
             if victim is request:
                 return False

@@ -33,6 +33,12 @@ class Variant:
             num_logprobs=min(n for n in LOGPROB_PLACES if n >= max(asked)) if asked else None,
         )
 
+    def serves(self, other: "Variant") -> bool:
+        """Whether rows that need `other` can run in this one."""
+        told = -1 if self.num_logprobs is None else self.num_logprobs
+        asked = -1 if other.num_logprobs is None else other.num_logprobs
+        return self.sampled >= other.sampled and self.penalised >= other.penalised and told >= asked
+
     @property
     def name(self) -> str:
         """In the report of what was captured: "sampled, penalties, 5 logprobs"."""

@@ -49,6 +49,10 @@ class MLAForCausalLM(nn.Module):
         return self.embed_tokens.weight.device
 
     @property
+    def is_recurrent(self) -> bool:
+        return False
+
+    @property
     def has_mtp(self) -> bool:
         return self.mtp is not None
 

@@ -8,7 +8,8 @@ Plain decoding, verification and drafting ask for the noise of the same position
 that agrees with the target's logits then agrees with its sample too.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +36,15 @@ class SamplingParams:
     top_p: of those, keep the smallest set of most likely ids with at least this share of their probability; 1 keeps
         all.
     seed: any integer in [0, 2**63).
+
+    When it ends:
+
+    max_tokens: at most so many; None leaves it to the call (`max_new_tokens`).
+    stop: strings that end the text where one appears first. `Completion.text` ends before it, `token_ids` with the
+        token that completes it. Needs an engine with a tokenizer.
+    stop_token_ids: ids that end the text, besides the call's `stop_ids`, which are the model's end-of-sequence ids;
+        ignore_eos leaves out those.
+    n: completions of the prompt, with the seeds `seed`, `seed + 1`, ....
     """
 
     temperature: float = 0.0
@@ -46,6 +56,11 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
+    max_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -71,6 +86,27 @@ class SamplingParams:
         ):
             expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
             raise MLAError("logprobs", expected, self.logprobs, "0 tells of the chosen token only")
+        self._check_end()
+
+    def _check_end(self) -> None:
+        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
+            raise MLAError("max_tokens", "None or an integer >= 1", self.max_tokens)
+        stops = self.stop_strings
+        if not all(isinstance(stop, str) for stop in stops) or "" in stops:
+            raise MLAError("stop", "strings that are not empty", stops)
+        if not all(_is_int(token) for token in self.stop_token_ids):
+            raise MLAError("stop_token_ids", "integers", self.stop_token_ids)
+        if not _is_int(self.n) or not 1 <= self.n <= 2**63 - self.seed:
+            raise MLAError("n", "an integer >= 1 that leaves each completion a seed below 2**63", self.n)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def copies(self) -> list["SamplingParams"]:
+        """What each of the n completions is sampled with, alone."""
+        return [replace(self, n=1, seed=self.seed + i) for i in range(self.n)]
 
     @property
     def penalised(self) -> bool:

@@ -63,6 +63,11 @@ class ServedModel(Target, Protocol):
     def has_mtp(self) -> bool:
         """Whether `forward_mtp` can be called."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether rows have state besides the caches. Each then owns a block of pages as long as its table, found by
+        its first page, and its prompt is run in one piece."""
+
     def allocate_cache(self, num_pages: int, page_size: int) -> None:
         """Give every attention layer a zeroed cache of its own, replacing the one it had."""
 
