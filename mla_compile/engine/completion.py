@@ -30,8 +30,8 @@ class Completion:
     text: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
-    prompt_index: int = 0
-    index: int = 0
+    prompt_index: int = field(default=0, compare=False)
+    index: int = field(default=0, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -16,9 +16,9 @@ import torch
 
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.generation import Generation, TokenChooser
+from mla_compile.engine.generation import Generation, Progress, TokenChooser
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
-from mla_compile.engine.launch import Launcher
+from mla_compile.engine.launch import Launched, Launcher
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import ReportReader
 from mla_compile.engine.rows import stop_id_places
@@ -202,7 +202,7 @@ class Engine:
         """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is."""
         if generation.has_ended:
             return
-        generation.completion.finish_reason = "abort"
+        generation.end("abort")
         self._let_go(generation)
 
     def has_work(self) -> bool:
@@ -219,11 +219,10 @@ class Engine:
         self._check_caches()
         start = time.perf_counter()
         plan = self._scheduler.plan()
-        if plan:
-            self._launch(plan)
+        lag = 0
         # Where the host chooses tokens it must have those before them.
-        waits = any(generation.is_chosen_on_host for generation in self._generations.values())
-        lag = self._reports.lag if plan and not waits else 0
+        if plan and not self._launch(plan).on_host:
+            lag = self._reports.lag
         while len(self._reports) > lag:
             self._collect()
         if plan:
@@ -328,14 +327,21 @@ class Engine:
 
     def _stream(self, generations: list[Generation]) -> Iterator[list[Completion]]:
         completions = [generation.completion for generation in generations]
-        seen = 0, 0
+        progress = Progress()
+        for generation in generations:
+            generation.progress = progress
+        # A prompt's further completions wait until the first one has filled the pages that they share.
+        first_of = {g.completion.prompt_index: g for g in generations if g.completion.index == 0}
+        followers = deque(g for g in generations if g.completion.index and self.prefix_caching)
         try:
             for generation in generations:
-                self._take_on(generation)
+                if generation.completion.index == 0 or not self.prefix_caching:
+                    self._take_on(generation)
             while True:
-                known = sum(len(c.token_ids) for c in completions), sum(g.has_ended for g in generations)
-                if known != seen:
-                    seen = known
+                if progress.has_grown:
+                    progress.has_grown = False
+                    while followers and first_of[followers[0].completion.prompt_index].has_begun:
+                        self._take_on(followers.popleft())
                     yield completions
                 elif all(generation.has_ended for generation in generations):
                     return
@@ -407,7 +413,7 @@ class Engine:
             plan.grants.append(Grant(slot, 0, [1 + slot * grants + i for i in range(grants)]))
             plan.chunks.append(Chunk(slot, request, 0, len(prompt), is_last=True))
         self._begin_anew()
-        state, _ = self._launcher.launch(plan, generations)
+        state = self._launcher.launch(plan, generations).state
         self._begin_anew()
         return self._launcher.step(Variant.of(sampling)), state
 
@@ -491,15 +497,15 @@ class Engine:
             del self._generations[generation.request]
             self._scheduler.abort(generation.request)
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: Plan) -> Launched:
         try:
-            state, rows = self._launcher.launch(plan, self._generations)
+            launched = self._launcher.launch(plan, self._generations)
         except BaseException as error:
             for generation in self._generations.values():
-                generation.completion.finish_reason, generation.completion.error = "error", str(error)
+                generation.end("error", str(error))
             self._begin_anew()
             raise
-        self._reports.push(state, rows)
+        self._reports.push(launched.state, launched.rows)
         self._launched.append(plan.sampled)
         self._counts.num_steps += 1
         self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
@@ -507,6 +513,7 @@ class Engine:
         for row in plan.admitted:
             self._counts.num_prompt_tokens += len(row.request.tokens)
             self._counts.num_reused_tokens += row.request.num_reused_tokens
+        return launched
 
     def _collect(self) -> None:
         """Take in the oldest report. A request that its stop string has ended is stopped here, its late tokens cut."""

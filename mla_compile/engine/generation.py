@@ -1,7 +1,7 @@
 """A request that an engine has taken on: what was asked for, and what has come of it."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -34,6 +34,13 @@ class TokenChooser(Protocol):
         """
 
 
+@dataclass
+class Progress:
+    """Of several requests together: whether any has grown or ended since somebody looked."""
+
+    has_grown: bool = False
+
+
 @dataclass(eq=False)
 class Generation:
     """One completion under way, as `Engine.add` returns it.
@@ -58,10 +65,16 @@ class Generation:
     stop_strings: StopStrings | None
     request: Request | None = None
     """The scheduler's, once it was handed over."""
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def has_ended(self) -> bool:
         return self.completion.finish_reason is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its prompt has been run, or will never be."""
+        return bool(self.completion.token_ids) or self.has_ended
 
     @property
     def is_chosen_on_host(self) -> bool:
@@ -72,11 +85,17 @@ class Generation:
         """End it now; see `Engine.abort`."""
         self.engine.abort(self)
 
+    def end(self, finish_reason: str, error: str | None = None) -> None:
+        """Nothing more comes, for a reason outside the text."""
+        self.completion.finish_reason, self.completion.error = finish_reason, error
+        self.progress.has_grown = True
+
     def extend(self, report: RowReport, *, is_step: bool) -> None:
         """Take in what a step emitted, or a prompt's last chunk (`is_step` False), up to a stop string."""
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
+        self.progress.has_grown = True
         num_known = len(completion.token_ids)
         if len(self.prompt) + num_known + len(report.tokens) >= self.max_len:
             report = replace(report, active=False)  # whatever the device says, or nothing would ever end it

@@ -1,6 +1,7 @@
 """From a plan to a launched step: the rows' state is prepared, and the step that serves them runs on it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,18 @@ from mla_compile.torch_internals import mark_rows, with_own_code
 
 VERIFY = "verify"
 """The step's first half, where tokens are chosen on the host."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What `plan.sampled` will find in a state's report.
+
+    rows: of the state, in the plan's order. on_host: whether the host had a say in the tokens.
+    """
+
+    state: DecodeState
+    rows: list[ReportedRow]
+    on_host: bool
 
 
 class Launcher:
@@ -82,21 +95,21 @@ class Launcher:
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
         self.rows = Rows(self._state_for, pages_per_grant=pages_per_grant, device=self._device)
 
-    def launch(
-        self, plan: Plan, generations: Mapping[Request, Generation]
-    ) -> tuple[DecodeState, list[ReportedRow]]:
-        """Run a plan; the state that reports it, and the rows of `plan.sampled` there."""
+    def launch(self, plan: Plan, generations: Mapping[Request, Generation]) -> Launched:
+        """Run a plan."""
         state = self.rows.prepare(plan, generations)
         chunks = self._packed(plan, state) if plan.chunks else None
         variant = self.rows.variant
         sampled = [(row, generations[row.request]) for row in plan.sampled]
-        if any(generation.is_chosen_on_host for _, generation in sampled):
+        on_host = any(generation.is_chosen_on_host for _, generation in sampled)
+        if on_host:
             self._run_in_halves(variant, state, chunks, sampled)
         elif chunks is not None:
             self._decoders[variant.sampled].mixed(state, chunks)
         else:
             self.step(variant)(state)
-        return state, [ReportedRow(self.rows[row.slot], g.params.logprobs) for row, g in sampled]
+        rows = [ReportedRow(self.rows[row.slot], g.params.logprobs) for row, g in sampled]
+        return Launched(state, rows, on_host)
 
     def step(self, variant: Variant) -> Step:
         """The step of rows that all decode."""

@@ -63,6 +63,10 @@ class Rows:
 
     def prepare(self, plan: Plan, generations: Mapping[Request, Generation]) -> DecodeState:
         """The state that a plan's step runs on, with all that changes before it; admitted rows are inactive."""
+        if self._state is not None and not (plan.freed_slots or plan.admitted):
+            if plan.grants:
+                self._write(self._state, [], [], plan.grants)
+            return self._state
         before, inactive = self._state, []
         for slot in plan.freed_slots:
             inactive.append(self._row_of.pop(slot))

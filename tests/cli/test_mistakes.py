@@ -190,7 +190,7 @@ def test_ctrl_c_ends_it_with_130_and_keeps_the_output_file(generate, tmp_path, m
         yield []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "_waves", interrupted)
+    monkeypatch.setattr(Engine, "_stream", interrupted)
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(GOOD)
     output.write_text("what was there before")
