@@ -12,9 +12,6 @@ from mla_compile.errors import MLAError
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_columns, mark_rows
 
-NO_TOKEN = -1
-"""Stands for the successor of a prompt's last token, which is yet to be sampled."""
-
 MIN_TOKENS = 2
 """Of a call: Inductor asks of a number of tokens whether it is 1, and compiles anew where it is."""
 
@@ -38,8 +35,8 @@ class PromptChunks:
     """Chunks of different rows, packed one after the other; `pack` makes them. At least `MIN_TOKENS` tokens.
 
     token_ids: int64 `[tokens]`.
-    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; `NO_TOKEN` after a prompt's
-        last one.
+    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; any id after a prompt's last
+        one, whose successor is sampled.
     positions: int64 `[tokens]`.
     segment: where they live.
     last_of_row: for each row of the state, the packed index of its prompt's last token, int64 `[rows]`; -1 where no
@@ -78,7 +75,7 @@ class PromptChunks:
                 expected = f"0 <= start < stop <= {len(prompt)} tokens"
                 raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
             token_ids += prompt[start:stop]
-            next_token_ids += [*prompt[start + 1 : stop + 1], NO_TOKEN][: stop - start]
+            next_token_ids += [*prompt[start + 1 : stop + 1], 0][: stop - start]
             if stop == len(prompt):
                 last_of_row[row] = len(token_ids) - 1
         count = len(token_ids)
@@ -86,7 +83,7 @@ class PromptChunks:
         # One token would be another graph.
         padding = [min(capacity, rest) for rest in range(max(num_tokens, MIN_TOKENS) - count, 0, -capacity)]
         token_ids += [0] * sum(padding)
-        next_token_ids += [NO_TOKEN] * sum(padding)
+        next_token_ids += [0] * sum(padding)
         owners = torch.tensor([chunk.row for chunk in chunks], dtype=torch.int64, device=device)
         tables = state.block_table.index_select(0, owners)
         segment, positions = prefill_segment(

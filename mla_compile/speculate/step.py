@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
-from mla_compile.speculate.chunks import NO_TOKEN, PromptChunks
+from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import DecodeState
 
@@ -200,16 +200,11 @@ class SpeculativeDecoder(nn.Module):
         # Sizes were checked before: a check in a graph, as a write, is where a gather stops climbing.
         rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
         if self.k > 0:
-            # Nobody reads what this call returns, so in a graph it comes down to the latents, which are there before
-            # a decode row attends. That of a prompt's last token waits for its successor: `advance` writes it.
-            next_token_ids, segment = chunks.next_token_ids, chunks.segment
-            slots = torch.where(next_token_ids == NO_TOKEN, -1, segment.slot_mapping)
-            self.model.forward_mtp(
-                next_token_ids.clamp(min=0),
-                torch.split(hidden, [rows * q_len, next_token_ids.shape[0]])[1],
-                chunks.positions,
-                MLABatch(prefill=replace(segment, slot_mapping=slots)),
-            )
+            # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a
+            # decode row attends. That of a prompt's last token, whose successor is yet unknown, `advance` writes again.
+            of_chunks = torch.split(hidden, [rows * q_len, chunks.token_ids.shape[0]])[1]
+            batch = MLABatch(prefill=chunks.segment)
+            self.model.forward_mtp(chunks.next_token_ids, of_chunks, chunks.positions, batch)
         # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
         gather_ids = torch.arange(rows * q_len, device=hidden.device).view(rows, q_len)
         first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
