@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_compile.batch import PrefillSegment, prefill_segment
+from mla_compile.batch import PrefillSegment, copied_to, prefill_segment
 from mla_compile.errors import MLAError
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_columns, mark_rows
@@ -55,10 +55,11 @@ class PromptChunks:
     ) -> "PromptChunks":
         """Chunks of rows of `state`, whose block tables are read now; none at all will do.
 
-        num_tokens: pad to so many tokens with chunks of nobody, that write nowhere. A CUDA graph is recorded for each
-            number of tokens, so few of them should occur.
+        num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. CUDA graphs are recorded for each
+            number of tokens, so few of them should occur. More tokens than that are no mistake.
 
-        The tensors are marked for the compiler: their numbers of tokens, chunks and rows vary.
+        The host does not wait for the device. The tensors are marked for the compiler: their numbers of tokens, chunks
+        and rows vary.
 
         Raises:
             MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
@@ -84,8 +85,11 @@ class PromptChunks:
         padding = [min(capacity, rest) for rest in range(max(num_tokens, MIN_TOKENS) - count, 0, -capacity)]
         token_ids += [0] * sum(padding)
         next_token_ids += [0] * sum(padding)
-        owners = torch.tensor([chunk.row for chunk in chunks], dtype=torch.int64, device=device)
-        tables = state.block_table.index_select(0, owners)
+
+        def integers(values: list[int]) -> Tensor:
+            return copied_to(device, torch.tensor(values, dtype=torch.int64))
+
+        tables = state.block_table.index_select(0, integers([chunk.row for chunk in chunks]))
         segment, positions = prefill_segment(
             [chunk.stop - chunk.start for chunk in chunks] + padding,
             [chunk.start for chunk in chunks] + [0] * len(padding),
@@ -94,11 +98,11 @@ class PromptChunks:
         )
         segment.slot_mapping[count:] = -1
         packed = cls(
-            token_ids=torch.tensor(token_ids, device=device),
-            next_token_ids=torch.tensor(next_token_ids, device=device),
+            token_ids=integers(token_ids),
+            next_token_ids=integers(next_token_ids),
             positions=positions,
             segment=segment,
-            last_of_row=torch.tensor(last_of_row, device=device),
+            last_of_row=integers(last_of_row),
         )
         for tensor in packed.tensors():
             mark_rows(tensor)

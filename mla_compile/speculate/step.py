@@ -13,6 +13,14 @@ token at position n and drafts d_1..d_k after it:
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
 at position n + a + 1, and a token sees only positions up to its own.
+
+A mixed step prefills prompt chunks in the same forward. A row whose prompt of p tokens ends with its chunk is from then
+on a decode row with p - 1 cached tokens, of whose k + 1 positions only the first counts:
+
+    position            p-1
+    target read         the prompt's last token, in the chunk; its hidden state takes the place of the row's first
+    target samples      s_0, which takes position p
+    MTP reads           s_0,h    -> first draft; then k - 1 more, in one chain with all rows
 """
 
 from collections.abc import Callable

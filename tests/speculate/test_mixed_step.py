@@ -19,7 +19,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import live_nodes
 from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
-from mla_compile.torch_internals import capture_graph, compile_counters, with_own_code
+from mla_compile.torch_internals import capture_graph, compile_counters, mark_rows, with_own_code
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
 from tests.passes.capture import nodes_of, shape
@@ -503,6 +503,29 @@ def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
         serve(runner, requests[:rows], size, 10)
         runner.check(tolerance=1e-5)  # rotary angles are float32
     assert compile_counters()["graphs"] == 1
+
+
+def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> None:
+    """For tokens that are chosen on the host."""
+    torch._dynamo.utils.counters.clear()
+    runner = Runner(model, 3, 3)
+    decoder = runner.decoder
+    verify, advance = (
+        torch.compile(with_own_code(half), backend="mla", fullgraph=True)
+        for half in (decoder.verify, decoder.advance)
+    )
+
+    def mixed(state: DecodeState, chunks: PromptChunks) -> None:
+        logits, hidden = verify(state, chunks)
+        targets = decoder.choose_targets(state, logits)
+        for tensor in (targets, hidden):
+            mark_rows(tensor)
+        advance(state, targets, hidden, chunks)
+
+    runner.mixed = mixed
+    serve(runner, [Request(prompt) for prompt in PROMPTS[:3]], 2, 8)
+    runner.check(tolerance=1e-5)
+    assert compile_counters()["graphs"] == 2
 
 
 @pytest.mark.parametrize("k", [0, 3])
