@@ -126,7 +126,12 @@ class PromptChunks:
         """Tells the compiler, which gives each tensor a size of its own, which ones agree.
 
         rows: of the state.
+
+        Raises:
+            MLAError: chunks that were packed for a state of another number of rows.
         """
+        if not torch.compiler.is_compiling() and self.last_of_row.shape[0] != rows:
+            raise MLAError("chunks", f"those of a state of {rows} rows", self.last_of_row.shape[0])
         segment = self.segment
         tokens, chunks = self.token_ids.shape[0], segment.seq_lens.shape[0]
         torch._check(tokens >= MIN_TOKENS)

@@ -570,3 +570,11 @@ def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalL
 def test_chunks_that_cannot_be_are_refused(chunks: list[PromptChunk], message: str) -> None:
     with pytest.raises(MLAError, match=message):
         PromptChunks.pack(chunks, DecodeState.allocate(2, 1, max_pages=MAX_PAGES), page_size=PAGE)
+
+
+def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAForCausalLM) -> None:
+    runner, other = Runner(model, 1, 2), DecodeState.allocate(3, 1, max_pages=MAX_PAGES)
+    chunks = PromptChunks.pack([PromptChunk(0, [1, 2], 0, 2)], other, page_size=PAGE)
+    with pytest.raises(MLAError, match="chunks: expected those of a state of 2 rows, got 3"):
+        runner.mixed(runner.state, chunks)
+    assert all(layer is not None and layer.isnan().all() for layer in model.caches())
