@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_compile.batch import PrefillSegment, prefill_segment
+from mla_compile.batch import PrefillSegment, copied_to, prefill_segment
 from mla_compile.errors import MLAError
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_columns, mark_rows
 
-NO_TOKEN = -1
-"""Stands for the successor of a prompt's last token, which is yet to be sampled."""
+MIN_TOKENS = 2
+"""Of a call: Inductor asks of a number of tokens whether it is 1, and compiles anew where it is."""
 
 
 class PromptChunk(NamedTuple):
@@ -32,11 +32,11 @@ class PromptChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """Chunks of different rows, packed one after the other.
+    """Chunks of different rows, packed one after the other; `pack` makes them. At least `MIN_TOKENS` tokens.
 
     token_ids: int64 `[tokens]`.
-    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; `NO_TOKEN` after a prompt's
-        last one.
+    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; any id after a prompt's last
+        one, whose successor is sampled.
     positions: int64 `[tokens]`.
     segment: where they live.
     last_of_row: for each row of the state, the packed index of its prompt's last token, int64 `[rows]`; -1 where no
@@ -50,10 +50,16 @@ class PromptChunks:
     last_of_row: Tensor
 
     @classmethod
-    def pack(cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int) -> "PromptChunks":
-        """Chunks of rows of `state`, whose block tables are read now.
+    def pack(
+        cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int, num_tokens: int = 0
+    ) -> "PromptChunks":
+        """Chunks of rows of `state`, whose block tables are read now; none at all will do.
 
-        The tensors are marked for the compiler: their numbers of tokens, chunks and rows vary.
+        num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. CUDA graphs are recorded for each
+            number of tokens, so few of them should occur. More tokens than that are no mistake.
+
+        The host does not wait for the device. The tensors are marked for the compiler: their numbers of tokens, chunks
+        and rows vary.
 
         Raises:
             MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
@@ -61,31 +67,42 @@ class PromptChunks:
         """
         rows, device = state.num_rows(), state.block_table.device
         last_of_row = [-1] * rows
-        tokens: list[int] = []
-        following: list[int] = []
-        for i, (row, token_ids, start, stop) in enumerate(chunks):
+        token_ids: list[int] = []
+        next_token_ids: list[int] = []
+        for i, (row, prompt, start, stop) in enumerate(chunks):
             if not 0 <= row < rows or row in (chunk.row for chunk in chunks[:i]):
                 raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
-            if not 0 <= start < stop <= len(token_ids):
-                expected = f"0 <= start < stop <= {len(token_ids)} tokens"
+            if not 0 <= start < stop <= len(prompt):
+                expected = f"0 <= start < stop <= {len(prompt)} tokens"
                 raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
-            tokens += token_ids[start:stop]
-            following += [*token_ids[start + 1 : stop + 1], NO_TOKEN][: stop - start]
-            if stop == len(token_ids):
-                last_of_row[row] = len(tokens) - 1
-        index = torch.tensor([chunk.row for chunk in chunks], dtype=torch.int64, device=device)
+            token_ids += prompt[start:stop]
+            next_token_ids += [*prompt[start + 1 : stop + 1], 0][: stop - start]
+            if stop == len(prompt):
+                last_of_row[row] = len(token_ids) - 1
+        count = len(token_ids)
+        capacity = state.block_table.shape[1] * page_size
+        # One token would be another graph.
+        padding = [min(capacity, rest) for rest in range(max(num_tokens, MIN_TOKENS) - count, 0, -capacity)]
+        token_ids += [0] * sum(padding)
+        next_token_ids += [0] * sum(padding)
+
+        def integers(values: list[int]) -> Tensor:
+            return copied_to(device, torch.tensor(values, dtype=torch.int64))
+
+        tables = state.block_table.index_select(0, integers([chunk.row for chunk in chunks]))
         segment, positions = prefill_segment(
-            [chunk.stop - chunk.start for chunk in chunks],
-            [chunk.start for chunk in chunks],
-            state.block_table.index_select(0, index),
+            [chunk.stop - chunk.start for chunk in chunks] + padding,
+            [chunk.start for chunk in chunks] + [0] * len(padding),
+            torch.nn.functional.pad(tables, (0, 0, 0, len(padding))),  # on page 0, the dummy page
             page_size=page_size,
         )
+        segment.slot_mapping[count:] = -1
         packed = cls(
-            token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
-            next_token_ids=torch.tensor(following, dtype=torch.int64, device=device),
+            token_ids=integers(token_ids),
+            next_token_ids=integers(next_token_ids),
             positions=positions,
             segment=segment,
-            last_of_row=torch.tensor(last_of_row, device=device),
+            last_of_row=integers(last_of_row),
         )
         for tensor in packed.tensors():
             mark_rows(tensor)
@@ -100,18 +117,27 @@ class PromptChunks:
             *(segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.slot_mapping),
         ]
 
-    def num_tokens(self) -> int:
-        """Tells the compiler, which gives each tensor a size of its own, which ones agree."""
+    @property
+    def begins(self) -> Tensor:
+        """The rows of the state whose prompts end here, bool `[rows]`."""
+        return self.last_of_row >= 0
+
+    def check_sizes(self, rows: int) -> None:
+        """Tells the compiler, which gives each tensor a size of its own, which ones agree.
+
+        rows: of the state.
+
+        Raises:
+            MLAError: chunks that were packed for a state of another number of rows.
+        """
+        if not torch.compiler.is_compiling() and self.last_of_row.shape[0] != rows:
+            raise MLAError("chunks", f"those of a state of {rows} rows", self.last_of_row.shape[0])
         segment = self.segment
         tokens, chunks = self.token_ids.shape[0], segment.seq_lens.shape[0]
+        torch._check(tokens >= MIN_TOKENS)
         for tensor in (self.next_token_ids, self.positions, segment.slot_mapping):
             torch._check(tensor.shape[0] == tokens)
         torch._check(segment.block_table.shape[0] == chunks)
         torch._check(segment.host_lens.shape[1] == chunks)
         torch._check(segment.cu_seqlens_q.shape[0] == chunks + 1)
-        return tokens
-
-    def begins(self, rows: int) -> Tensor:
-        """The rows of the state whose prompts end here, bool `[rows]`."""
         torch._check(self.last_of_row.shape[0] == rows)
-        return self.last_of_row >= 0

@@ -13,6 +13,14 @@ token at position n and drafts d_1..d_k after it:
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
 at position n + a + 1, and a token sees only positions up to its own.
+
+A mixed step prefills prompt chunks in the same forward. A row whose prompt of p tokens ends with its chunk is from then
+on a decode row with p - 1 cached tokens, of whose k + 1 positions only the first counts:
+
+    position            p-1
+    target read         the prompt's last token, in the chunk; its hidden state takes the place of the row's first
+    target samples      s_0, which takes position p
+    MTP reads           s_0,h    -> first draft; then k - 1 more, in one chain with all rows
 """
 
 from collections.abc import Callable
@@ -24,7 +32,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
-from mla_compile.speculate.chunks import NO_TOKEN, PromptChunks
+from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import DecodeState
 
@@ -184,6 +192,7 @@ class SpeculativeDecoder(nn.Module):
             )
             tokens = tokens.view(-1)
             if chunks is not None:
+                chunks.check_sizes(rows)
                 tokens = torch.cat([tokens, chunks.token_ids])
                 positions = torch.cat([positions, chunks.positions])
                 batch = replace(batch, prefill=chunks.segment)
@@ -201,26 +210,22 @@ class SpeculativeDecoder(nn.Module):
 
         Returns the hidden states of the k + 1 positions of each row, `[rows * (k + 1), hidden_size]`.
         """
-        rows, q_len = state.num_rows(), self.k + 1
-        tokens, begins = chunks.num_tokens(), chunks.begins(rows)
+        # Sizes were checked before: a check in a graph, as a write, is where a gather stops climbing.
+        rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
         if self.k > 0:
-            # Nobody reads what this call returns, so in a graph it comes down to the latents, which are there before
-            # a decode row attends. That of a prompt's last token waits for its successor: `advance` writes it.
-            next_token_ids, segment = chunks.next_token_ids, chunks.segment
-            slots = torch.where(next_token_ids == NO_TOKEN, -1, segment.slot_mapping)
-            self.model.forward_mtp(
-                next_token_ids.clamp(min=0),
-                torch.split(hidden, [rows * q_len, tokens])[1],
-                chunks.positions,
-                MLABatch(prefill=replace(segment, slot_mapping=slots)),
-            )
+            # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a
+            # decode row attends. That of a prompt's last token, whose successor is yet unknown, `advance` writes again.
+            of_chunks = torch.split(hidden, [rows * q_len, chunks.token_ids.shape[0]])[1]
+            batch = MLABatch(prefill=chunks.segment)
+            self.model.forward_mtp(chunks.next_token_ids, of_chunks, chunks.positions, batch)
         # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
         gather_ids = torch.arange(rows * q_len, device=hidden.device).view(rows, q_len)
         first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
         gather_ids = torch.cat([first[:, None], gather_ids[:, 1:]], dim=1).view(-1)
+        hidden = torch.index_select(hidden, 0, gather_ids)
         state.num_cached.copy_(torch.where(begins, torch.index_select(positions, 0, first), state.num_cached))
         state.active.copy_(state.active | begins)
-        return torch.index_select(hidden, 0, gather_ids)
+        return hidden
 
     def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
@@ -245,6 +250,8 @@ class SpeculativeDecoder(nn.Module):
             rows, q_len = state.num_rows(), self.k + 1
             torch._check(targets.shape[0] == rows)
             torch._check(hidden.shape[0] == rows * q_len)
+            if chunks is not None:
+                chunks.check_sizes(rows)
             count, active = self._accept(state, targets, self._query_lens(state, state.active, chunks))
             accepted = (count - 1).clamp(min=0).long()
             num_cached = state.num_cached + count
@@ -270,7 +277,7 @@ class SpeculativeDecoder(nn.Module):
         q_lens = torch.where(active, room.clamp(0, self.k + 1), 0)
         if chunks is None:
             return q_lens
-        return torch.where(chunks.begins(state.num_rows()), q_lens.clamp(max=1), q_lens)
+        return torch.where(chunks.begins, q_lens.clamp(max=1), q_lens)
 
     def _decode_batch(
         self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int
