@@ -124,6 +124,19 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
         engine(decode_backend="fast")
 
 
+@pytest.mark.slow
+def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
+    """Prompts in chunks beside rows that decode, in two variants of the step."""
+    settings = {"max_rows": 3, "max_tokens_per_step": 15, "max_model_len": 64, "page_size": 4}
+    prompts, penalised = [*PROMPTS, [1] * 20], SamplingParams(frequency_penalty=0.5, logprobs=2)
+    eager = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile=False, **settings)
+    compiled = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile_mixed=True, **settings)
+    for params in (SamplingParams(), penalised):
+        expected, got = (e.generate(prompts, params, max_new_tokens=12) for e in (eager, compiled))
+        assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    assert compiled.stats.num_mixed_steps > 0
+
+
 def test_streams_side_by_side_have_the_tokens_of_one_list() -> None:
     shared = engine()
     streams = (shared.stream([prompt], max_new_tokens=20) for prompt in PROMPTS)

@@ -52,7 +52,7 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, para
     """Large -> small -> large buckets, padded ones, with NaN in every page, page 0 included, before each batch."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4}
+    settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **settings)
     plain = Engine(tiny_model(torch.float64).cuda(), compile=False, **settings)
     for rows in (8, 1, 3, 8):
@@ -68,7 +68,7 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
     """One that captures, nothing being recorded yet, and an eager one without drafts."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4}
+    sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **sizes, **settings)
     return captured, Engine(tiny_model(torch.float64).cuda(), compile=False, **sizes)
 

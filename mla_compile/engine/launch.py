@@ -46,13 +46,14 @@ class Launched:
 class Launcher:
     """Launches the steps that plans ask for.
 
-    A step is one compiled call where all rows decode. Beside prompt chunks it runs eagerly, as its sizes change with
-    every plan. Where tokens are chosen on the host it is a call for each half.
+    A step is one compiled call where all rows decode, captured if it can be. With prompt chunks in it it runs eagerly,
+    or compiled but never captured, as its sizes change with every plan. Where tokens are chosen on the host it is a
+    call for each half.
 
     Args:
         model: whose caches have `page_size` tokens a page.
-        num_speculative_tokens, max_rows, compile, mode, shadow_check_every, decode_backend, capture_budget: see
-            `Engine`.
+        num_speculative_tokens, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend,
+            capture_budget: see `Engine`.
         max_pages: of a row.
         pages_per_grant: cache pages that one page of a plan stands for.
 
@@ -70,6 +71,7 @@ class Launcher:
         page_size: int,
         pages_per_grant: int,
         compile: bool,
+        compile_mixed: bool,
         mode: str | None,
         shadow_check_every: int | None,
         decode_backend: str | None,
@@ -79,6 +81,7 @@ class Launcher:
         self._max_pages, self._page_size = max_pages, page_size
         self._device = model.device
         self._compile, self._mode, self._shadow_check_every = compile, mode, shadow_check_every
+        self._compile_mixed = compile and compile_mixed
         self._decoders = {
             sampled: SpeculativeDecoder(
                 model, self._k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
@@ -90,6 +93,7 @@ class Launcher:
             max_rows, self._k + 1, device=self._device, budget=capture_budget, why_not=why_not
         )
         self._steps: dict[Variant, Step] = {}
+        self._mixed_steps: dict[bool, Callable[[DecodeState, PromptChunks], None]] = {}
         self._verify = self._compiled(VERIFY, self._decoders[False].verify)
         self._advances: dict[Variant, Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
@@ -105,7 +109,7 @@ class Launcher:
         if on_host:
             self._run_in_halves(variant, state, chunks, sampled)
         elif chunks is not None:
-            self._decoders[variant.sampled].mixed(state, chunks)
+            self._mixed(variant.sampled)(state, chunks)
         else:
             self.step(variant)(state)
         rows = [ReportedRow(self.rows[row.slot], g.params.logprobs) for row, g in sampled]
@@ -119,6 +123,15 @@ class Launcher:
                 step = shadow_check(step, every=self._shadow_check_every)
             self._steps[variant] = step
         return self._steps[variant]
+
+    def _mixed(self, sampled: bool) -> Callable[[DecodeState, PromptChunks], None]:
+        """The step of rows that decode and prompts beside them; states tell what else is compiled in."""
+        if sampled not in self._mixed_steps:
+            mixed = self._decoders[sampled].mixed
+            if self._compile_mixed:
+                mixed = torch.compile(with_own_code(mixed), backend="mla", fullgraph=True)
+            self._mixed_steps[sampled] = mixed
+        return self._mixed_steps[sampled]
 
     def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
         """Compile a step, and record it for all numbers of rows, largest first."""
