@@ -76,7 +76,7 @@ class Runner:
         state = self.state
         self.requests[row], self.said[row] = request, Said()
         for name, value in vars(request.sampling).items():
-            if name != "logprobs":
+            if name != "logprobs" and hasattr(state, name):  # the others say when a request ends
                 getattr(state, name)[row] = value
         assert state.in_prompt is not None and state.num_emitted is not None
         state.num_emitted[row] = 0
