@@ -231,6 +231,40 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
         assert in_waves == expected
 
 
+@pytest.mark.parametrize("pages", [17, 65])
+@pytest.mark.parametrize("gap", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted(
+    k: int, gap: int, pages: int
+) -> None:
+    """Drafts are masked by what their own row has said, whatever stands before them in the step."""
+    grammars = [grammar("json_schema"), None, grammar("ebnf"), grammar("regex")]
+    prompts, sampling = [*PROMPTS, [1] * 20], [*TOLD, SAMPLED[0]]
+    expected = [run(0, [one], [params], [p])[0] for one, params, p in zip(grammars, sampling, prompts)]
+    engine = Engine(
+        tiny_model(),
+        num_speculative_tokens=k,
+        max_rows=4,
+        max_model_len=64,
+        page_size=4,
+        num_pages=pages,
+        max_tokens_per_step=4 * (1 + k) + 3,
+        compile=False,
+    )
+    generations = []
+    for prompt, params, one in zip(prompts, sampling, grammars):
+        generations.append(engine.add(prompt, params, max_new_tokens=40, stop_ids=[EOS], grammar=one))
+        for _ in range(gap):
+            engine.step()
+    while engine.has_work():
+        engine.step()
+    got = [generation.completion for generation in generations]
+    assert ids(got) == ids(expected)
+    assert [c.finish_reason for c in got] == [c.finish_reason for c in expected]
+    assert engine.stats.num_mixed_steps > 0
+    assert (engine.stats.num_preemptions > 0) == (pages == 17)
+
+
 def test_rows_of_different_grammars_and_tokenizers_share_a_batch() -> None:
     # Here the end-of-sequence id is another; the row must say the engine's stop id all the same.
     other = tokenizer([*TOKENS, "<end>"], "<end>")
