@@ -56,8 +56,8 @@ class Engine:
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
         tokenizer: of the model's, for requests with stop strings.
         compile: False runs everything eagerly.
-        compile_mixed: compile steps with prompts in them too, when they are first met. It takes as long as compiling the
-            step, so it pays in what serves for long.
+        compile_mixed: compile steps with prompts in them too, when they are first met. That takes as long as compiling
+            the step, so it pays in what serves for long.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
