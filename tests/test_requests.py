@@ -283,9 +283,11 @@ def test_a_stop_string_ends_the_text_where_it_first_appears(k: int, lag: int) ->
 
 
 def test_a_stop_string_that_never_comes_changes_nothing() -> None:
-    mine = engine(tokenizer=tokenizer())
-    (completion,) = mine.generate([PROMPTS[0]], SamplingParams(stop="never!"), max_new_tokens=20)
-    assert (completion.token_ids, completion.text) == (alone(PROMPTS[0], SamplingParams()), None)
+    mine, whole = engine(tokenizer=tokenizer()), alone(PROMPTS[0], SamplingParams())
+    for params in (SamplingParams(stop="never!"), SamplingParams()):
+        (completion,) = mine.generate([PROMPTS[0]], params, max_new_tokens=20)
+        assert completion.token_ids == whole
+        assert completion.text == "".join(CHARACTERS[token] for token in whole if token < 39)
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,6 @@ def generate(
         else:
             with _on_terminal(f"completing {len(prompts)} prompts"):
                 *_, completions = updates
-        for completion in completions:
-            if completion.text is None:  # else it ends before a stop string
-                completion.text = checkpoint.decode(completion.token_ids)
         write(result_line(completion) for completion in completions)
 
 

@@ -54,7 +54,7 @@ class Engine:
         max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
             512 more than `max_rows` decode rows take.
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
-        tokenizer: of the model's, for requests with stop strings.
+        tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
         compile: False runs everything eagerly.
         compile_mixed: compile steps with prompts in them too, when they are first met. That takes as long as compiling
             the step, so it pays in what serves for long.
@@ -222,7 +222,9 @@ class Engine:
         """
         self._check_caches()
         start = time.perf_counter()
+        preempted = self._scheduler.num_preemptions
         plan = self._scheduler.plan()
+        self._counts.num_preemptions += self._scheduler.num_preemptions - preempted
         lag = 0
         # Where the host chooses tokens it must have those before them.
         if plan and not self._launch(plan).on_host:
@@ -513,7 +515,6 @@ class Engine:
         self._launched.append(plan.sampled)
         self._counts.num_steps += 1
         self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
-        self._counts.num_preemptions = self._scheduler.num_preemptions
         for row in plan.admitted:
             self._counts.num_prompt_tokens += len(row.request.tokens)
             self._counts.num_reused_tokens += row.request.num_reused_tokens

@@ -100,11 +100,13 @@ class Generation:
         if len(self.prompt) + num_known + len(report.tokens) >= self.max_len:
             report = replace(report, active=False)  # whatever the device says, or nothing would ever end it
         completion.extend(report, self.stop_ids, is_step=is_step)
-        if self.stop_strings is None:
-            return
-        found = self.stop_strings.feed(completion.token_ids[num_known:])
-        if found is not None:
-            completion.end_at(num_known + found.num_tokens, found.text)
+        if self.stop_strings is not None:
+            found = self.stop_strings.feed(completion.token_ids[num_known:])
+            if found is not None:
+                completion.end_at(num_known + found.num_tokens, found.text)
+        tokenizer = self.engine.tokenizer
+        if self.has_ended and completion.text is None and tokenizer is not None:
+            completion.text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
 
     async def __aiter__(self) -> AsyncIterator[int]:
         seen = 0

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from mla_compile.batch import copied_to
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.scheduler import Grant, Plan, Request
 from mla_compile.engine.variants import Variant
@@ -168,8 +169,8 @@ def stop_id_places(stop_ids: Collection[int]) -> int:
 
 def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Columns of numbers on the device, by one copy that nobody waits for."""
-    flat = torch.tensor(list(chain(*columns)), dtype=dtype, pin_memory=device.type == "cuda")
-    return list(flat.to(device, non_blocking=True).split([len(column) for column in columns]))
+    flat = copied_to(device, torch.tensor(list(chain(*columns)), dtype=dtype))
+    return list(flat.split([len(column) for column in columns]))
 
 
 def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:

@@ -133,10 +133,11 @@ class TextStream:
             self._text += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         ready = len(self._text) - self._num_held
         if completion.finish_reason is not None:
-            whole = completion.text
-            if whole is None:
-                whole = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            self._text, ready = whole, len(whole)
+            if completion.text is None:  # the engine has no tokenizer
+                self._text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            else:
+                self._text = completion.text
+            ready = len(self._text)
         piece = self._text[self._num_given : max(ready, self._num_given)]
         self._num_given += len(piece)
         return piece
@@ -225,14 +226,10 @@ def generate(
         max_new_tokens=max([max_new_tokens, *(params.max_tokens or 1 for params in asked)]),
         compile=compile,
     )
-    completions = engine.generate(
+    return engine.generate(
         token_ids,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop_ids=checkpoint.stop_ids,
         grammars=grammars,
     )
-    for completion in completions:
-        if completion.text is None:  # else it ends before a stop string
-            completion.text = checkpoint.decode(completion.token_ids)
-    return completions

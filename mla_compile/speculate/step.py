@@ -84,7 +84,7 @@ class ServedModel(Target, Protocol):
 
 
 class SpeculativeDecoder(nn.Module):
-    """Prefill, start and step of a batch; `forward` is the step, one MTP iteration that advances a `DecodeState`.
+    """The step of a batch: `forward` is an MTP iteration that advances a `DecodeState`, `mixed` one with prompts.
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
@@ -114,46 +114,6 @@ class SpeculativeDecoder(nn.Module):
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend
-
-    @torch.no_grad()
-    def prefill(
-        self, token_ids: Tensor, next_token_ids: Tensor, positions: Tensor, batch: MLABatch, last: Tensor
-    ) -> Tensor:
-        """Fill the caches with prompt chunks; hidden states `[rows, hidden_size]` at the packed indices `last`.
-
-        next_token_ids: the token after each one, int64 `[tokens]`. A prompt's very last token has no known successor:
-        any id may stand there, since `start` writes the MTP latent of that position again.
-        """
-        hidden = self.model(token_ids, positions, batch)
-        if self.k > 0:
-            self.model.forward_mtp(next_token_ids, hidden, positions, batch)
-        return torch.index_select(hidden, 0, last)
-
-    @torch.no_grad()
-    def start(self, state: DecodeState, hidden: Tensor, allowed: Tensor | None = None) -> None:
-        """Sample the first token after prompts of `num_cached` tokens and draft behind it.
-
-        hidden: of each prompt's last token, `[rows, hidden_size]`; rows of the state that are inactive are ignored.
-        allowed: what may be sampled, bool `[rows, 1, vocab_size]`; None for every id.
-        """
-        logits = self.model.logits(hidden)[:, None]
-        first = self._choose(logits, state.num_cached[:, None].long(), state, state.drafts[:, :0], allowed)
-        self._tell_logprobs(state, logits, first)
-        self.begin(state, first, hidden)
-
-    @torch.no_grad()
-    def begin(self, state: DecodeState, first: Tensor, hidden: Tensor) -> None:
-        """`start` with first tokens, int64 `[rows, 1]`, that the caller has chosen."""
-        stops = (first[..., None] == state.stop_ids[:, None]).any(dim=-1)[:, 0]
-        count = state.active.to(torch.int32)
-        active = state.active & ~stops & (state.num_cached + 1 < state.max_len)
-        self._count_emitted(state, first, count)
-        if self.k > 0:
-            drafted = self._draft_after(state, first[:, 0], hidden, state.num_cached - 1, active)
-            state.drafts.copy_(self._chain(state, drafted, state.num_cached, active))
-        state.last_token.copy_(first[:, 0])
-        state.active.copy_(active)
-        state.report.copy_(torch.cat([count[:, None], active[:, None], first.expand(-1, self.k + 1)], dim=1))
 
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mla_compile import MLABatch, MLAError, prefill_segment
+from mla_compile import MLABatch, MLAError
 from mla_compile.explanation.shapes import op_name
 from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
@@ -23,6 +23,7 @@ from mla_compile.torch_internals import capture_graph, compile_counters, mark_ro
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
 from tests.passes.capture import nodes_of, shape
+from tests.speculate.eager_start import start_alone
 from tests.speculate.from_scratch import PAGE, FromScratch
 
 Part = tuple[int, int, int]
@@ -151,17 +152,8 @@ def alone(k: int, request: Request) -> Said:
     """The request by itself: its prompt in one piece, then plain steps until it has ended."""
     runner = Runner(tiny_model(), k, 1)
     runner.admit(0, request)
-    state, prompt = runner.state, request.prompt
-    segment, positions = prefill_segment([len(prompt)], [0], state.block_table, page_size=PAGE)
-    hidden = runner.decoder.prefill(
-        torch.tensor(prompt),
-        torch.tensor([*prompt[1:], 0]),
-        positions,
-        MLABatch(prefill=segment),
-        torch.tensor([len(prompt) - 1]),
-    )
-    state.num_cached[0], state.active[0] = len(prompt), True
-    runner.decoder.start(state, hidden)
+    state = runner.state
+    start_alone(runner.decoder, state, request.prompt)
     runner.note([True])
     while state.active[0]:
         runner.run()

@@ -286,7 +286,6 @@ def test_a_step_with_penalties_and_logprobs_never_waits_for_the_device(k: int, s
     state = DecodeState.allocate(4, k, max_pages=2, penalised_vocab=VOCAB, num_logprobs=5, device="meta")
     step = SpeculativeDecoder(model, k, page_size=PAGE, sampled=sampled)
     with NoHostSync():
-        step.start(state, torch.empty(4, 32, dtype=torch.float64, device="meta"))
         step(state)
 
 
