@@ -49,6 +49,17 @@ def test_a_prompt_is_streamed_to_stdout(complete, generate):
     assert (result.exit_code, result.stdout, result.stderr) == (0, line["text"] + "\n", "")
 
 
+def test_a_completion_ends_before_a_stop_string(complete, generate):
+    (whole,) = complete([{"prompt": "to be"}], "--max-new-tokens", 30)
+    stop = whole["text"][6:8]
+    at = whole["text"].index(stop)
+    (cut,) = complete([{"prompt": "to be"}], "--max-new-tokens", 30, "--stop", stop, "--stop", "never, never")
+    assert (cut["text"], cut["finish_reason"]) == (whole["text"][:at], "stop")
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    result = generate("--prompt", "to be", "--max-new-tokens", 30, "--stop", stop)
+    assert result.stdout == cut["text"] + "\n", "nothing of the stop string was shown"
+
+
 def test_a_prompt_can_have_an_output_file_too(complete, generate, tmp_path):
     (line,) = complete([HELLO])
     result = generate("--prompt", "hello", "--output", tmp_path / "one.jsonl")
