@@ -1,7 +1,7 @@
 """MLA attention and MTP speculative decoding, native to `torch.compile`."""
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment, decode_segment, prefill_segment
-from mla_compile.engine import Completion, Engine, generate
+from mla_compile.engine import Completion, Engine, Grammar, generate
 from mla_compile.errors import MLAError
 from mla_compile.explanation import Explanation, explain
 from mla_compile.models import load_model, load_tokenizer
@@ -15,6 +15,7 @@ __all__ = [
     "DecodeSegment",
     "Engine",
     "Explanation",
+    "Grammar",
     "MLABatch",
     "MLAError",
     "PrefillSegment",

@@ -107,8 +107,8 @@ def prefill_segment(
     device = block_table.device
     host = torch.tensor([chunk_lens, [c + n for c, n in zip(chunk_lens, num_cached, strict=True)]])
     host = host.to(torch.int32)
-    lens = host.to(device)
-    row_of_token = torch.repeat_interleave(torch.arange(rows), host[0]).to(device)
+    lens = copied_to(device, host)
+    row_of_token = copied_to(device, torch.repeat_interleave(torch.arange(rows), host[0]))
     cu_seqlens_q = torch.nn.functional.pad(lens[0].cumsum(0), (1, 0)).to(torch.int32)
     index = torch.arange(row_of_token.shape[0], device=device) - cu_seqlens_q[row_of_token]
     positions = index + (lens[1] - lens[0])[row_of_token]
@@ -116,3 +116,8 @@ def prefill_segment(
     # No field may be a view of another: Dynamo would guard on their common base, and compile anew for each batch.
     segment = PrefillSegment(cu_seqlens_q, lens[1].clone(), block_table, slots.flatten(), host)
     return segment, positions
+
+
+def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A CPU tensor on `device`. The host does not wait for what the device still has to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

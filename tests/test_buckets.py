@@ -158,8 +158,10 @@ def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_chec
         assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]
         assert step(other) == "replayed", "by torch, which knows that the graph is of another state"
         assert graphs.num_replays == 2
+        before = captures.report()
         captures.check_again()
         assert [step(state_of(4)) for _ in range(2)] == ["replayed", None]
+        assert captures.report() == before, "a check costs no more than a call"
         assert [step(state_of(2)) for _ in range(3)] == ["warm-up", "recorded", None]
         captures.check_again()
         graphs.recorded.clear()  # as where weights have moved
@@ -244,17 +246,19 @@ def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
     report = engine.warm_up(sampling=sampling, stop_ids=range(9))
     assert report.why_not == "compile=False"
     assert all(cache.isnan().all() for cache in model.caches())
-    assert sorted(rows for rows, width in engine._states if width == 16) == [1, 2, 4, 8]
+    assert sorted(rows for rows, width, *_ in engine._launcher._states if width == 16) == [1, 2, 4, 8]
     model.allocate_cache(len(enough[0]), 4)
     engine._caches = model.caches()
     poison_caches(model)
     assert engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
 
 
-def test_a_stream_does_not_go_on_over_a_warm_up() -> None:
+def test_an_engine_does_not_warm_up_while_requests_are_under_way() -> None:
     engine = Engine(tiny_model(), max_rows=1, max_model_len=64, compile=False)
+    expected = engine.generate([[1]], max_new_tokens=20)
     stream = engine.stream([[1]], max_new_tokens=20)
     next(stream)
+    with pytest.raises(MLAError, match="warm_up: expected an engine without requests, got 1 under way"):
+        engine.warm_up()
+    assert [*stream][-1] == expected
     engine.warm_up()
-    with pytest.raises(MLAError, match="one stream of an engine at a time"):
-        list(stream)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_compile import Engine, MLAError, SamplingParams
-from mla_compile.engine import Completion, prefill
+from mla_compile.engine import Completion
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
 from tests.models_for_tests import poison_caches, tiny_model
@@ -25,21 +25,17 @@ def tokens(of: Engine, **settings: object) -> list[list[int]]:
     return [c.token_ids for c in of.generate(PROMPTS, **{"max_new_tokens": 20, **settings})]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7])
-def test_prompts_in_chunks_leave_the_tokens_and_the_first_drafts_of_whole_prompts(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    greedy = [SamplingParams()] * 3
-    _, whole = engine().start(PROMPTS, 20, greedy, [])
-    monkeypatch.setattr(prefill, "CHUNK", chunk)
-    chunked = engine()
+@pytest.mark.parametrize("spare", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("k", [0, 3])
+def test_prompts_in_chunks_leave_the_tokens_and_the_drafts_of_whole_prompts(k: int, spare: int) -> None:
+    """Equal drafts take equal numbers of steps."""
+    whole = engine(k).generate(PROMPTS, max_new_tokens=20)
+    chunked = engine(k, max_rows=3, max_tokens_per_step=3 * (1 + k) + spare)
     poison_caches(chunked.model)
-    _, state = chunked.start(PROMPTS, 20, greedy, [])
-    assert torch.equal(state.drafts, whole.drafts)
-    assert torch.equal(state.report, whole.report)
+    assert chunked.generate(PROMPTS, max_new_tokens=20) == whole
 
 
-def test_more_prompts_than_rows_run_in_waves() -> None:
+def test_more_prompts_than_rows_wait_for_their_turn() -> None:
     assert tokens(engine(max_rows=2)) == tokens(engine())
 
 
@@ -128,11 +124,24 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
         engine(decode_backend="fast")
 
 
-def test_two_streams_of_one_engine_at_once_are_refused() -> None:
+@pytest.mark.slow
+def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
+    """Prompts in chunks beside rows that decode, in two variants of the step."""
+    settings = {"max_rows": 3, "max_tokens_per_step": 15, "max_model_len": 64, "page_size": 4}
+    prompts, penalised = [*PROMPTS, [1] * 20], SamplingParams(frequency_penalty=0.5, logprobs=2)
+    eager = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile=False, **settings)
+    compiled = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile_mixed=True, **settings)
+    for params in (SamplingParams(), penalised):
+        expected, got = (e.generate(prompts, params, max_new_tokens=12) for e in (eager, compiled))
+        assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    assert compiled.stats.num_mixed_steps > 0
+
+
+def test_streams_side_by_side_have_the_tokens_of_one_list() -> None:
     shared = engine()
-    streams = (shared.stream([prompt], max_new_tokens=20) for prompt in PROMPTS[:2])
-    with pytest.raises(MLAError, match="one stream of an engine at a time"):
-        list(zip_longest(*streams))
+    streams = (shared.stream([prompt], max_new_tokens=20) for prompt in PROMPTS)
+    finals = [[c for c in column if c][-1] for column in zip(*zip_longest(*streams))]
+    assert [completion.token_ids for (completion,) in finals] == tokens(engine())
 
 
 def test_an_engine_first_used_in_inference_mode_works_outside_it_too() -> None:

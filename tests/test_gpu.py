@@ -8,7 +8,7 @@ import torch
 from mla_compile import MLABatch, SamplingParams, mla_attention
 from mla_compile.engine import Engine
 from mla_compile.ops.reference import mla_attention_reference
-from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
+from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
 from tests.cases import Case, make_case, relative_error
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
@@ -52,13 +52,16 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, para
     """Large -> small -> large buckets, padded ones, with NaN in every page, page 0 included, before each batch."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4}
+    settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **settings)
     plain = Engine(tiny_model(torch.float64).cuda(), compile=False, **settings)
     for rows in (8, 1, 3, 8):
         poison_caches(captured.model)
         assert generate(captured, rows, params, 200) == generate(plain, rows, params, 200), f"{rows} rows"
     assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
+    assert last_cuda_graph(torch.device("cuda")), (
+        "a recorded step is the whole of a call, and is replayed directly"
+    )
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) >= 3
     assert not any(recorded), f"tensors copied on each replay: {recorded}"
@@ -68,7 +71,7 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
     """One that captures, nothing being recorded yet, and an eager one without drafts."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4}
+    sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **sizes, **settings)
     return captured, Engine(tiny_model(torch.float64).cuda(), compile=False, **sizes)
 
@@ -152,3 +155,28 @@ def test_weights_that_moved_between_streams_are_noticed() -> None:
         for engine in (captured, plain):
             for parameter in engine.model.parameters():
                 parameter.data = parameter.data * 0.9  # elsewhere, while a recorded graph knows the old place
+
+
+@pytest.mark.parametrize("compile_mixed", [False, True], ids=["mixed steps eager", "mixed steps compiled"])
+def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(compile_mixed: bool) -> None:
+    """The second time nothing is compiled, and a wait of the host for the device would be an error."""
+    lengths = (3, 90, 4, 17, 150, 1, 40, 5, 33, 8)
+    prompts = [[1 + (7 * i + 3 * j * j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
+    captured, plain = fresh_engines(3, compile_mixed=compile_mixed, max_tokens_per_step=48)
+    expected = [plain.generate([prompt], max_new_tokens=60)[0].token_ids for prompt in prompts]
+    poison_caches(captured.model)
+    for mode in ("default", "error"):
+        captured.reset_prefix_cache()
+        mixed, generations = captured.stats.num_mixed_steps, []
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for prompt in prompts:
+                generations.append(captured.add(prompt, max_new_tokens=60))
+                for _ in range(3):
+                    captured.step()
+            while captured.has_work():
+                captured.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [generation.completion.token_ids for generation in generations] == expected
+        assert captured.stats.num_mixed_steps > mixed + 5

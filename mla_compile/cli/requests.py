@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ def result_line(completion: Completion) -> str:
         "finish_reason": completion.finish_reason,
         "acceptance_length": completion.acceptance_length,
     }
+    if completion.logprobs is not None:
+        result["logprobs"] = [
+            {str(token): asdict(logprob) for token, logprob in place.items()} for place in completion.logprobs
+        ]
+    if completion.error is not None:
+        result["error"] = completion.error
     return json.dumps(result)
 
 

@@ -27,7 +27,8 @@ def choose_rows(count: int, sizes: Sequence[int], recorded: Container[int], *, s
 class Bucket:
     """One captured shape of one step, and what came of it; `rows * q_len` tokens.
 
-    step: "greedy" or "sampled"; where tokens are chosen on the host its halves, "verify" and "advance, greedy", ....
+    step: "greedy" or "sampled", with what else is compiled in ("greedy, penalties, 5 logprobs"); where tokens are
+        chosen on the host its halves, "verify" and "advance, greedy", ....
     num_stop_ids: places for stop ids in a row, which are compiled in.
     num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
     num_bytes: by which its recording made the graphs' memory pool and the driver's own memory grow. A bucket fits in
@@ -86,7 +87,8 @@ class CaptureReport:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def __str__(self) -> str:
-        form = "{:<18}{:>5}{:>7}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
+        width = max(18, *(len(bucket.step) + 1 for bucket in self.buckets), 0)
+        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
         names = "step", "rows", "q_len", "stop ids", "compile s", "capture s", "graphs", "MiB", "outcome"
         lines = [form.format(*names)]
         for bucket in self.buckets:

@@ -1,64 +1,63 @@
-"""Generation for a batch of prompts that start together: prefill, then speculative steps until every row has ended."""
+"""The engine: requests -> scheduler -> batch layout -> compiled step -> sampler -> streamed completions.
 
+Requests come and go at any time. Each step runs the rows that decode, k drafts each, and as much of waiting prompts as
+fits beside them (`scheduler.py`); they share pages of the caches (`pages.py`), and rows of decode states (`rows.py`).
+On a device the host plans step i + 1 while step i runs, and reads of step i what was copied meanwhile (`reports.py`).
+"""
+
+import asyncio
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from mla_compile.backend import resolve_settings
 from mla_compile.engine.buckets import CaptureReport
-from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.prefill import prefill_prompts
+from mla_compile.engine.generation import Generation, Progress, TokenChooser
+from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
+from mla_compile.engine.launch import Launched, Launcher
+from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import ReportReader
+from mla_compile.engine.rows import stop_id_places
+from mla_compile.engine.scheduler import Chunk, Grant, Plan, Request, Row, Scheduler
+from mla_compile.engine.stats import EngineStats
+from mla_compile.engine.stop_strings import StopStrings
+from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, describe_device, select_backend
-from mla_compile.speculate import (
-    DecodeState,
-    SamplingParams,
-    ServedModel,
-    SpeculativeDecoder,
-    Step,
-    shadow_check,
-)
-from mla_compile.torch_internals import mark_rows, with_own_code
+from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, Step
 
-NAMES = {False: "greedy", True: "sampled"}
-"""Of the step without and with sampling, in the report of what was captured."""
-VERIFY = "verify"
-"""The step's first half, where tokens are chosen on the host."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-
-class TokenChooser(Protocol):
-    """Chooses tokens on the host, from logits: what cannot be compiled into the step."""
-
-    def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
-        """The target's token at every position of a step.
-
-        Args:
-            logits: `[rows, n, vocab_size]`, of the rows that have a prompt: position j follows the completion's tokens
-                and the row's first j drafts.
-            drafts: int64 `[rows, n - 1]`.
-            completions: what each row has emitted; a finished one's logits mean nothing, and its token is ignored.
-
-        Returns:
-            int64 `[rows, n]`. Drafts are accepted as long as they agree with it.
-        """
+DEFAULT_TOKENS_PER_STEP = 2048
+"""Of decode rows and prompts together: it bounds the activations, and how long a prompt delays the rows that decode."""
+DEFAULT_MAX_TOKENS = 128
+"""New tokens of a request that does not say."""
 
 
 class Engine:
-    """Runs one model on batches of up to `max_rows` prompts.
+    """Serves one model to requests that arrive at any time, up to `max_rows` of them at once.
 
     Args:
-        model: its caches are allocated here, `max_rows` rows of `max_model_len` tokens and the dummy page 0; they serve
-            one engine at a time, the newest.
+        model: its caches are allocated here; they serve one engine at a time, the newest.
         num_speculative_tokens: drafts per step, k >= 0; k > 0 needs a model with an MTP layer.
-        max_rows: rows that decode at once; longer lists of prompts run in several waves.
-        max_model_len: tokens of a row at most, prompt included.
+        max_rows: requests that run at once; others wait.
+        max_model_len: tokens of a request at most, prompt included.
         page_size: tokens per cache page.
+        num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
+            `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said
+            becoming part of their prompt; at least as many as one request needs.
+        max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
+            512 more than `max_rows` decode rows take.
+        prefix_caching: whether prompts reuse cached pages of others that begin alike.
+        tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
         compile: False runs everything eagerly.
+        compile_mixed: compile steps with prompts in them too, when they are first met. That takes as long as compiling
+            the step, so it pays in what serves for long.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
@@ -79,18 +78,25 @@ class Engine:
         max_rows: int = 8,
         max_model_len: int = 2048,
         page_size: int = 16,
+        num_pages: int | None = None,
+        max_tokens_per_step: int | None = None,
+        prefix_caching: bool = True,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
         compile: bool = True,
+        compile_mixed: bool = False,
         mode: str | None = "reduce-overhead",
         shadow_check_every: int | None = None,
         decode_backend: str | None = None,
         capture_budget: int | None = None,
     ) -> None:
-        sizes = {"max_rows": max_rows, "max_model_len": max_model_len, "page_size": page_size}
-        if shadow_check_every is not None:
-            sizes["shadow_check_every"] = shadow_check_every
-        for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise MLAError(name, "an integer >= 1", value)
+        _check_integers(
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_tokens_per_step=max_tokens_per_step,
+            shadow_check_every=shadow_check_every,
+        )
         if capture_budget is not None and (type(capture_budget) is not int or capture_budget < 0):
             raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(capture_budget))
         if num_speculative_tokens > 0 and not model.has_mtp:
@@ -99,121 +105,378 @@ class Engine:
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
-        why_not = _why_not_captured(
-            compile, mode, model.device
-        )  # and an unknown mode is refused before any step
-        self.model = model
+        self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.k = num_speculative_tokens
         self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
         self.pages_per_row = -(-max_model_len // page_size)
-        self.device = model.device
-        self._decoders = {
-            sampled: SpeculativeDecoder(
-                model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
+        self.num_pages = num_pages or 1 + max_rows * self.pages_per_row
+        if self.num_pages < 1 + self.pages_per_row:
+            expected = (
+                f"at least {1 + self.pages_per_row}, for one row of max_model_len = {max_model_len} tokens"
             )
-            for sampled in (False, True)
-        }
-
-        self._captures = Captures(
-            max_rows, self.k + 1, device=self.device, budget=capture_budget, why_not=why_not
+            raise MLAError("num_pages", expected, num_pages)
+        default_tokens = max(DEFAULT_TOKENS_PER_STEP, max_rows * (1 + self.k) + 512)
+        self.max_tokens_per_step = max_tokens_per_step or default_tokens
+        self.prefix_caching = prefix_caching
+        self._pages_per_grant = 1
+        if model.is_recurrent:
+            if num_pages is not None or max_tokens_per_step is not None:
+                name = "num_pages" if num_pages is not None else "max_tokens_per_step"
+                raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
+            self._pages_per_grant, self.prefix_caching = self.pages_per_row, False
+            self.max_tokens_per_step = max_rows * (1 + max_model_len)
+        self._launcher = Launcher(
+            model,
+            num_speculative_tokens=self.k,
+            max_rows=max_rows,
+            max_pages=self.pages_per_row,
+            page_size=page_size,
+            pages_per_grant=self._pages_per_grant,
+            compile=compile,
+            compile_mixed=compile_mixed,
+            mode=mode,
+            shadow_check_every=shadow_check_every,
+            decode_backend=decode_backend,
+            capture_budget=capture_budget,
         )
-
-        def compiled(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-            if not compile:
-                return method
-            step = torch.compile(with_own_code(method), backend="mla", mode=mode, fullgraph=True)
-            return self._captures.measured(name, step)
-
-        # Each is traced on first use; the halves only where tokens are chosen on the host.
-        decoders = self._decoders
-        self._steps: dict[bool, Step] = {s: compiled(NAMES[s], d.forward) for s, d in decoders.items()}
-        self._is_checked = shadow_check_every is not None
-        if shadow_check_every is not None:
-            self._steps = {s: shadow_check(step, every=shadow_check_every) for s, step in self._steps.items()}
-        self._verify = compiled(VERIFY, decoders[False].verify)
-        self._advance = {s: compiled(f"advance, {NAMES[s]}", d.advance) for s, d in decoders.items()}
+        self._checks_steps = shadow_check_every is not None
+        self._counts = EngineStats(max_rows=max_rows, num_pages=self.num_pages - 1)
+        self._generations: dict[Request, Generation] = {}
+        self._reports = ReportReader(self.device)
+        self._launched: deque[list[Row]] = deque()  # the rows of the reports that are awaited
+        self._begin_anew()
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            model.allocate_cache(1 + max_rows * self.pages_per_row, page_size)
+            model.allocate_cache(self.num_pages, page_size)
         self._caches = model.caches()
-        self._num_started = 0
-        self._states: dict[tuple[int, int], DecodeState] = {}
 
-    def warm_up(
-        self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
-    ) -> CaptureReport:
-        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows.
+    def _begin_anew(self) -> None:
+        """With no request, and nothing known of what the caches hold."""
+        self._pool = PagePool(
+            1 + (self.num_pages - 1) // self._pages_per_grant,
+            self.page_size * self._pages_per_grant,
+            has_drafter=self.k > 0,
+            keeps_prefixes=self.prefix_caching,
+        )
+        self._scheduler = Scheduler(
+            self._pool,
+            num_speculative_tokens=self.k,
+            max_rows=self.max_rows,
+            max_tokens_per_step=self.max_tokens_per_step,
+        )
+        self._launcher.rows.clear()
+        self._reports.clear()
+        self._launched.clear()
+        self._generations.clear()
 
-        Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
-        and write none. A stream that is under way must start again.
+    # --- requests, one by one
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_TOKENS,
+        stop_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
+        priority: int = 0,
+    ) -> Generation:
+        """Take on a request, which runs with the next steps; see `stream` for the arguments.
+
+        priority: lower ones are served first, and equal ones in the order of their arrival.
+
+        Raises:
+            MLAError: a bad request, by what is wrong with it; the others go on.
+        """
+        self._check_chosen_in_step(grammar=grammar)
+        sampling = sampling or SamplingParams()
+        if sampling.n != 1:
+            raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
+        generation = self._generation(
+            prompt,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            grammar=grammar,
+            priority=priority,
+        )
+        self._take_on(generation)
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is."""
+        if generation.has_ended:
+            return
+        generation.end("abort")
+        self._let_go(generation)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._scheduler.has_work()
+
+    def step(self) -> None:
+        """Launch what can run next, and take in what an earlier launch gave: requests grow and end.
+
+        Raises:
+            MLAError: another engine has taken over the model's caches.
+            Exception: what the model raised; all requests have ended with finish_reason "error" then.
         """
         self._check_caches()
-        self._captures.check_again()
-        self._num_started += 1
-        sampled, width = sampling is not None and sampling.temperature > 0, _stop_id_places(stop_ids)
-        for size in reversed(self._captures.sizes):
-            rows = self._captures.rows_for(NAMES[sampled], size, width)
-            state = self._state(rows, width)
-            state.active.zero_()
-            for _ in range(CALLS_TO_RECORD):
-                self._steps[sampled](state)
-        return self.capture_report()
+        start = time.perf_counter()
+        preempted = self._scheduler.num_preemptions
+        plan = self._scheduler.plan()
+        self._counts.num_preemptions += self._scheduler.num_preemptions - preempted
+        lag = 0
+        # Where the host chooses tokens it must have those before them.
+        if plan and not self._launch(plan).on_host:
+            lag = self._reports.lag
+        while len(self._reports) > lag:
+            self._collect()
+        if plan:
+            self._counts.step_seconds = time.perf_counter() - start
+            self._counts.total_step_seconds += self._counts.step_seconds
 
-    def capture_report(self) -> CaptureReport:
-        """Which numbers of rows were compiled and captured by now, in what time and memory, and why others were not."""
-        return self._captures.report()
+    async def turn(self) -> None:
+        """A step if there is anything to do, and a chance for other tasks."""
+        if self.has_work():
+            self.step()
+        await asyncio.sleep(0)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters and gauges, a copy; it does not change later."""
+        grants = self._pool.num_pages - 1 - self._pool.num_free
+        return replace(
+            self._counts,
+            rows_in_use=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            pages_in_use=grants * self._pages_per_grant,
+        )
+
+    # --- lists of prompts
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_TOKENS,
         stop_ids: Sequence[int] = (),
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[Completion]:
         """Complete every prompt; see `stream`."""
-        stream = self.stream(prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids)
+        stream = self.stream(
+            prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
+        )
         last = deque(stream, maxlen=1)
         return last[0] if last else []
 
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_TOKENS,
         stop_ids: Sequence[int] = (),
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
         choose: TokenChooser | None = None,
     ) -> Iterator[list[Completion]]:
         """Yield the completions of all prompts, in their order, each time some of them have grown.
 
         Args:
             prompts: token ids of each prompt, at least one each.
-            max_new_tokens: at most so many tokens a prompt, >= 1; a row also ends at `max_model_len`.
-            sampling: for all prompts, or one for each; greedy by default.
-            stop_ids: a row ends with the first of these that it emits.
+            sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions,
+                one after the other in the list.
+            max_new_tokens: at most so many tokens a prompt, >= 1, where its `SamplingParams.max_tokens` says nothing;
+                a row also ends at `max_model_len`.
+            stop_ids: the model's end-of-sequence ids; a row ends with the first of these that it emits.
+            grammars: what completions may say, for all prompts, or one for each; None for a free one, whose tokens are
+                those it has without grammars beside it. A complete text is followed by a stop id. Of a grammar's row
+                `sampling` chooses among the tokens allowed; penalties come before that, and log-probabilities are of
+                all tokens. A row whose grammar allows none ends with finish_reason "error", and the others go on.
+                Prompts that run beside one with a grammar are as slow as with `choose`.
             choose: picks the tokens on the host, between the two halves of a step; `sampling` is then for the drafts
                 only. Slower: the host waits for every step.
 
-        An engine runs one stream at a time. The list yielded is the same one each time, its completions growing.
+        The list yielded is the same one each time, its completions growing. Streams may run side by side, and beside
+        other requests. One that is left early aborts its requests.
 
         Raises:
-            MLAError: a bad argument or prompt, named, before anything runs; later, that another stream or engine has
-                taken over the model's caches.
+            MLAError: a bad argument or prompt, named, before anything runs; later, that another engine has taken over
+                the model's caches.
         """
-        if choose is not None and self._is_checked:
-            raise MLAError("choose", "None in an engine with shadow_check_every", "a chooser")
+        self._check_chosen_in_step(choose=choose, grammars=grammars)
+        if choose is not None and grammars is not None:
+            raise MLAError("choose", "None where there are grammars", type(choose).__name__)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if grammars is None or isinstance(grammars, Grammar):
+            grammars = [grammars] * len(prompts)
+        for name, given in {"sampling": sampling, "grammars": grammars}.items():
+            if len(given) != len(prompts):
+                raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+        generations = [
+            self._generation(
+                prompt,
+                params,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                grammar=grammar,
+                choose=choose,
+                place=(i, j),
+                name=f"prompts[{i}]",
+                grammar_name=f"grammars[{i}]",
+            )
+            for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True))
+            for j, params in enumerate(asked.copies())
+        ]
+        return self._stream(generations)
+
+    def _stream(self, generations: list[Generation]) -> Iterator[list[Completion]]:
+        completions = [generation.completion for generation in generations]
+        progress = Progress()
+        for generation in generations:
+            generation.progress = progress
+        # A prompt's further completions wait until the first one has filled the pages that they share.
+        first_of = {g.completion.prompt_index: g for g in generations if g.completion.index == 0}
+        followers = deque(g for g in generations if g.completion.index and self.prefix_caching)
+        try:
+            for generation in generations:
+                if generation.completion.index == 0 or not self.prefix_caching:
+                    self._take_on(generation)
+            while True:
+                if progress.has_grown:
+                    progress.has_grown = False
+                    while followers and first_of[followers[0].completion.prompt_index].has_begun:
+                        self._take_on(followers.popleft())
+                    yield completions
+                elif all(generation.has_ended for generation in generations):
+                    return
+                else:
+                    self.step()
+        finally:
+            for generation in generations:
+                self.abort(generation)
+
+    # --- before and beside requests
+
+    def warm_up(
+        self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
+    ) -> CaptureReport:
+        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows.
+
+        A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20.
+
+        Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
+        and write none.
+
+        Raises:
+            MLAError: requests are under way.
+        """
+        self._check_idle("warm_up")
+        params = sampling or SamplingParams()
+        self._launcher.warm_up(Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids}))
+        return self.capture_report()
+
+    def capture_report(self) -> CaptureReport:
+        """Which numbers of rows were compiled and captured by now, in what time and memory, and why others were not."""
+        return self._launcher.capture_report()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the caches hold: after the model's weights have changed, say.
+
+        Raises:
+            MLAError: requests are under way.
+        """
+        self._check_idle("reset_prefix_cache")
+        self._begin_anew()
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sequence[SamplingParams],
+        stop_ids: Sequence[int],
+    ) -> tuple[Step, DecodeState]:
+        """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
+
+        Returns the step and the state to call it with, for loops that are not the engine's. They are good until the
+        engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
+
+        Raises:
+            MLAError: a bad argument, named; requests are under way.
+        """
+        self._check_idle("start")
+        if not 1 <= len(prompts) <= self.max_rows:
+            raise MLAError("prompts", f"1 to max_rows = {self.max_rows} of them", len(prompts))
+        if len(prompts) * self.pages_per_row >= self.num_pages:
+            raise MLAError("num_pages", f"more than {len(prompts) * self.pages_per_row}", self.num_pages)
+        plan, generations, grants = Plan(), {}, self.pages_per_row // self._pages_per_grant
+        for slot, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            generation = self._generation(prompt, params, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+            request = Request(generation.prompt, generation.max_len, (0, slot))
+            generations[request] = generation
+            plan.admitted.append(Row(slot, request))
+            plan.grants.append(Grant(slot, 0, [1 + slot * grants + i for i in range(grants)]))
+            plan.chunks.append(Chunk(slot, request, 0, len(prompt), is_last=True))
+        self._begin_anew()
+        state = self._launcher.launch(plan, generations).state
+        self._begin_anew()
+        return self._launcher.step(Variant.of(sampling)), state
+
+    # --- inside
+
+    def _generation(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        grammar: Grammar | None = None,
+        choose: TokenChooser | None = None,
+        priority: int = 0,
+        place: tuple[int, int] = (0, 0),
+        name: str = "prompt",
+        grammar_name: str = "grammar",
+    ) -> Generation:
+        """A request that has been checked; nothing has changed."""
         if max_new_tokens < 1:
             raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
-        for i, prompt in enumerate(prompts):
-            self._check_prompt(f"prompts[{i}]", prompt)
+        self._check_prompt(name, prompt)
         for token in stop_ids:
             if type(token) is not int:
                 raise MLAError("stop_ids", "integers", repr(token))
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
-        if len(sampling) != len(prompts):
-            raise MLAError("sampling", f"one entry per prompt ({len(prompts)})", len(sampling))
-        return self._waves(prompts, max_new_tokens, sampling, stop_ids, choose)
+        if choose is not None and params.logprobs is not None:
+            raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
+        if params.stop_strings and self.tokenizer is None:
+            raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings)
+        ends = {*(() if params.ignore_eos else stop_ids), *params.stop_token_ids}
+        completion = Completion(prompt_index=place[0], index=place[1])
+        row = None
+        if grammar is not None:
+            check_grammar(grammar, grammar_name, vocab_size=self.model.vocab_size, stop_ids=ends)
+            row = GrammarRow(grammar, completion, ends, grammar_name)
+        stops = None
+        if params.stop_strings and self.tokenizer is not None:
+            stops = StopStrings(params.stop_strings, self.tokenizer)
+        return Generation(
+            engine=self,
+            completion=completion,
+            prompt=list(prompt),
+            params=params,
+            stop_ids=frozenset(ends),
+            max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), self.max_model_len),
+            priority=priority,
+            grammar=row,
+            choose=choose,
+            stop_strings=stops,
+        )
+
+    def _check_chosen_in_step(self, **on_host: object) -> None:
+        """What has the host choose tokens has no step that could be checked as a whole."""
+        for name, given in on_host.items():
+            if given is not None and self._checks_steps:
+                raise MLAError(name, "None in an engine with shadow_check_every", type(given).__name__)
 
     def _check_prompt(self, name: str, prompt: object) -> None:
         vocab_size = self.model.vocab_size
@@ -228,162 +491,58 @@ class Engine:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
 
-    def _waves(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-        choose: TokenChooser | None,
-    ) -> Iterator[list[Completion]]:
-        completions = [Completion() for _ in prompts]
-        for start in range(0, len(prompts), self.max_rows):
-            wave = slice(start, start + self.max_rows)
-            mine = completions[wave]
-            asked = prompts[wave], max_new_tokens, sampling[wave], stop_ids
-            if choose is None:
-                step, state = self.start(*asked)
-            else:
-                step, state = self._start_choosing(choose, mine, *asked)
-            for _ in self._run(step, state, mine, stop_ids, lag=choose is None):
-                yield completions
+    def _take_on(self, generation: Generation) -> None:
+        generation.request = self._scheduler.add(
+            generation.prompt, max_len=generation.max_len, priority=generation.priority
+        )
+        self._generations[generation.request] = generation
 
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-    ) -> tuple[Step, DecodeState]:
-        """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
+    def _let_go(self, generation: Generation) -> None:
+        """Of a request that has ended: its pages are free, and what is still launched for it is dropped."""
+        if generation.request in self._generations:
+            del self._generations[generation.request]
+            self._scheduler.abort(generation.request)
 
-        Returns the step and the state to call it with, for loops that are not `stream`'s.
-        """
-        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids)
-        decoder.start(state, hidden)
-        return self._steps[decoder.sampled], state
+    def _launch(self, plan: Plan) -> Launched:
+        try:
+            launched = self._launcher.launch(plan, self._generations)
+        except BaseException as error:
+            for generation in self._generations.values():
+                generation.end("error", str(error))
+            self._begin_anew()
+            raise
+        self._reports.push(launched.state, launched.rows)
+        self._launched.append(plan.sampled)
+        self._counts.num_steps += 1
+        self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
+        for row in plan.admitted:
+            self._counts.num_prompt_tokens += len(row.request.tokens)
+            self._counts.num_reused_tokens += row.request.num_reused_tokens
+        return launched
 
-    def _start_choosing(
-        self,
-        choose: TokenChooser,
-        completions: Sequence[Completion],
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-    ) -> tuple[Step, DecodeState]:
-        """`start` with tokens that `choose` picks on the host, the first ones and those of the steps."""
-        decoder, state, hidden = self._prefill(prompts, max_new_tokens, sampling, stop_ids, step=VERIFY)
-        count, advance = len(prompts), self._advance[decoder.sampled]
+    def _collect(self) -> None:
+        """Take in the oldest report. A request that its stop string has ended is stopped here, its late tokens cut."""
+        reports, sampled = self._reports.pop(), self._launched.popleft()
+        self._scheduler.update(reports)
+        for row, report in zip(sampled, reports, strict=True):
+            generation = self._generations.get(row.request)
+            if generation is None:
+                continue  # it has ended before
+            is_step = not isinstance(row, Chunk)
+            self._counts.num_tokens += len(report.tokens)
+            self._counts.num_verified += is_step
+            self._counts.num_verified_tokens += is_step * len(report.tokens)
+            generation.extend(report, is_step=is_step)
+            if generation.has_ended:
+                self._let_go(generation)
 
-        def chosen(logits: Tensor, drafts: Tensor) -> Tensor:
-            tokens = choose(logits[:count], drafts[:count], completions)
-            return torch.nn.functional.pad(tokens, (0, 0, 0, logits.shape[0] - count))
-
-        def step(state: DecodeState) -> None:
-            logits, hidden = self._verify(state)
-            targets = chosen(logits, state.drafts)
-            hidden = hidden.clone()  # the next replay overwrites what this one returned
-            for given in (targets, hidden):
-                mark_rows(given)
-            advance(state, targets, hidden)
-
-        with torch.no_grad():
-            first = chosen(self.model.logits(hidden)[:, None], state.drafts[:, :0])
-        decoder.begin(state, first, hidden)
-        return step, state
-
-    def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-        step: str | None = None,
-    ) -> tuple[SpeculativeDecoder, DecodeState, Tensor]:
-        """The decoder, its state after the prompts, and the hidden states of their last tokens.
-
-        step: the name of what runs on the state next; by default the decoder's whole step.
-        """
+    def _check_idle(self, name: str) -> None:
         self._check_caches()
-        self._captures.check_again()
-        self._num_started += 1
-        decoder = self._decoders[any(params.temperature > 0 for params in sampling)]
-        width = _stop_id_places(stop_ids)
-        rows = self._captures.rows_for(step or NAMES[decoder.sampled], len(prompts), width)
-        state = self._state(rows, width)
-        self._fill(state, prompts, max_new_tokens, sampling, stop_ids)
-        return decoder, state, prefill_prompts(decoder, prompts, state)
-
-    def _state(self, rows: int, num_stop_ids: int) -> DecodeState:
-        """The state of a bucket, always the same one: captured graphs know its addresses."""
-        if (rows, num_stop_ids) not in self._states:
-            self._states[rows, num_stop_ids] = DecodeState.allocate(
-                rows, self.k, max_pages=self.pages_per_row, num_stop_ids=num_stop_ids, device=self.device
-            )
-        return self._states[rows, num_stop_ids]
-
-    def _fill(
-        self,
-        state: DecodeState,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-    ) -> None:
-        """Write the prompts' rows, and inactive ones after them, in place."""
-        count, (rows, width) = len(prompts), state.stop_ids.shape
-
-        def fill(tensor: Tensor, values: Sequence[float], padding: float) -> None:
-            tensor.copy_(torch.tensor([*values, *[padding] * (rows - count)], dtype=tensor.dtype))
-
-        fill(state.num_cached, [len(prompt) for prompt in prompts], 0)
-        fill(state.active, [True] * count, False)
-        fill(state.max_len, [min(len(p) + max_new_tokens, self.max_model_len) for p in prompts], 0)
-        fill(state.seed, [params.seed for params in sampling], 0)
-        fill(state.temperature, [params.temperature for params in sampling], 0)
-        fill(state.top_k, [params.top_k for params in sampling], 0)
-        fill(state.top_p, [params.top_p for params in sampling], 1)
-        state.stop_ids.copy_(torch.tensor([*stop_ids, *[-1] * (width - len(stop_ids))]).expand(rows, -1))
-        pages = torch.zeros(rows, self.pages_per_row, dtype=torch.int32)
-        pages[:count] = 1 + torch.arange(count * self.pages_per_row).view(count, -1)
-        state.block_table.copy_(pages)
-        state.last_token.zero_()
-        state.drafts.zero_()
-
-    def _run(
-        self,
-        step: Step,
-        state: DecodeState,
-        completions: list[Completion],
-        stop_ids: Sequence[int],
-        *,
-        lag: bool,
-    ) -> Iterator[None]:
-        """Step until every row has ended; yields when `completions` have grown.
-
-        lag: read the reports a step late where that spares a device a wait.
-        """
-        reader, started = ReportReader(state), self._num_started
-
-        def collect(*, is_step: bool) -> None:
-            # Not strict: a bucket may have more rows than there are prompts.
-            for completion, report in zip(completions, reader.pop(), strict=False):
-                completion.extend(report, stop_ids, is_step=is_step)
-
-        reader.push()
-        collect(is_step=False)
-        yield
-        while any(completion.finish_reason is None for completion in completions):
-            self._check_caches()
-            if self._num_started != started:
-                mend = "finish one stream before the next, or give both lists of prompts to one"
-                raise MLAError("stream", "one stream of an engine at a time", "another one has started", mend)
-            step(state)
-            reader.push()
-            if reader.ready() or not lag:
-                collect(is_step=True)
-                yield
+        if self._generations:
+            mend = "wait for them, or abort them"
+            raise MLAError(name, "an engine without requests", f"{len(self._generations)} under way", mend)
+        while self.has_work():  # reports of requests that were aborted
+            self.step()
 
     def _check_caches(self) -> None:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
@@ -391,19 +550,8 @@ class Engine:
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
 
 
-def _stop_id_places(stop_ids: Sequence[int]) -> int:
-    """How many stop ids a row has places for: 8, 16, ..., since the number is compiled in."""
-    return max(8, 1 << (len(stop_ids) - 1).bit_length())
-
-
-def _why_not_captured(compile: bool, mode: str | None, device: torch.device) -> str | None:
-    """Why no CUDA graph will be recorded; None where they will.
-
-    Raises:
-        MLAError: a mode that `torch.compile` does not know.
-    """
-    if not compile:
-        return "compile=False"
-    if not resolve_settings(mode, None).get("triton.cudagraphs"):
-        return f"mode {mode or 'default'} has no CUDA graphs"
-    return None if device.type == "cuda" else f"the device is {device}"
+def _check_integers(**values: int | None) -> None:
+    for name, value in values.items():
+        required = name in ("max_rows", "max_model_len", "page_size")
+        if (required or value is not None) and (type(value) is not int or value < 1):
+            raise MLAError(name, "an integer >= 1", value)

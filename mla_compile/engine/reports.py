@@ -10,46 +10,95 @@ from mla_compile.speculate.state import ACTIVE, COUNT, FIRST_TOKEN, DecodeState
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """Of one token at one place, by the model's own logits: before penalties and temperature.
+
+    logprob: natural logarithm of the probability. rank: 1 + the number of more likely tokens.
+    """
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
 class RowReport:
-    """What one step emitted in one row, and whether the row goes on."""
+    """What one step emitted in one row, and whether the row goes on.
+
+    logprobs: for each token, the chosen token's and then those of the most likely ones, by token id; None where the
+        row asked for none.
+    error: why the row cannot go on, where it ended for that; None where it goes on or ended as it should.
+    """
 
     tokens: list[int]
     active: bool
+    logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ReportedRow:
+    """A row of a state that samples in a launch. num_logprobs: `SamplingParams.logprobs` of its request."""
+
+    index: int
+    num_logprobs: int | None
 
 
 class ReportReader:
-    """A queue of `DecodeState.report` copies, one small asynchronous copy per step.
+    """A queue of copies of what launches report, small asynchronous ones for each launch.
 
-    On a device, `ready` holds a report back until the next step has been launched: reading it then waits for work
-    that is already behind the step in progress.
+    On a device a report is held back until the next step has been launched: reading it then waits for work that is
+    already behind the step in progress.
+
+    lag: launches whose reports are held back.
     """
 
-    def __init__(self, state: DecodeState) -> None:
-        self._state = state
-        self._on_device = state.report.is_cuda
-        self._pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+    def __init__(self, device: torch.device) -> None:
+        self.lag = int(device.type == "cuda")
+        self._pending: deque[tuple[list[Tensor], torch.cuda.Event | None, list[ReportedRow]]] = deque()
 
-    def push(self) -> None:
-        """Queue a copy of the report that the last launched step writes."""
-        report = self._state.report
-        if not self._on_device:
-            self._pending.append((report.clone(), None))
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def clear(self) -> None:
+        """Drop what was not read."""
+        self._pending.clear()
+
+    def push(self, state: DecodeState, rows: list[ReportedRow]) -> None:
+        """Queue a copy of what the last launch writes to `state`; `rows` are those that it samples in."""
+        reported = [t for t in (state.report, state.logprobs, state.logprob_ids) if t is not None]
+        if not state.report.is_cuda:
+            self._pending.append(([tensor.clone() for tensor in reported], None, rows))
             return
-        host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        host.copy_(report, non_blocking=True)
+        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in reported]
+        for host, tensor in zip(hosts, reported, strict=True):
+            host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending.append((host, event))
-
-    def ready(self) -> bool:
-        """Whether a report may be read without stalling the device."""
-        return len(self._pending) > int(self._on_device)
+        self._pending.append((hosts, event, rows))
 
     def pop(self) -> list[RowReport]:
-        """The oldest report, one entry per row of the bucket."""
-        host, event = self._pending.popleft()
+        """The oldest report, one entry for each of its rows."""
+        (report, *logprobs), event, rows = self._pending.popleft()
         if event is not None:
             event.synchronize()
-        return [
-            RowReport(row[FIRST_TOKEN : FIRST_TOKEN + row[COUNT]], bool(row[ACTIVE])) for row in host.tolist()
-        ]
+        lines = report.tolist()
+        reports = []
+        for row in rows:
+            line = lines[row.index]
+            tokens = line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
+            places = None
+            if row.num_logprobs is not None:
+                values, ids = (tensor[row.index].tolist() for tensor in logprobs)
+                places = [
+                    _by_id(token, values[j], ids[j], row.num_logprobs) for j, token in enumerate(tokens)
+                ]
+            reports.append(RowReport(tokens, bool(line[ACTIVE]), places))
+        return reports
+
+
+def _by_id(token: int, logprobs: list[float], ids: list[int], n: int) -> dict[int, Logprob]:
+    """One place of `DecodeState.logprobs` and `logprob_ids`, the chosen `token` first and n likely ones after it."""
+    found = {token: Logprob(logprobs[0], ids[0])}
+    for rank, (likely, logprob) in enumerate(zip(ids[1 : 1 + n], logprobs[1 : 1 + n], strict=True), start=1):
+        found.setdefault(likely, Logprob(logprob, rank))
+    return found

@@ -11,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.engine import Engine
+from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.speculate import SamplingParams
@@ -111,25 +112,35 @@ def _stop_ids(directory: Path, model: MLAForCausalLM) -> list[int]:
 
 
 class TextStream:
-    """Text of a growing completion, piece by piece; together the pieces are `Checkpoint.decode` of all its tokens."""
+    """Text of a growing completion, piece by piece; together the pieces are `Completion.text` in the end.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    stop: the request's stop strings. What may turn out to be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._num_held = max(map(len, stop), default=1) - 1
         # Withholds the bytes of a character that is not complete yet.
         self._stream = DecodeStream(skip_special_tokens=True)
         self._num_seen = 0
-        self._text = ""
+        self._text, self._num_given = "", 0
 
     def feed(self, completion: Completion) -> str:
         """What the completion's new tokens add to the text."""
         new = completion.token_ids[self._num_seen :]
         self._num_seen += len(new)
-        piece = "".join(self._stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in new)
-        self._text += piece
-        if completion.finish_reason is None:
-            return piece
-        whole = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        return piece + whole[len(self._text) :]
+        for token in new:
+            self._text += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        ready = len(self._text) - self._num_held
+        if completion.finish_reason is not None:
+            if completion.text is None:  # the engine has no tokenizer
+                self._text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            else:
+                self._text = completion.text
+            ready = len(self._text)
+        piece = self._text[self._num_given : max(ready, self._num_given)]
+        self._num_given += len(piece)
+        return piece
 
 
 def fitting_engine(
@@ -155,6 +166,7 @@ def fitting_engine(
         num_speculative_tokens=num_speculative_tokens,
         max_rows=min(MAX_ROWS, _power_of_two(len(prompts))),
         max_model_len=min(max(MIN_LENGTH, _power_of_two(longest)), model.config.max_position_embeddings),
+        tokenizer=checkpoint.tokenizer,
         compile=compile,
     )
 
@@ -171,6 +183,7 @@ def generate(
     num_speculative_tokens: int | None = None,
     max_new_tokens: int = 128,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    grammars: Grammar | Sequence[Grammar | None] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     compile: bool = True,
@@ -186,14 +199,16 @@ def generate(
         model: a directory in Hugging Face format; by default the small model that comes with the package.
         num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer, else 0. The tokens are
             the same whatever it is.
-        max_new_tokens: at most so many tokens a prompt.
-        sampling: for all prompts, or one for each; greedy by default.
+        max_new_tokens: at most so many tokens a prompt, where its `SamplingParams.max_tokens` says nothing.
+        sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
+            after the other in the list.
+        grammars: what completions may say, for all prompts, or one for each; None for a free one.
         dtype, device: of weights and caches.
         compile: False runs everything eagerly.
 
     Returns:
-        One completion per prompt, in order; it ends after an end-of-sequence id of the checkpoint, after
-        `max_new_tokens`, or at the model's `max_position_embeddings`.
+        The completions, in order; each ends after an end-of-sequence id of the checkpoint, where its `SamplingParams`
+        say, after `max_new_tokens`, or at the model's `max_position_embeddings`.
 
     Raises:
         MLAError: a bad argument, prompt or checkpoint, named, before anything runs.
@@ -203,16 +218,18 @@ def generate(
     mtp = False if num_speculative_tokens == 0 else None
     checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+    asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     engine = fitting_engine(
         checkpoint,
-        token_ids,
+        [prompt for prompt in token_ids for _ in range(max((params.n for params in asked), default=1))],
         num_speculative_tokens=num_speculative_tokens,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max([max_new_tokens, *(params.max_tokens or 1 for params in asked)]),
         compile=compile,
     )
-    completions = engine.generate(
-        token_ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=checkpoint.stop_ids
+    return engine.generate(
+        token_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=checkpoint.stop_ids,
+        grammars=grammars,
     )
-    for completion in completions:
-        completion.text = checkpoint.decode(completion.token_ids)
-    return completions

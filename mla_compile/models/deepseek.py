@@ -1,6 +1,6 @@
 """The DeepSeek architecture over packed tokens, for DeepSeek-V2, DeepSeek-V3 and GLM-4 MoE Lite checkpoints."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,10 @@ class MLAForCausalLM(nn.Module):
         return self.embed_tokens.weight.device
 
     @property
+    def is_recurrent(self) -> bool:
+        return False
+
+    @property
     def has_mtp(self) -> bool:
         return self.mtp is not None
 
@@ -60,13 +64,17 @@ class MLAForCausalLM(nn.Module):
         """
         if num_pages < 1 or page_size < 1:
             raise MLAError("num_pages, page_size", ">= 1 each", f"{num_pages} and {page_size}")
-        for module in self.modules():
-            if isinstance(module, MLAAttention):
-                module.allocate_cache(num_pages, page_size)
+        for attention in self._attentions():
+            attention.allocate_cache(num_pages, page_size)
 
     def caches(self) -> list[Tensor | None]:
         """The layers' caches, the MTP layer's last; None where there is none yet."""
-        return [module.kv_cache for module in self.modules() if isinstance(module, MLAAttention)]
+        return [attention.kv_cache for attention in self._attentions()]
+
+    def _attentions(self) -> list[MLAAttention]:
+        # Not by a walk over all modules: an engine asks for the caches before every step.
+        layers = [*self.layers, *([] if self.mtp is None else [self.mtp.layer])]
+        return [cast("DecoderLayer", layer).self_attn for layer in layers]
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
         """Run the trunk and append every layer's latents to its cache.

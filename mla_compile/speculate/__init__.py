@@ -1,5 +1,6 @@
 """Speculative decoding with a model's own MTP layer: the state, the step, sampling."""
 
+from mla_compile.speculate.chunks import PromptChunk, PromptChunks
 from mla_compile.speculate.sampling import SamplingParams
 from mla_compile.speculate.shadow import ShadowCheckError, shadow_check
 from mla_compile.speculate.state import DecodeState
@@ -7,6 +8,8 @@ from mla_compile.speculate.step import ServedModel, SpeculativeDecoder, Step
 
 __all__ = [
     "DecodeState",
+    "PromptChunk",
+    "PromptChunks",
     "SamplingParams",
     "ServedModel",
     "ShadowCheckError",

@@ -33,7 +33,8 @@ def shadow_check(
 
     What must be so after a checked call:
 
-    - The state, with the tokens and drafts, is eager's exactly.
+    - The state, with the tokens and drafts, is eager's exactly; reported log-probabilities are within `tolerance`, and
+      the ids beside them are not compared.
     - Latents of positions that an active row may write, `num_cached` to `max_len - 2`, are eager's within `tolerance`.
     - Every other slot, page 0 and other rows' pages too, holds the bits it held before. NaN there is no difference.
 
@@ -103,7 +104,7 @@ class _Shadow:
             raise MLAError("decoder.model", "allocated caches", "none", "call model.allocate_cache first")
         live = [*caches, *state.tensors()]
         kept = [tensor.clone() for tensor in live]
-        inputs = DecodeState(*(tensor.clone() for tensor in state.tensors()))
+        inputs = DecodeState(**{name: tensor.clone() for name, tensor in state.named().items()})
 
         self.step(state)
 
@@ -119,12 +120,14 @@ class _Shadow:
             # A model that was compiled in place runs eagerly too.
             with torch.compiler.set_stance("force_eager"):
                 self.decoder.forward(state)
-                compiled = DecodeState(*kept[len(caches) :])
+                compiled = DecodeState(**dict(zip(state.named(), kept[len(caches) :], strict=True)))
                 latents += [
                     slots.inside(f"layer {i}", got, expected, self.tolerance)
                     for i, (got, expected) in enumerate(zip(kept, caches))
                 ]
-                found = [*latents, self._tokens(inputs, compiled, state), *_state(compiled, state)]
+                tolerance = _tolerance(self.tolerance, caches[0].dtype)
+                differences = _state(compiled, state, tolerance)
+                found = [*latents, self._tokens(inputs, compiled, state), *differences]
         finally:
             for tensor, result in zip(live, kept):
                 tensor.copy_(result)
@@ -176,8 +179,7 @@ class _Slots:
         """The first value of a slot that rows may write which is not near `expected`."""
         different = (_bits(got) != _bits(expected)).any(-1) & self.writable
         slots = different.nonzero()[:, 0]
-        if tolerance is None:
-            tolerance = max(torch.finfo(dtype).eps for dtype in (got.dtype, torch.float32)) ** 0.5
+        tolerance = _tolerance(tolerance, got.dtype)
         got, expected = (x.flatten(0, 1)[slots].double() for x in (got, expected))
         scale = expected.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True)
         wrong = ~((got - expected).abs() <= tolerance * scale) & (got != expected)
@@ -200,13 +202,24 @@ class _Slots:
         return f"{owner} (page {page}, slot {offset} of it), column {column}"
 
 
-def _state(compiled: DecodeState, eager: DecodeState) -> Iterator[str]:
+def _tolerance(given: float | None, dtype: torch.dtype) -> float:
+    """The default follows from the type of latents."""
+    if given is not None:
+        return given
+    return float(max(torch.finfo(dtype).eps for dtype in (dtype, torch.float32)) ** 0.5)
+
+
+def _state(compiled: DecodeState, eager: DecodeState, tolerance: float) -> Iterator[str]:
     """A line for each tensor of the state that differs; the tokens of the report are told elsewhere."""
-    for name, got in vars(compiled).items():
+    for name, got in compiled.named().items():
         expected = getattr(eager, name)
+        if name == "logprob_ids":
+            continue
         if name == "report":
             got, expected = got[:, :FIRST_TOKEN], expected[:, :FIRST_TOKEN]
         wrong = got != expected
+        if name == "logprobs":
+            wrong = ~torch.isclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         if wrong.any():
             row, *column = _first(wrong)
             place = f"{name}: row {row}" + "".join(f", column {c}" for c in column)

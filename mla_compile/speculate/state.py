@@ -22,10 +22,17 @@ class DecodeState:
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
     stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
-    seed: int64 `[rows]`; temperature, top_p: float32 `[rows]`; top_k: int32 `[rows]`.
+    seed: int64 `[rows]`; temperature, top_p, min_p: float32 `[rows]`; top_k: int32 `[rows]`.
+    repetition_penalty, presence_penalty, frequency_penalty: float32 `[rows]`.
     block_table: int32 `[rows, max_pages]`; every row owns pages for `max_len` tokens.
     report: what the last step did, for the host, int64 `[rows, 2 + k + 1]`: the number of tokens emitted, whether
         the row is still active, the tokens.
+    in_prompt: which ids the prompt has, bool `[rows, vocab]`; num_emitted: how often the text after it has each id,
+        the last token included, int32 `[rows, vocab]`. None in a state without penalties.
+    logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.
+        None in a state that tells none.
+
+    What is None is compiled into a step.
     """
 
     num_cached: Tensor
@@ -38,8 +45,16 @@ class DecodeState:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
     block_table: Tensor
     report: Tensor
+    in_prompt: Tensor | None = None
+    num_emitted: Tensor | None = None
+    logprobs: Tensor | None = None
+    logprob_ids: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -49,9 +64,14 @@ class DecodeState:
         *,
         max_pages: int,
         num_stop_ids: int = 1,
+        penalised_vocab: int | None = None,
+        num_logprobs: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
+
+        penalised_vocab: the vocabulary's size, where rows may have penalties.
+        num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
         number of rows that varies (one compiled graph serves every bucket).
@@ -59,18 +79,40 @@ class DecodeState:
         if rows < 1:
             raise MLAError("rows", "at least 1", rows)
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            state = cls._zeros(rows, num_speculative_tokens, max_pages, num_stop_ids, device)
+            state = cls._zeros(
+                rows,
+                num_speculative_tokens,
+                max_pages,
+                num_stop_ids,
+                penalised_vocab,
+                num_logprobs,
+                device,
+            )
         for tensor in state.tensors():
             mark_state_tensor(tensor)
         return state
 
     @classmethod
     def _zeros(
-        cls, rows: int, k: int, max_pages: int, num_stop_ids: int, device: torch.device | str
+        cls,
+        rows: int,
+        k: int,
+        max_pages: int,
+        num_stop_ids: int,
+        vocab: int | None,
+        num_logprobs: int | None,
+        device: torch.device | str,
     ) -> "DecodeState":
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        optional: dict[str, Tensor] = {}
+        if vocab is not None:
+            optional["in_prompt"] = zeros(rows, vocab, dtype=torch.bool)
+            optional["num_emitted"] = zeros(rows, vocab, dtype=torch.int32)
+        if num_logprobs is not None:
+            optional["logprobs"] = zeros(rows, k + 1, 1 + num_logprobs, dtype=torch.float32)
+            optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
         return cls(
             num_cached=zeros(rows, dtype=torch.int32),
             last_token=zeros(rows),
@@ -82,8 +124,13 @@ class DecodeState:
             temperature=zeros(rows, dtype=torch.float32),
             top_k=zeros(rows, dtype=torch.int32),
             top_p=zeros(rows, dtype=torch.float32) + 1,
+            min_p=zeros(rows, dtype=torch.float32),
+            repetition_penalty=zeros(rows, dtype=torch.float32) + 1,
+            presence_penalty=zeros(rows, dtype=torch.float32),
+            frequency_penalty=zeros(rows, dtype=torch.float32),
             block_table=zeros(rows, max_pages, dtype=torch.int32),
             report=zeros(rows, 2 + k + 1),
+            **optional,
         )
 
     def num_rows(self) -> int:
@@ -94,4 +141,9 @@ class DecodeState:
         return rows
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
+        return list(self.named().values())
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that there are, by their fields' names."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}

@@ -13,9 +13,18 @@ token at position n and drafts d_1..d_k after it:
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
 at position n + a + 1, and a token sees only positions up to its own.
+
+A mixed step prefills prompt chunks in the same forward. A row whose prompt of p tokens ends with its chunk is from then
+on a decode row with p - 1 cached tokens, of whose k + 1 positions only the first counts:
+
+    position            p-1
+    target read         the prompt's last token, in the chunk; its hidden state takes the place of the row's first
+    target samples      s_0, which takes position p
+    MTP reads           s_0,h    -> first draft; then k - 1 more, in one chain with all rows
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,7 +32,8 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
-from mla_compile.speculate.sampling import sample
+from mla_compile.speculate.chunks import PromptChunks
+from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import DecodeState
 
 Step = Callable[[DecodeState], None]
@@ -61,6 +71,11 @@ class ServedModel(Target, Protocol):
     def has_mtp(self) -> bool:
         """Whether `forward_mtp` can be called."""
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether rows have state besides the caches. Each then owns a block of pages as long as its table, found by
+        its first page, and its prompt is run in one piece."""
+
     def allocate_cache(self, num_pages: int, page_size: int) -> None:
         """Give every attention layer a zeroed cache of its own, replacing the one it had."""
 
@@ -69,12 +84,13 @@ class ServedModel(Target, Protocol):
 
 
 class SpeculativeDecoder(nn.Module):
-    """Prefill, start and step of a batch; `forward` is the step, one MTP iteration that advances a `DecodeState`.
+    """The step of a batch: `forward` is an MTP iteration that advances a `DecodeState`, `mixed` one with prompts.
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
-        sampled: whether any row samples. A greedy step has no noise and no sort in its graph.
+        sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
+            log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
     """
 
@@ -99,83 +115,110 @@ class SpeculativeDecoder(nn.Module):
         self.sampled = sampled
         self.decode_backend = decode_backend
 
-    @torch.no_grad()
-    def prefill(
-        self, token_ids: Tensor, next_token_ids: Tensor, positions: Tensor, batch: MLABatch, last: Tensor
-    ) -> Tensor:
-        """Fill the caches with prompt chunks; hidden states `[rows, hidden_size]` at the packed indices `last`.
-
-        next_token_ids: the token after each one, int64 `[tokens]`. A prompt's very last token has no known successor:
-        any id may stand there, since `start` writes the MTP latent of that position again.
-        """
-        hidden = self.model(token_ids, positions, batch)
-        if self.k > 0:
-            self.model.forward_mtp(next_token_ids, hidden, positions, batch)
-        return torch.index_select(hidden, 0, last)
-
-    @torch.no_grad()
-    def start(self, state: DecodeState, hidden: Tensor) -> None:
-        """Sample the first token after prompts of `num_cached` tokens and draft behind it.
-
-        hidden: of each prompt's last token, `[rows, hidden_size]`; rows of the state that are inactive are ignored.
-        """
-        first = self._choose(self.model.logits(hidden)[:, None], state.num_cached[:, None].long(), state)
-        self.begin(state, first, hidden)
-
-    @torch.no_grad()
-    def begin(self, state: DecodeState, first: Tensor, hidden: Tensor) -> None:
-        """`start` with first tokens, int64 `[rows, 1]`, that the caller has chosen."""
-        stops = (first[..., None] == state.stop_ids[:, None]).any(dim=-1)[:, 0]
-        count = state.active.to(torch.int32)
-        active = state.active & ~stops & (state.num_cached + 1 < state.max_len)
-        if self.k > 0:
-            drafted = self._draft_after(state, first[:, 0], hidden, state.num_cached - 1, active)
-            state.drafts.copy_(self._chain(state, drafted, state.num_cached, active))
-        state.last_token.copy_(first[:, 0])
-        state.active.copy_(active)
-        state.report.copy_(torch.cat([count[:, None], active[:, None], first.expand(-1, self.k + 1)], dim=1))
-
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
         logits, hidden = self.verify(state)
-        # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
-        with torch.no_grad():
-            position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=hidden.device)
-            targets = self._choose(logits, position, state)
-        self.advance(state, targets, hidden)
+        self.advance(state, self.choose_targets(state, logits), hidden)
 
-    def verify(self, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """The first half of a step: run the last token and the drafts.
+    def mixed(self, state: DecodeState, chunks: PromptChunks) -> None:
+        """One MTP iteration that prefills prompt chunks in the same forward.
+
+        Rows with chunks must be inactive, all but `num_cached`, `last_token`, `drafts` and `report` set for the whole
+        prompt. Where its last chunk is here, a row decodes from now on: its report has its first token, and drafts
+        stand behind it as behind the others' tokens. After any other chunk it stays inactive and reports nothing.
+
+        A row that begins is a decode row with `num_cached` one less than its prompt, of which one position counts.
+        What that position reads and gives comes from the chunk; all that follows treats rows alike.
+        """
+        logits, hidden = self.verify(state, chunks)
+        self.advance(state, self.choose_targets(state, logits), hidden, chunks)
+
+    def verify(self, state: DecodeState, chunks: PromptChunks | None = None) -> tuple[Tensor, Tensor]:
+        """The first half of a step: run the last token and the drafts, and prompt chunks if there are any.
+
+        Rows that begin are active afterwards.
 
         Returns:
             logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's hidden
-            states `[rows * (k + 1), hidden_size]` for `advance`.
+            states `[rows * (k + 1), hidden_size]` for `advance`. Of a row that begins, j = 0 is its first token, and
+            the others mean nothing.
         """
+        # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
             rows = state.num_rows()
             tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
             batch, positions = self._decode_batch(
                 state, state.num_cached, self._query_lens(state, state.active), self.k + 1
             )
-            hidden = self.model(tokens.view(-1), positions, batch)
+            tokens = tokens.view(-1)
+            if chunks is not None:
+                chunks.check_sizes(rows)
+                tokens = torch.cat([tokens, chunks.token_ids])
+                positions = torch.cat([positions, chunks.positions])
+                batch = replace(batch, prefill=chunks.segment)
+            hidden = self.model(tokens, positions, batch)
+            if chunks is not None:
+                hidden = self._begin_rows(state, chunks, hidden, positions)
             return self.model.logits(hidden).view(rows, self.k + 1, -1), hidden
 
-    def advance(self, state: DecodeState, targets: Tensor, hidden: Tensor) -> None:
+    def _begin_rows(
+        self, state: DecodeState, chunks: PromptChunks, hidden: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Fill the drafter's cache with the chunks, and make decode rows of those whose prompts end with them.
+
+        hidden, positions: of all tokens, decode rows' first, `[rows * (k + 1) + tokens, ...]`.
+
+        Returns the hidden states of the k + 1 positions of each row, `[rows * (k + 1), hidden_size]`.
+        """
+        # Sizes were checked before: a check in a graph, as a write, is where a gather stops climbing.
+        rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
+        if self.k > 0:
+            # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a
+            # decode row attends. That of a prompt's last token, whose successor is yet unknown, `advance` writes again.
+            of_chunks = torch.split(hidden, [rows * q_len, chunks.token_ids.shape[0]])[1]
+            batch = MLABatch(prefill=chunks.segment)
+            self.model.forward_mtp(chunks.next_token_ids, of_chunks, chunks.positions, batch)
+        # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
+        gather_ids = torch.arange(rows * q_len, device=hidden.device).view(rows, q_len)
+        first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
+        gather_ids = torch.cat([first[:, None], gather_ids[:, 1:]], dim=1).view(-1)
+        hidden = torch.index_select(hidden, 0, gather_ids)
+        state.num_cached.copy_(torch.where(begins, torch.index_select(positions, 0, first), state.num_cached))
+        state.active.copy_(state.active | begins)
+        return hidden
+
+    def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
+
+        allowed: what may be chosen at each position, bool `[rows, k + 1, vocab_size]`; None for every id.
+        """
+        with torch.no_grad():
+            position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=logits.device)
+            targets = self._choose(logits, position, state, state.drafts, allowed)
+            self._tell_logprobs(state, logits, targets)
+            return targets
+
+    def advance(
+        self, state: DecodeState, targets: Tensor, hidden: Tensor, chunks: PromptChunks | None = None
+    ) -> None:
         """The second half: accept, draft, move on.
 
-        targets: the target's tokens, chosen from the logits of `verify`, int64 `[rows, k + 1]`.
-        hidden: from `verify`.
+        targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`.
+        hidden: from `verify`. chunks: those of `verify`.
         """
         with torch.no_grad():
             rows, q_len = state.num_rows(), self.k + 1
             torch._check(targets.shape[0] == rows)
             torch._check(hidden.shape[0] == rows * q_len)
-            count, active = self._accept(state, targets, self._query_lens(state, state.active))
+            if chunks is not None:
+                chunks.check_sizes(rows)
+            count, active = self._accept(state, targets, self._query_lens(state, state.active, chunks))
             accepted = (count - 1).clamp(min=0).long()
             num_cached = state.num_cached + count
+            self._count_emitted(state, targets, count)
             if self.k > 0:
                 batch, positions = self._decode_batch(
-                    state, state.num_cached, self._query_lens(state, active), q_len
+                    state, state.num_cached, self._query_lens(state, active, chunks), q_len
                 )
                 drafted = self.model.forward_mtp(targets.view(-1), hidden, positions, batch)
                 picked = torch.arange(rows, device=accepted.device) * q_len + accepted
@@ -187,11 +230,14 @@ class SpeculativeDecoder(nn.Module):
             state.active.copy_(active)
             state.report.copy_(torch.cat([count[:, None], active[:, None], targets], dim=1))
 
-    def _query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
-        """How many of a row's k + 1 positions are run, int32 `[rows]`."""
+    def _query_lens(self, state: DecodeState, active: Tensor, chunks: PromptChunks | None = None) -> Tensor:
+        """How many of a row's k + 1 positions count, int32 `[rows]`: of a row that begins with `chunks`, one."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
-        return torch.where(active, room.clamp(0, self.k + 1), 0)
+        q_lens = torch.where(active, room.clamp(0, self.k + 1), 0)
+        if chunks is None:
+            return q_lens
+        return torch.where(chunks.begins, q_lens.clamp(max=1), q_lens)
 
     def _decode_batch(
         self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int
@@ -206,11 +252,50 @@ class SpeculativeDecoder(nn.Module):
         )
         return MLABatch(decode=segment), positions
 
-    def _choose(self, logits: Tensor, position: Tensor, state: DecodeState) -> Tensor:
-        """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`."""
+    def _choose(
+        self,
+        logits: Tensor,
+        position: Tensor,
+        state: DecodeState,
+        drafts: Tensor,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`.
+
+        drafts: `[rows, m]`, what stands between the emitted text and the last of the n.
+        allowed: bool like the logits. As in vLLM, other ids are ruled out after penalties, before temperature.
+        """
+        if state.in_prompt is not None and state.num_emitted is not None:
+            logits = penalise_after(
+                logits,
+                drafts,
+                state.in_prompt,
+                state.num_emitted,
+                state.repetition_penalty,
+                state.presence_penalty,
+                state.frequency_penalty,
+            )
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
         if not self.sampled:
             return logits.argmax(dim=-1)
-        return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p)
+        return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)
+
+    def _count_emitted(self, state: DecodeState, tokens: Tensor, count: Tensor) -> None:
+        """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, where the state has counts."""
+        if state.num_emitted is not None:
+            emitted = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+            rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None].expand_as(tokens)
+            # Not `scatter_add_`, of which Inductor makes a copy of all counts.
+            state.num_emitted.index_put_((rows, tokens), emitted.to(torch.int32), accumulate=True)
+
+    def _tell_logprobs(self, state: DecodeState, logits: Tensor, tokens: Tensor) -> None:
+        """Report on `tokens` `[rows, n]`, chosen from logits `[rows, n, vocab_size]`, where the state asks for it."""
+        if state.logprobs is not None and state.logprob_ids is not None:
+            n = tokens.shape[1]
+            logprobs, ids = top_logprobs(logits, tokens, state.logprobs.shape[2] - 1)
+            state.logprobs[:, :n].copy_(logprobs)
+            state.logprob_ids[:, :n].copy_(ids)
 
     def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
         """How many of `targets` each row emits, int32 `[rows]`, and which rows go on."""
@@ -232,7 +317,8 @@ class SpeculativeDecoder(nn.Module):
             if j > 0:
                 drafted = self._draft_after(state, drafts[-1], drafted, num_cached + (j - 1), active)
             position = (num_cached + (1 + j)).long()[:, None]
-            drafts.append(self._choose(self.model.logits(drafted)[:, None], position, state)[:, 0])
+            before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
+            drafts.append(self._choose(self.model.logits(drafted)[:, None], position, state, before)[:, 0])
         return torch.stack(drafts, dim=1)
 
     def _draft_after(

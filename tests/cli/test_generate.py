@@ -49,6 +49,17 @@ def test_a_prompt_is_streamed_to_stdout(complete, generate):
     assert (result.exit_code, result.stdout, result.stderr) == (0, line["text"] + "\n", "")
 
 
+def test_a_completion_ends_before_a_stop_string(complete, generate):
+    (whole,) = complete([{"prompt": "to be"}], "--max-new-tokens", 30)
+    stop = whole["text"][6:8]
+    at = whole["text"].index(stop)
+    (cut,) = complete([{"prompt": "to be"}], "--max-new-tokens", 30, "--stop", stop, "--stop", "never, never")
+    assert (cut["text"], cut["finish_reason"]) == (whole["text"][:at], "stop")
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    result = generate("--prompt", "to be", "--max-new-tokens", 30, "--stop", stop)
+    assert result.stdout == cut["text"] + "\n", "nothing of the stop string was shown"
+
+
 def test_a_prompt_can_have_an_output_file_too(complete, generate, tmp_path):
     (line,) = complete([HELLO])
     result = generate("--prompt", "hello", "--output", tmp_path / "one.jsonl")
@@ -123,6 +134,25 @@ def test_without_a_temperature_it_is_greedy(complete):
     assert complete(MIXED, "--temperature", 0.7, "--top-k", 1) == greedy
 
 
+def test_penalties_and_min_p_choose_tokens_and_logprobs_tell_of_them(complete):
+    greedy = complete(MIXED)
+    penalties = (
+        ("--repetition-penalty", 1.5),
+        ("--presence-penalty", 1.5),
+        ("--frequency-penalty", 1.5),
+    )
+    for flags in penalties:
+        assert complete(MIXED, *flags) != greedy
+    assert complete(MIXED, "--temperature", 1, "--min-p", 1) == greedy
+    told = complete(MIXED, "--logprobs", 2)
+    assert [{key: line[key] for key in greedy[0]} for line in told] == greedy
+    for line in told:
+        for token, place in zip(line["token_ids"], line["logprobs"], strict=True):
+            assert len(place) == 2
+            assert place[str(token)]["rank"] == 1
+            assert place[str(token)]["logprob"] <= 0
+
+
 def test_bfloat16_is_another_dtype(complete):
     (line,) = complete([HELLO], "--dtype", "bfloat16", "--device", "cpu")
     assert len(line["token_ids"]) == 12
@@ -152,5 +182,40 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer, else 0" in text
-    flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p seed dtype device"
+    flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p min-p seed dtype"
+    flags += " repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"
     assert all(f"--{flag} " in text for flag in [*flags.split(), "no-compile"])
+
+
+def test_completions_follow_a_regex_or_a_json_schema(complete, tmp_path):
+    pytest.importorskip("llguidance")
+    assert {line["text"] for line in complete(MIXED, "--regex", "yes|no")} <= {"yes", "no"}
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": [7, null]}')
+    for line in complete(MIXED, "--json-schema", file):
+        assert json.loads(line["text"]) in (7, None)
+        assert line["finish_reason"] == "stop"
+
+
+def test_a_grammar_goes_with_penalties_min_p_and_logprobs(complete):
+    pytest.importorskip("llguidance")
+    flags = ("--regex", "[a-c]{8}", "--temperature", 1, "--min-p", 0.1, "--logprobs", 1)
+    plain, penalised = complete(MIXED, *flags), complete(MIXED, *flags, "--frequency-penalty", 2)
+    for line in plain + penalised:
+        assert len(line["text"]) == 8 and set(line["text"]) <= set("abc")
+        assert [next(iter(place)) for place in line["logprobs"]] == [str(i) for i in line["token_ids"]]
+    assert [line["text"] for line in plain] != [line["text"] for line in penalised]
+
+
+def test_a_grammar_that_comes_to_a_dead_end_is_told_of_with_the_completion(complete, generate, copy):
+    pytest.importorskip("llguidance")
+    file = copy / "tokenizer.json"
+    file.write_text(file.read_text().replace('"z":', '"zz":'))  # so that no token spells a single z
+    flags = ("--model", copy, "--regex", "(a|b)z")
+    expected = "grammars[{}]: expected a grammar that goes on here, got NoExtension"
+    for i, line in enumerate(complete(MIXED, *flags)):
+        assert (line["finish_reason"], len(line["token_ids"]), line["text"] in "ab") == ("error", 1, True)
+        assert line["error"].startswith(expected.format(i))
+    shown = generate("--prompt", "hello", *flags)
+    assert shown.stdout in ("a\n", "b\n")
+    assert shown.stderr.startswith("mla-compile: " + expected.format(0)) and shown.stderr.count("\n") == 1

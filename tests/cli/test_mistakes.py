@@ -67,6 +67,10 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--num-speculative-tokens", "99999999"], "'--num-speculative-tokens'"),
         (["--prompt", "a", "--temperature", "-1"], "temperature: expected"),
         (["--prompt", "a", "--temperature", "nan"], "temperature: expected"),
+        (["--prompt", "a", "--min-p", "2"], "min_p: expected"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty: expected"),
+        (["--prompt", "a", "--frequency-penalty", "3"], "frequency_penalty: expected"),
+        (["--prompt", "a", "--logprobs", "21"], "logprobs: expected"),
         (["--prompt", "a", "--top-p", "0"], "top_p: expected"),
         (["--prompt", "a", "--top-k", "-2"], "top_k: expected"),
         (["--prompt", "a", "--top-k", str(2**31)], "top_k: expected"),
@@ -186,7 +190,7 @@ def test_ctrl_c_ends_it_with_130_and_keeps_the_output_file(generate, tmp_path, m
         yield []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "_waves", interrupted)
+    monkeypatch.setattr(Engine, "_stream", interrupted)
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(GOOD)
     output.write_text("what was there before")
@@ -212,3 +216,24 @@ def test_the_installed_command_reports_a_mistake_the_same_way():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "--seed" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--regex", "a("], "regex: expected a grammar that llguidance takes, got"),
+        (["--regex", "a", "--json-schema", "b"], "--json-schema, --regex: expected one of them, got both"),
+        (["--json-schema", "missing.json"], "--json-schema missing.json: expected a readable file"),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_named_before_anything_runs(generate, monkeypatch, args, message):
+    pytest.importorskip("llguidance")
+    monkeypatch.delattr(Engine, "stream")
+    assert_one_line(generate("--prompt", "hello", *args), message)
+
+
+def test_a_grammar_needs_a_tokenizer(generate, without_tokenizer, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [1]}')
+    result = generate("--input", file, "--model", without_tokenizer, "--regex", "a")
+    assert_one_line(result, "a checkpoint with a tokenizer, got one without")

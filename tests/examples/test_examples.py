@@ -67,6 +67,16 @@ def test_generation_with_and_without_drafts_prints_the_same_text(
     assert "steps instead of 7" in out
 
 
+@runs("requests_over_time")
+def test_requests_over_time_are_served_side_by_side(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(max_tokens=8, compile=False)
+    out = capsys.readouterr().out
+    assert all(f"{prompt} ..." in out for prompt in example.PROMPTS)
+    assert "of them mixed" in out
+
+
 @runs("absorb_plain_mla")
 def test_plain_mla_gives_the_same_tokens_absorbed(
     example: ModuleType, capsys: pytest.CaptureFixture[str]

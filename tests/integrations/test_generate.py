@@ -16,7 +16,9 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -28,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.errors import MLAError
-from mla_compile.integrations.transformers import accelerate, restore
+from mla_compile.integrations.transformers import accelerate, generation, restore
 from tests.integrations.families import prompts, stock_model
 from tests.integrations.mtp import MTP_FAMILIES, with_mtp
 from tests.integrations.stock import greedy, left_padded
@@ -216,6 +218,38 @@ def test_a_sampled_text_depends_on_the_seed_alone(model: Any, parts: Any) -> Non
     assert torch.equal(sampled(model, 1, renormalize_logits=True), plain)
 
 
+ALL = torch.ones_like(MASK)
+"""No padding: transformers' repetition penalty counts it, so padded batches go to the host."""
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 0.7, "eos_token_id": list(range(0, 211, 7))},
+        {"repetition_penalty": 1.5, "min_p": 0.1, "do_sample": True, "top_p": 1.0},
+        {"min_p": 0.02, "do_sample": True, "temperature": 1.5, "top_k": 40},
+    ],
+    ids=str,
+)
+def test_penalties_and_min_p_in_the_step_give_the_tokens_of_the_processors(
+    model: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
+) -> None:
+    def run(**more: Any) -> Tensor:
+        torch.manual_seed(5)
+        return generate(model, attention_mask=ALL, **kwargs, **more)
+
+    stock = run()
+    accelerate(model, num_speculative_tokens=3, mtp=parts[1], compile=False)
+    on_host = run(renormalize_logits=True)
+    monkeypatch.setattr(generation, "_ProcessedChoice", None)  # calling it would be an error
+    assert torch.equal(run(), on_host)
+    if not kwargs.get("do_sample"):
+        assert torch.equal(on_host, stock)
+    accelerate(model, compile=False)
+    assert torch.equal(run(), on_host), "drafts change no token"
+
+
 def test_the_same_prompt_twice_gives_two_samples(model: Any) -> None:
     accelerate(model, compile=False)
     torch.manual_seed(0)
@@ -230,8 +264,23 @@ def test_the_same_prompt_twice_gives_two_samples(model: Any) -> None:
         [TemperatureLogitsWarper(0.5), TemperatureLogitsWarper(0.5)],
         [TopPLogitsWarper(1e-6, min_tokens_to_keep=3)],
         [TopKLogitsWarper(2), TemperatureLogitsWarper(3.0)],
+        [MinPLogitsWarper(0.4)],
+        [MinPLogitsWarper(0.4), TopPLogitsWarper(0.5)],
+        [TopPLogitsWarper(0.5), MinPLogitsWarper(0.4)],
+        [RepetitionPenaltyLogitsProcessor(1.5)],
+        [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)],
     ],
-    ids=["twice", "multiplied", "at least", "order"],
+    ids=[
+        "twice",
+        "multiplied",
+        "at least",
+        "order",
+        "min p",
+        "min p first",
+        "top p first",
+        "penalty",
+        "ignored",
+    ],
 )
 def test_processors_of_ones_own_act_beside_those_of_the_config(model: Any, processors: list[Any]) -> None:
     def one(**kwargs: Any) -> Any:

@@ -26,7 +26,8 @@ def sampler(params: SamplingParams) -> Choose:
 
     def choose(logits: Tensor, position: int) -> int:
         rows = (
-            torch.tensor([value]) for value in (params.seed, params.temperature, params.top_k, params.top_p)
+            torch.tensor([value])
+            for value in (params.seed, params.temperature, params.top_k, params.top_p, params.min_p)
         )
         return int(sample(logits[None, None], torch.tensor([[position]]), *rows))
 

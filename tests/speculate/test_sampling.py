@@ -21,6 +21,7 @@ def draw(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
         torch.tensor([p.temperature]),
         torch.tensor([p.top_k], dtype=torch.int32),
         torch.tensor([p.top_p]),
+        torch.tensor([p.min_p]),
     )[0]
 
 

@@ -263,7 +263,6 @@ def test_a_step_never_waits_for_the_device(k: int, sampled: bool) -> None:
     state = DecodeState.allocate(4, k, max_pages=2, device="meta")
     step = SpeculativeDecoder(model, k, page_size=PAGE, sampled=sampled)
     with NoHostSync():
-        step.start(state, torch.empty(4, 32, dtype=torch.float64, device="meta"))
         step(state)
 
 

@@ -97,6 +97,7 @@ class Accelerated:
             num_speculative_tokens=drafts,
             max_rows=rows,
             max_model_len=length,
+            prefix_caching=False,  # weights may change between calls
             **self._settings,
         )
 

@@ -184,61 +184,70 @@ class _ProcessedChoice:
         assert request.processors is not None
         self._request = request
         self._processors: Any = request.processors
-        self._pending: tuple[Tensor, Tensor, list[int]] | None = None
-        self._completions: Sequence[Completion] = []
-        self._kept: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in request.prompts]
+        count = len(request.prompts)
+        self._completions = [Completion() for _ in range(count)]
+        # Of each row's last step, until it is known how many tokens it gave: scores, logits, tokens before it.
+        self._pending: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._kept: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(count)]
 
     def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
-        self._flush()
+        rows = [completion.prompt_index for completion in completions]
+        for row, completion in zip(rows, completions, strict=True):
+            self._flush(row)
+            self._completions[row] = completion
         logits = logits.to(torch.float32, copy=True)
-        scores = self._process(logits, drafts, completions)
-        self._completions = completions
-        self._pending = scores, logits, [len(c.token_ids) for c in completions]
+        scores = self._process(rows, logits, drafts.tolist())
+        for i, row in enumerate(rows):
+            self._pending[row] = scores[i], logits[i], len(self._completions[row].token_ids)
         if not self._request.config.do_sample:
             return scores.argmax(dim=-1)
-        return (scores + self._noise(scores, completions)).argmax(dim=-1)
+        return (scores + self._noise(rows, scores)).argmax(dim=-1)
 
-    def _process(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
+    def _process(self, rows: list[int], logits: Tensor, drafts: list[list[int]]) -> Tensor:
+        """Scores of `rows`, from their logits `[len(rows), n, vocab_size]`."""
         prompts, n = self._request.input_ids, logits.shape[1]
-        running = [row for row, c in enumerate(completions) if c.finish_reason is None]
-        texts = [[*c.token_ids, *d] for c, d in zip(completions, drafts.tolist(), strict=True)]
-        lengths = [len(c.token_ids) for c in completions]
-        scores = logits.clone()
-        for length in sorted({lengths[row] + j for row in running for j in range(n)}):
-            rows = [row for row in running if 0 <= length - lengths[row] < n]
+        texts = [list(completion.token_ids) for completion in self._completions]
+        lengths = [len(text) for text in texts]
+        for row, guesses in zip(rows, drafts, strict=True):
+            texts[row] += guesses
+        scores, every = logits.clone(), logits.new_zeros(len(texts), logits.shape[2])
+        for length in sorted({lengths[row] + j for row in rows for j in range(n)}):
             same_length = [[*text, *[self._request.pad_id] * length][:length] for text in texts]
             generated = torch.tensor(same_length, dtype=prompts.dtype, device=prompts.device)
-            position = [min(max(length - own, 0), n - 1) for own in lengths]
-            every = torch.arange(len(texts)), torch.tensor(position)
             ids = torch.cat([prompts, generated.view(len(texts), length)], dim=1)
-            processed = self._processors(ids, logits[every].clone())
-            scores[every[0][rows], every[1][rows]] = processed[rows]
+            mine = [(i, row) for i, row in enumerate(rows) if 0 <= length - lengths[row] < n]
+            places = [(i, length - lengths[row]) for i, row in mine]
+            given = every.clone()
+            for (i, j), (_, row) in zip(places, mine, strict=True):
+                given[row] = logits[i, j]
+            processed = self._processors(ids, given)
+            for (i, j), (_, row) in zip(places, mine, strict=True):
+                scores[i, j] = processed[row]
         return scores
 
-    def _noise(self, scores: Tensor, completions: Sequence[Completion]) -> Tensor:
+    def _noise(self, rows: list[int], scores: Tensor) -> Tensor:
         """What the compiled step would add: the tokens do not depend on where they are chosen."""
-        device = scores.device
-        seeds = torch.tensor([[params.seed] for params in self._request.sampling], device=device)
-        prompts = self._request.prompts
-        starts = [len(p) + len(c.token_ids) for p, c in zip(prompts, completions, strict=True)]
+        device, request = scores.device, self._request
+        seeds = torch.tensor([[request.sampling[row].seed] for row in rows], device=device)
+        starts = [len(request.prompts[row]) + len(self._completions[row].token_ids) for row in rows]
         position = torch.tensor(starts, device=device)[:, None] + torch.arange(scores.shape[1], device=device)
         return gumbel_noise(seeds, position, scores.shape[2])
 
-    def _flush(self) -> None:
-        """Keep the scores of the tokens that the last step emitted."""
+    def _flush(self, row: int) -> None:
+        """Keep the scores of the tokens that the row's last step emitted."""
         config = self._request.config
-        if self._pending is None or not (config.output_scores or config.output_logits):
+        pending = self._pending.pop(row, None)
+        if pending is None or not (config.output_scores or config.output_logits):
             return
-        scores, logits, before = self._pending
-        for row, completion in enumerate(self._completions):
-            emitted = len(completion.token_ids) - before[row]
-            self._kept[row][0].extend(scores[row, :emitted])
-            self._kept[row][1].extend(logits[row, :emitted])
-        self._pending = None
+        scores, logits, before = pending
+        emitted = len(self._completions[row].token_ids) - before
+        self._kept[row][0].extend(scores[:emitted])
+        self._kept[row][1].extend(logits[:emitted])
 
     def recorded(self, count: int) -> dict[str, tuple[Tensor, ...]]:
         """`scores` and `logits` of each of `count` positions, `[rows, vocab_size]`; zeros after a row's end."""
-        self._flush()
+        for row in range(len(self._kept)):
+            self._flush(row)
         recorded = {}
         for index, name in enumerate(("scores", "logits")):
             rows = [kept[index] for kept in self._kept]

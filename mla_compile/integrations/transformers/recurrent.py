@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.batch import MLABatch, PrefillSegment
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.integrations.transformers.cache import PagedLatentCache
 from mla_compile.torch_internals import mark_cache
 
@@ -30,17 +30,29 @@ class RecurrentStates:
         self._num_pages, self._pools = num_pages, []
 
     def forward(self, run: Run, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
-        """Hidden states `[tokens, hidden_size]` of decode rows of one token each, or of prompt chunks, one by one."""
+        """Hidden states `[tokens, hidden_size]` of decode rows of one token each, then of prompt chunks, one by one."""
+        if batch.decode is None:
+            assert batch.prefill is not None
+            return self._prefill(run, token_ids, positions, batch.prefill)
+        assert batch.decode.q_len == 1, "recurrent layers take no drafts"
         if batch.prefill is None:
-            assert batch.decode is not None
-            assert batch.decode.q_len == 1, "recurrent layers take no drafts"
-            slots = _slots(batch.decode.block_table)
-            self._load(slots)
-            hidden = run(token_ids[:, None], positions[:, None], batch)[:, 0]
-            self._store(slots)
-            return hidden
-        assert batch.decode is None, "an engine prefills and decodes in turn"
-        return self._prefill(run, token_ids, positions, batch.prefill)
+            return self._decode(run, token_ids, positions, batch.decode)
+        rows = batch.decode.block_table.shape[0]
+        # First, as the rows whose prompts these are run in it too, inactive, and leave states that mean nothing.
+        before = None
+        if self._pools:
+            before = self._decode(run, token_ids[:rows], positions[:rows], batch.decode)
+        hidden = self._prefill(run, token_ids[rows:], positions[rows:], batch.prefill)
+        if before is None:  # nobody decodes yet
+            before = hidden.new_zeros(rows, hidden.shape[1])
+        return torch.cat([before, hidden])
+
+    def _decode(self, run: Run, token_ids: Tensor, positions: Tensor, segment: DecodeSegment) -> Tensor:
+        slots = _slots(segment.block_table)
+        self._load(slots)
+        hidden = run(token_ids[:, None], positions[:, None], MLABatch(decode=segment))[:, 0]
+        self._store(slots)
+        return hidden
 
     def _prefill(self, run: Run, token_ids: Tensor, positions: Tensor, segment: PrefillSegment) -> Tensor:
         hidden, start = [], 0

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -24,8 +26,14 @@ if TYPE_CHECKING:
 
 UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
 """How to mend what we refuse and stock transformers does."""
-_COMPILED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-"""What the compiled step does, in its order."""
+_COMPILED = (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+)
+"""What the compiled step does, in transformers' order."""
 
 
 @dataclass
@@ -75,16 +83,17 @@ class Request:
         eos = [c for c in criteria if type(c) is EosTokenCriteria]
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         rest = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-        on_host = not _is_compiled(processors)
+        prompts = _prompts(input_ids, model_kwargs)
+        on_host = not _is_compiled(processors, is_padded=min(map(len, prompts)) < width)
         on_host |= bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
         pad = config._pad_token_tensor
         return cls(
             input_ids=input_ids,
-            prompts=_prompts(input_ids, model_kwargs),
+            prompts=prompts,
             max_new_tokens=min(config.max_length, *lengths) - width,
             stop_ids=[int(i) for c in eos for i in c.eos_token_id],
             pad_id=0 if pad is None else int(pad),
-            sampling=_sampling(processors, rows) if config.do_sample else [SamplingParams()] * rows,
+            sampling=_sampling(processors, rows, do_sample=bool(config.do_sample)),
             processors=processors if on_host else None,
             criteria=StoppingCriteriaList(rest),
             streamer=streamer,
@@ -110,33 +119,48 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     return [row[keep].tolist() for row, keep in zip(input_ids, live, strict=True)]
 
 
-def _is_compiled(processors: LogitsProcessorList) -> bool:
-    """Whether the compiled step does what the processors do: each at most once, in its order, with nothing special."""
+def _is_compiled(processors: LogitsProcessorList, *, is_padded: bool) -> bool:
+    """Whether the compiled step does what the processors do: each at most once, in its order, with nothing special.
+
+    is_padded: whether any prompt is shorter than the longest.
+    """
     kinds = [type(processor) for processor in processors]
     if any(kind not in _COMPILED for kind in kinds):
         return False
+    if is_padded and RepetitionPenaltyLogitsProcessor in kinds:
+        return False  # transformers' processor penalises the padding's id too
+    if TopPLogitsWarper in kinds and MinPLogitsWarper in kinds:
+        return False  # the step applies min-p first, which changes what top-p keeps (not what top-k keeps)
     order = [_COMPILED.index(kind) for kind in kinds]
     plain = all(
         getattr(processor, "min_tokens_to_keep", 1) == 1
+        and not getattr(processor, "prompt_ignore_length", None)
         and getattr(processor, "filter_value", -float("inf")) == -float("inf")
         for processor in processors
     )
     return plain and order == sorted(set(order))
 
 
-def _sampling(processors: LogitsProcessorList, rows: int) -> list[SamplingParams]:
+def _sampling(processors: LogitsProcessorList, rows: int, *, do_sample: bool) -> list[SamplingParams]:
     """Each row's parameters; seeds come from torch's generator, so that `torch.manual_seed` repeats a text.
 
     Exact where `_is_compiled`; otherwise they only shape the drafts.
     """
     values: dict[str, Any] = {"temperature": 1.0}
     for processor in processors:
-        if isinstance(processor, TemperatureLogitsWarper):
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            values["repetition_penalty"] = float(processor.penalty)
+        elif isinstance(processor, MinPLogitsWarper):
+            values["min_p"] = float(processor.min_p)
+        elif isinstance(processor, TemperatureLogitsWarper):
             values["temperature"] = float(processor.temperature)
         elif isinstance(processor, TopKLogitsWarper):
             values["top_k"] = int(processor.top_k)
         elif isinstance(processor, TopPLogitsWarper):
             values["top_p"] = float(processor.top_p)
+    if not do_sample:
+        values["temperature"] = 0.0
+        return [SamplingParams(**values)] * rows
     seeds = torch.randint(2**62, (rows,)).tolist()
     return [SamplingParams(**values, seed=seed) for seed in seeds]
 

@@ -66,6 +66,10 @@ class TransformersTarget(nn.Module):
     def has_mtp(self) -> bool:
         return self.mtp_layer is not None
 
+    @property
+    def is_recurrent(self) -> bool:
+        return self._states is not None
+
     def fits_its_caches(self) -> bool:
         """Whether the caches still have the weights' dtype and device, which `model.to` changes."""
         layer = next(iter(self._trunk.latent.values()))

@@ -131,7 +131,7 @@ def _attend(
     scale = softmax_scale * LOG2_E
     i = 0
     while at < end:
-        row, _, length, _, first, last, tiles, next_begin = piece_of(
+        row, _, length, stored, first, last, tiles, next_begin = piece_of(
             seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
         )
         valid = Q_LEN
@@ -150,7 +150,8 @@ def _attend(
 
         r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
         # `visible_keys`, for each query row; none for the rows that only fill the block.
-        bounds = gl.where((r // HEADS < valid) & (r < R), length - (valid - 1 - r // HEADS), 0)
+        bounds = gl.minimum(length - (valid - 1 - r // HEADS), stored)
+        bounds = gl.where((r // HEADS < valid) & (r < R), bounds, 0)
         top = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, s_layout))
         # A sum for each thread's keys: only the highest score must cross warps in every tile.
         total = gl.zeros([TILE, BLOCK_R], gl.float32, s_layout)

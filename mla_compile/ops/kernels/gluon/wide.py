@@ -237,7 +237,7 @@ def _attend(
     i = 0  # pairs of tiles so far
     n = 0  # pieces so far
     while at < end:
-        row, block, length, _, first, last, tiles, next_begin = piece_of(
+        row, block, length, stored, first, last, tiles, next_begin = piece_of(
             seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
         )
         first_r = block * ROWS
@@ -272,7 +272,8 @@ def _attend(
         s_r = gl.arange(0, ROWS, layout=s_rows)
         r = first_r + s_r
         # `visible_keys`, for each query row; none for the rows that only fill the block.
-        bounds = gl.where((r // HEADS < valid) & (r < R), length - (valid - 1 - r // HEADS), 0)
+        bounds = gl.minimum(length - (valid - 1 - r // HEADS), stored)
+        bounds = gl.where((r // HEADS < valid) & (r < R), bounds, 0)
         top = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
         total = gl.zeros([ROWS], gl.float32, s_rows)
         acc = gl.zeros([ROWS, HALF], gl.float32, o_layout)

@@ -1,0 +1,282 @@
+"""Tokens that follow a grammar: JSON schema, regex or EBNF, matched by llguidance on the host.
+
+The mask of a verify step's position j follows from the row's own emitted tokens and its own first j drafts. So it is
+the mask that plain decoding would have there, and speculation changes no token.
+"""
+
+import functools
+import json
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.reports import RowReport
+from mla_compile.errors import MLAError
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class Grammar:
+    """What a completion may say, compiled for one tokenizer; any number of rows and streams may share it.
+
+    A row that ends with finish_reason "stop" has said, before its stop id, exactly a text of the grammar; one that ends
+    with "length" has said the beginning of one. "error" is a dead end: the grammar wants what no token can spell.
+
+    Args:
+        source: a grammar in llguidance's JSON or Lark form; usually made by one of the `from_` methods.
+        tokenizer: a fast tokenizer of transformers with an end-of-sequence token, as `load_tokenizer` returns.
+        name: what errors call the grammar.
+
+    Raises:
+        MLAError: a malformed grammar, with llguidance's message; one that allows nothing that the tokenizer can spell;
+            a tokenizer that cannot be used; llguidance is not installed.
+    """
+
+    def __init__(self, source: str, tokenizer: "PreTrainedTokenizerBase", name: str = "grammar") -> None:
+        known = _known_tokenizer(tokenizer)
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        self._matcher: LLMatcher = LLMatcher(known, source, log_level=0, limits=limits)
+        self._matcher.compute_bitmask()  # the first mask tells whether there is anything to say
+        if self._matcher.is_error():
+            raise MLAError(name, "a grammar that llguidance takes", _message(self._matcher))
+        self.vocab_size: int = known.vocab_size
+        self.eos_id: int = known.eos_token
+
+    @classmethod
+    def from_json_schema(
+        cls, schema: str | bool | dict[str, Any], tokenizer: "PreTrainedTokenizerBase"
+    ) -> "Grammar":
+        """Of JSON values that a schema allows; the schema as JSON text or as what `json.loads` makes of it.
+
+        One space at most stands between its words, as small models go on with spaces for ever; a schema's own
+        "x-guidance" (llguidance's options) decides otherwise.
+        """
+        _require_llguidance()
+        from llguidance import LLMatcher
+
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            if isinstance(parsed, dict):
+                parsed = {"x-guidance": {"whitespace_pattern": " ?"}, **parsed}
+            source = LLMatcher.grammar_from_json_schema(json.dumps(parsed))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MLAError("json_schema", "a JSON schema", error) from error
+        return cls(source, tokenizer, "json_schema")
+
+    @classmethod
+    def from_regex(cls, regex: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
+        """Of texts that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
+        _require_llguidance()
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_regex(regex), tokenizer, "regex")
+
+    @classmethod
+    def from_ebnf(cls, rules: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
+        """Of texts that `start` derives, in llguidance's dialect of Lark: `start: "yes" | "no" ("!")*`."""
+        _require_llguidance()
+        from llguidance import LLMatcher
+
+        return cls(LLMatcher.grammar_from_lark(rules), tokenizer, "ebnf")
+
+    def matcher(self, token_ids: Sequence[int] = ()) -> "LLMatcher":
+        """A matcher of a row's own that has read these tokens."""
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(list(token_ids))
+        return matcher
+
+
+def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Collection[int]) -> Grammar:
+    """The grammar of one request; errors call it `name`.
+
+    Raises:
+        MLAError: what is no grammar, one for a larger vocabulary than the model's, no stop id to end a row with.
+    """
+    if not isinstance(grammar, Grammar):
+        raise MLAError(name, "a Grammar or None", type(grammar).__name__)
+    if grammar.vocab_size > vocab_size:
+        expected = f"one for a tokenizer of at most the model's {vocab_size} ids"
+        raise MLAError(name, expected, grammar.vocab_size, "use the model's own tokenizer")
+    if not any(0 <= token < vocab_size for token in stop_ids):
+        expected = "an id of the model's to end a row with, where there are grammars"
+        raise MLAError("stop_ids", expected, list(stop_ids), "give the end-of-sequence id")
+    return grammar
+
+
+@dataclass(frozen=True)
+class _DeadEnd:
+    """Where a grammar allows no token, or llguidance gives up: after so many of a row's drafts. The row comes there
+    only if they are accepted, as plain decoding would."""
+
+    num_drafts: int
+    message: str
+
+
+class GrammarRow:
+    """A row with a grammar: a matcher that has read what the row has emitted, and where the last masks ended.
+
+    Args:
+        grammar: of the row alone or shared.
+        completion: what the row has emitted; it grows.
+        stop_ids: allowed where the text may end, and only there. Other end-of-sequence ids are not.
+        name: what errors call the grammar.
+    """
+
+    def __init__(
+        self, grammar: Grammar, completion: Completion, stop_ids: Collection[int], name: str = "grammar"
+    ) -> None:
+        self.grammar = grammar
+        self.stop_ids = stop_ids
+        self.matcher = grammar.matcher()
+        self._completion = completion
+        self._name = name
+        self._num_read = 0
+        self._dead_end: _DeadEnd | None = None
+
+    def read(self) -> None:
+        """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
+        emitted = self._completion.token_ids
+        self.matcher.consume_tokens(list(emitted[self._num_read :]))
+        self._num_read = len(emitted)
+        self._dead_end = None
+
+    def read_draft(self, token: int) -> bool:
+        """Take in a draft if the grammar allows it. Ids that it does not know would put the matcher in an error."""
+        if token in self.stop_ids or token >= self.grammar.vocab_size:
+            return False
+        taken: int = self.matcher.try_consume_tokens([token])
+        return taken == 1
+
+    def give_up(self, num_drafts: int) -> None:
+        """After so many drafts the matcher is in an error: note it, and begin anew."""
+        self._dead_end = _DeadEnd(num_drafts, _message(self.matcher))
+        self.matcher = self.grammar.matcher(self._completion.token_ids)
+
+    def settle(self, report: RowReport) -> RowReport:
+        """The row's report of the step that masks were made for. If it came to a dead end, the stop id that ended it
+        is taken back, and the error says why."""
+        end, self._dead_end = self._dead_end, None
+        if end is None or len(report.tokens) <= end.num_drafts:
+            return report
+        n = end.num_drafts
+        error = MLAError(self._name, "a grammar that goes on here", end.message)
+        logprobs = None if report.logprobs is None else report.logprobs[:n]
+        return RowReport(report.tokens[:n], False, logprobs, str(error))
+
+
+def allowed_tokens(
+    rows: Mapping[int, GrammarRow], drafts: Tensor, *, vocab_size: int, first: Container[int] = ()
+) -> Tensor:
+    """What a step may say, bool `[rows, n, vocab_size]`: position j follows a row's first j drafts.
+
+    Args:
+        rows: those with grammars, by their index in the state. All others may say anything.
+        drafts: int64 `[rows, n - 1]`, of all rows of the state.
+        vocab_size: of the model.
+        first: the rows whose first token is to be chosen: it follows no draft.
+
+    At a dead end the stop ids are allowed, which end the row; `GrammarRow.settle` then tells it from a complete text.
+    """
+    guesses = drafts.tolist()
+    mine = {row: [] if row in first else guesses[row] for row in rows}
+    words = _masks(list(rows.values()), list(mine.values()), drafts.shape[1] + 1, _num_words(vocab_size))
+    shape, device = (drafts.shape[0], drafts.shape[1] + 1, vocab_size), drafts.device
+    allowed = torch.ones(shape, dtype=torch.bool, device=device)
+    allowed[list(rows)] = _unpacked(words.to(device), list(rows.values()), vocab_size)
+    return allowed
+
+
+def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int) -> Tensor:
+    """A bit for each id that a row may say at each position, int32 `[len(rows), n, words]`; none at a dead end.
+
+    All bits are set after a draft that the grammar refuses or that ends the row: nothing is emitted there.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    masks = torch.full((len(rows), n, words), -1, dtype=torch.int32)
+    for row in rows:
+        row.read()
+    ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
+    while ahead:
+        # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
+        for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
+            mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
+            filled = torch.zeros(len(mine), width, dtype=torch.int32)
+            asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
+            fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
+            masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))
+        for i, row in list(ahead.items()):
+            if row.matcher.is_error():
+                masks[i, j] = 0
+                row.give_up(j)
+                del ahead[i]
+            elif j == len(guesses[i]) or not row.read_draft(guesses[i][j]):
+                row.matcher.rollback(j)
+                del ahead[i]
+        j += 1
+    return masks
+
+
+def _unpacked(masks: Tensor, rows: list[GrammarRow], vocab_size: int) -> Tensor:
+    """Bits as bool `[len(rows), n, vocab_size]`, with the rows' stop ids in place of llguidance's."""
+    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    allowed = (bits & 1).bool().flatten(2)[..., :vocab_size]
+    for row, mine, words in zip(rows, allowed, masks, strict=True):
+        may_end = mine[:, row.grammar.eos_id] | (words == 0).all(dim=1)
+        mine[:, row.grammar.eos_id] = False
+        mine[:, [token for token in row.stop_ids if 0 <= token < vocab_size]] = may_end[:, None]
+    return allowed
+
+
+def _num_words(vocab_size: int) -> int:
+    """Of 32 bits, for a bit an id."""
+    return -(-vocab_size // 32)
+
+
+_tokenizers: WeakKeyDictionary["PreTrainedTokenizerBase", "LLTokenizer"] = WeakKeyDictionary()
+
+
+def _known_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "LLTokenizer":
+    """llguidance's view of a tokenizer, made once: it takes some 0.02 s for 3,000 ids, a second for 100,000."""
+    _require_llguidance()
+    from llguidance.hf import from_tokenizer
+
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        got = "one without" if hasattr(tokenizer, "eos_token_id") else type(tokenizer).__name__
+        raise MLAError("tokenizer", "a tokenizer with an end-of-sequence token", got)
+    if tokenizer not in _tokenizers:
+        try:
+            _tokenizers[tokenizer] = from_tokenizer(tokenizer)
+        except Exception as error:  # whatever the Rust side says
+            raise MLAError("tokenizer", "a fast tokenizer that llguidance can read", error) from error
+    return _tokenizers[tokenizer]
+
+
+def _require_llguidance() -> None:
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        mend = "pip install 'mla-compile[grammar]'"
+        raise MLAError("llguidance", "the package, which matches grammars", "none", mend) from error
+
+
+@functools.cache
+def _executor() -> "LLExecutor":
+    """The threads that fill masks."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def _message(matcher: "LLMatcher") -> str:
+    """llguidance's error, on one line."""
+    return " ".join(matcher.get_error().split())

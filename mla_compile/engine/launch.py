@@ -1,0 +1,238 @@
+"""From a plan to a launched step: the rows' state is prepared, and the step that serves them runs on it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.backend import resolve_settings
+from mla_compile.engine.buckets import CaptureReport
+from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
+from mla_compile.engine.generation import Generation
+from mla_compile.engine.grammar import allowed_tokens
+from mla_compile.engine.reports import ReportedRow
+from mla_compile.engine.rows import Rows
+from mla_compile.engine.scheduler import Chunk, Plan, Request, Row
+from mla_compile.engine.variants import Variant
+from mla_compile.speculate import (
+    DecodeState,
+    PromptChunk,
+    PromptChunks,
+    ServedModel,
+    SpeculativeDecoder,
+    Step,
+    shadow_check,
+)
+from mla_compile.torch_internals import mark_rows, with_own_code
+
+VERIFY = "verify"
+"""The step's first half, where tokens are chosen on the host."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What `plan.sampled` will find in a state's report.
+
+    rows: of the state, in the plan's order. on_host: whether the host had a say in the tokens.
+    """
+
+    state: DecodeState
+    rows: list[ReportedRow]
+    on_host: bool
+
+
+class Launcher:
+    """Launches the steps that plans ask for.
+
+    A step is one compiled call where all rows decode, captured if it can be. With prompt chunks in it it runs eagerly,
+    or compiled but never captured, as its sizes change with every plan. Where tokens are chosen on the host it is a
+    call for each half.
+
+    Args:
+        model: whose caches have `page_size` tokens a page.
+        num_speculative_tokens, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend,
+            capture_budget: see `Engine`.
+        max_pages: of a row.
+        pages_per_grant: cache pages that one page of a plan stands for.
+
+    Raises:
+        MLAError: an unknown mode, a number of drafts that no step has.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        num_speculative_tokens: int,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        pages_per_grant: int,
+        compile: bool,
+        compile_mixed: bool,
+        mode: str | None,
+        shadow_check_every: int | None,
+        decode_backend: str | None,
+        capture_budget: int | None,
+    ) -> None:
+        self._model, self._k = model, num_speculative_tokens
+        self._max_pages, self._page_size = max_pages, page_size
+        self._device = model.device
+        self._compile, self._mode, self._shadow_check_every = compile, mode, shadow_check_every
+        self._compile_mixed = compile and compile_mixed
+        self._decoders = {
+            sampled: SpeculativeDecoder(
+                model, self._k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
+            )
+            for sampled in (False, True)
+        }
+        why_not = _why_not_captured(compile, mode, self._device)
+        self._captures = Captures(
+            max_rows, self._k + 1, device=self._device, budget=capture_budget, why_not=why_not
+        )
+        self._steps: dict[Variant, Step] = {}
+        self._mixed_steps: dict[bool, Callable[[DecodeState, PromptChunks], None]] = {}
+        self._verify = self._compiled(VERIFY, self._decoders[False].verify)
+        self._advances: dict[Variant, Callable[..., Any]] = {}
+        self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
+        self.rows = Rows(self._state_for, pages_per_grant=pages_per_grant, device=self._device)
+
+    def launch(self, plan: Plan, generations: Mapping[Request, Generation]) -> Launched:
+        """Run a plan."""
+        if plan.admitted:
+            self._captures.check_again()
+        state = self.rows.prepare(plan, generations)
+        chunks = self._packed(plan, state) if plan.chunks else None
+        variant = self.rows.variant
+        sampled = [(row, generations[row.request]) for row in plan.sampled]
+        on_host = any(generation.is_chosen_on_host for _, generation in sampled)
+        if on_host:
+            self._run_in_halves(variant, state, chunks, sampled)
+        elif chunks is not None:
+            self._mixed(variant.sampled)(state, chunks)
+        else:
+            self.step(variant)(state)
+        rows = [ReportedRow(self.rows[row.slot], g.params.logprobs) for row, g in sampled]
+        return Launched(state, rows, on_host)
+
+    def step(self, variant: Variant) -> Step:
+        """The step of rows that all decode."""
+        if variant not in self._steps:
+            step: Step = self._compiled(variant.name, self._decoders[variant.sampled].forward)
+            if self._shadow_check_every is not None:
+                step = shadow_check(step, every=self._shadow_check_every)
+            self._steps[variant] = step
+        return self._steps[variant]
+
+    def _mixed(self, sampled: bool) -> Callable[[DecodeState, PromptChunks], None]:
+        """The step of rows that decode and prompts beside them; states tell what else is compiled in."""
+        if sampled not in self._mixed_steps:
+            mixed = self._decoders[sampled].mixed
+            if self._compile_mixed:
+                mixed = torch.compile(with_own_code(mixed), backend="mla", fullgraph=True)
+            self._mixed_steps[sampled] = mixed
+        return self._mixed_steps[sampled]
+
+    def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
+        """Compile a step, and record it for all numbers of rows, largest first."""
+        self._captures.check_again()
+        for size in reversed(self._captures.sizes):
+            state = self._state_for(size, variant, num_stop_ids, False)
+            state.active.zero_()
+            for _ in range(CALLS_TO_RECORD):
+                self.step(variant)(state)
+
+    def capture_report(self) -> CaptureReport:
+        return self._captures.report()
+
+    def _compiled(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, which is traced on its first call."""
+        if not self._compile:
+            return method
+        step = torch.compile(with_own_code(method), backend="mla", mode=self._mode, fullgraph=True)
+        return self._captures.measured(name, step)
+
+    def _state_for(self, count: int, variant: Variant, num_stop_ids: int, on_host: bool) -> DecodeState:
+        """The state of the bucket for so many rows, always the same one: captured graphs know its addresses."""
+        rows = self._captures.rows_for(VERIFY if on_host else variant.name, count, num_stop_ids)
+        num_logprobs = variant.num_logprobs
+        if num_logprobs is not None:
+            num_logprobs = min(num_logprobs, self._model.vocab_size)
+        key = rows, num_stop_ids, variant.penalised, num_logprobs
+        if key not in self._states:
+            self._states[key] = DecodeState.allocate(
+                rows,
+                self._k,
+                max_pages=self._max_pages,
+                num_stop_ids=num_stop_ids,
+                penalised_vocab=self._model.vocab_size if variant.penalised else None,
+                num_logprobs=num_logprobs,
+                device=self._device,
+            )
+        return self._states[key]
+
+    def _packed(self, plan: Plan, state: DecodeState) -> PromptChunks:
+        chunks = [PromptChunk(self.rows[c.slot], c.request.tokens, c.start, c.end) for c in plan.chunks]
+        return PromptChunks.pack(chunks, state, page_size=self._page_size)
+
+    def _run_in_halves(
+        self,
+        variant: Variant,
+        state: DecodeState,
+        chunks: PromptChunks | None,
+        sampled: list[tuple[Row, Generation]],
+    ) -> None:
+        """A step whose tokens the host has a say in, between its halves."""
+        decoder = self._decoders[variant.sampled]
+        if chunks is not None:
+            logits, hidden = decoder.verify(state, chunks)
+            decoder.advance(state, self._choose(decoder, state, logits, sampled), hidden, chunks)
+            return
+        logits, hidden = self._verify(state)
+        targets = self._choose(decoder, state, logits, sampled)
+        hidden = hidden.clone()  # the next replay overwrites what this one returned
+        for given in (targets, hidden):
+            mark_rows(given)
+        if variant not in self._advances:
+            self._advances[variant] = self._compiled(f"advance, {variant.name}", decoder.advance)
+        self._advances[variant](state, targets, hidden)
+
+    def _choose(
+        self,
+        decoder: SpeculativeDecoder,
+        state: DecodeState,
+        logits: Tensor,
+        sampled: list[tuple[Row, Generation]],
+    ) -> Tensor:
+        """The target's tokens, int64 `[rows, k + 1]`: among those that grammars allow, or those of a `TokenChooser`."""
+        grammars = {self.rows[row.slot]: g.grammar for row, g in sampled if g.grammar is not None}
+        first = {self.rows[row.slot] for row, _ in sampled if isinstance(row, Chunk)}
+        allowed = None
+        if grammars:
+            allowed = allowed_tokens(grammars, state.drafts, vocab_size=self._model.vocab_size, first=first)
+        targets = decoder.choose_targets(state, logits, allowed)
+        choosers = {g.choose: None for _, g in sampled if g.choose is not None}
+        for choose in choosers:
+            asked = {self.rows[row.slot]: g.completion for row, g in sampled if g.choose is choose}
+            # A first token follows no drafts.
+            for n, rows in ((1, asked.keys() & first), (self._k + 1, asked.keys() - first)):
+                if rows:
+                    index = torch.tensor(sorted(rows), device=self._device)
+                    drafts, completions = state.drafts[index, : n - 1], [asked[row] for row in sorted(rows)]
+                    targets[index, :n] = choose(logits[index, :n], drafts, completions)
+        return targets
+
+
+def _why_not_captured(compile: bool, mode: str | None, device: torch.device) -> str | None:
+    """Why no CUDA graph will be recorded; None where they will.
+
+    Raises:
+        MLAError: a mode that `torch.compile` does not know.
+    """
+    if not compile:
+        return "compile=False"
+    if not resolve_settings(mode, None).get("triton.cudagraphs"):
+        return f"mode {mode or 'default'} has no CUDA graphs"
+    return None if device.type == "cuda" else f"the device is {device}"

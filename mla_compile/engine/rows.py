@@ -1,0 +1,210 @@
+"""Which row of which decode state each running request has, and everything that the host writes into states.
+
+Captured graphs know the addresses of a state's tensors, so there is one state for each number of rows and kind of
+step, and requests move between them. All writes are ops on the stream of the steps: none of them waits for any.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import copied_to
+from mla_compile.engine.generation import Generation
+from mla_compile.engine.scheduler import Grant, Plan, Request
+from mla_compile.engine.variants import Variant
+from mla_compile.speculate import DecodeState
+
+FEW = 4
+"""A state is left for a smaller one where no more than one in so many of its rows is used: moving costs copies."""
+
+_PARAMETERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
+class Rows:
+    """Rows for the requests in a scheduler's slots.
+
+    Args:
+        state_for: the state for so many requests, of this variant, with so many places for stop ids; the last
+            argument says whether any of them is chosen on the host.
+        pages_per_grant: cache pages that one page of a plan stands for.
+        device: of the states.
+    """
+
+    def __init__(
+        self,
+        state_for: Callable[[int, Variant, int, bool], DecodeState],
+        *,
+        pages_per_grant: int,
+        device: torch.device,
+    ) -> None:
+        self._state_for = state_for
+        self._pages_per_grant = pages_per_grant
+        self._device = device
+        self._row_of: dict[int, int] = {}  # by slot
+        self._live: dict[int, Generation] = {}  # by slot
+        self._state: DecodeState | None = None
+        self.variant = Variant()
+
+    def __len__(self) -> int:
+        """Requests that have a row."""
+        return len(self._live)
+
+    def clear(self) -> None:
+        """Forget all requests: the next one finds its state's rows inactive."""
+        self._row_of, self._live, self._state = {}, {}, None
+
+    def __getitem__(self, slot: int) -> int:
+        """The row of the current state that a slot's request has."""
+        return self._row_of[slot]
+
+    def prepare(self, plan: Plan, generations: Mapping[Request, Generation]) -> DecodeState:
+        """The state that a plan's step runs on, with all that changes before it; admitted rows are inactive."""
+        if self._state is not None and not (plan.freed_slots or plan.admitted):
+            if plan.grants:
+                self._write(self._state, [], [], plan.grants)
+            return self._state
+        before, inactive = self._state, []
+        for slot in plan.freed_slots:
+            inactive.append(self._row_of.pop(slot))
+            del self._live[slot]
+        for row in plan.admitted:
+            self._live[row.slot] = generations[row.request]
+        state = self._fitting_state()
+        if state is not before:
+            inactive = []  # nothing but live rows came along
+        free = sorted(set(range(len(state.active))) - set(self._row_of.values()), reverse=True)
+        admitted = [(row.slot, free.pop()) for row in plan.admitted]
+        self._row_of.update(admitted)
+        self._write(
+            state,
+            [*inactive, *(row for _, row in admitted)],
+            [(row, self._live[slot]) for slot, row in admitted],
+            plan.grants,
+        )
+        return state
+
+    def _fitting_state(self) -> DecodeState:
+        """The current state if it serves the live requests, else a better one, where their rows have been copied to."""
+        live = self._live.values()
+        needed = Variant.of([generation.params for generation in live])
+        places = max(stop_id_places(generation.stop_ids) for generation in live)
+        old = self._state
+        if old is not None and self._row_of and self.variant.serves(needed):
+            rows, width = old.stop_ids.shape
+            if width >= places and len(live) <= rows < FEW * len(live):
+                return old
+        on_host = any(generation.is_chosen_on_host for generation in live)
+        new = self._state_for(len(live), needed, places, on_host)
+        if new is not old:
+            new.active.zero_()
+            new.block_table.zero_()
+            if old is not None and self._row_of:
+                _copy_rows(old, list(self._row_of.values()), new)
+                self._row_of = {slot: row for row, slot in enumerate(self._row_of)}
+            self._state = new
+        self.variant = needed
+        return new
+
+    def _write(
+        self,
+        state: DecodeState,
+        inactive: list[int],
+        admitted: list[tuple[int, Generation]],
+        grants: Sequence[Grant],
+    ) -> None:
+        """One copy of integers to the device and one of other numbers, then ops there."""
+        width = state.stop_ids.shape[1]
+        stop_ids = [[*g.stop_ids, *[-1] * (width - len(g.stop_ids))] for _, g in admitted]
+        pages = [
+            (self._row_of[grant.slot], index, page)
+            for grant in grants
+            for index, page in enumerate(self._pages(grant), start=grant.first * self._pages_per_grant)
+        ]
+        texts = [(row, g) for row, g in admitted if g.params.penalised]
+        prompts = [(row, token) for row, g in texts for token in set(g.prompt)]
+        emitted = [(row, token) for row, g in texts for token in g.completion.token_ids]
+        columns = [
+            inactive,
+            [row for row, _ in admitted],
+            [g.max_len for _, g in admitted],
+            [g.params.seed for _, g in admitted],
+            [g.params.top_k for _, g in admitted],
+            list(chain(*stop_ids)),
+            *([place[i] for place in pages] for i in range(3)),
+            *([pair[i] for pair in pairs] for pairs in (prompts, emitted) for i in range(2)),
+        ]
+        off, rows, max_len, seed, top_k, stops, *places = upload(columns, torch.int64, self._device)
+        if inactive:
+            state.active.index_fill_(0, off, False)
+            state.block_table.index_fill_(
+                0, off, 0
+            )  # recurrent layers' states are found by it, an inactive row's too
+        if admitted:
+            values = {"max_len": max_len, "seed": seed, "top_k": top_k, "stop_ids": stops.view(-1, width)}
+            told = [[getattr(g.params, name) for _, g in admitted] for name in _PARAMETERS]
+            values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
+            for name, value in values.items():
+                tensor: Tensor = getattr(state, name)
+                tensor.index_copy_(0, rows, value.to(tensor.dtype))
+        at, index, page, *pairs = places
+        if pages:
+            state.block_table.index_put_((at, index), page.to(torch.int32))
+        if admitted and state.in_prompt is not None and state.num_emitted is not None:
+            _write_texts(state.in_prompt, state.num_emitted, rows, *pairs)
+
+    def _pages(self, grant: Grant) -> list[int]:
+        n = self._pages_per_grant
+        return [1 + (page - 1) * n + i for page in grant.pages for i in range(n)]
+
+
+def stop_id_places(stop_ids: Collection[int]) -> int:
+    """How many stop ids a row has places for: 8, 16, ..., since the number is compiled in."""
+    return max(8, 1 << (len(stop_ids) - 1).bit_length())
+
+
+def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Columns of numbers on the device, by one copy that nobody waits for."""
+    flat = copied_to(device, torch.tensor(list(chain(*columns)), dtype=dtype))
+    return list(flat.split([len(column) for column in columns]))
+
+
+def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
+    """Make these rows the first ones of another state; what only one of the states has is left out, or 0."""
+    device = old.active.device
+    (source,) = upload([rows], torch.int64, device)
+    count, before = len(rows), old.named()
+    for name, tensor in new.named().items():
+        if name in ("report", "logprobs", "logprob_ids"):
+            continue  # what was reported has been copied by now
+        if name == "stop_ids":
+            width = min(tensor.shape[1], old.stop_ids.shape[1])
+            tensor[:count].fill_(-1)
+            tensor[:count, :width] = old.stop_ids.index_select(0, source)[:, :width]
+        elif name in before:
+            tensor[:count] = before[name].index_select(0, source)
+        else:
+            tensor[:count].zero_()  # counts for penalties, of rows that have none
+
+
+def _write_texts(
+    in_prompt: Tensor,
+    num_emitted: Tensor,
+    rows: Tensor,
+    prompt_row: Tensor,
+    prompt_id: Tensor,
+    emitted_row: Tensor,
+    emitted_id: Tensor,
+) -> None:
+    """What penalties count, of rows that begin to run, after a preemption perhaps."""
+    in_prompt.index_fill_(0, rows, False)
+    num_emitted.index_fill_(0, rows, 0)
+    if len(prompt_row):
+        in_prompt.index_put_((prompt_row, prompt_id), torch.ones_like(prompt_id, dtype=torch.bool))
+    if len(emitted_row):
+        ones = torch.ones_like(emitted_id, dtype=torch.int32)
+        num_emitted.index_put_((emitted_row, emitted_id), ones, accumulate=True)

@@ -1,0 +1,42 @@
+"""What a dashboard would read of an engine, in one place."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was made, and how things stand now.
+
+    num_steps: launched; num_mixed_steps: of these, the ones in which rows decode and prompts prefill.
+    num_tokens: that requests have received, those behind a stop string included.
+    num_prompt_tokens: of the prompts that began to run, and of what preempted ones had emitted; num_reused_tokens: of
+        these, the ones that were in the cache already.
+    num_verified, num_verified_tokens: rows that verification ran for, and the tokens that they emitted.
+    num_preemptions: requests that lost their pages and run again.
+    step_seconds: of the last call of `Engine.step` that launched something; total_step_seconds: of all of them.
+
+    rows_in_use, max_rows: requests that run, of how many.
+    num_waiting: requests in the queue.
+    pages_in_use, num_pages: held by requests, of how many. Pages that are kept for later prompts are not in use.
+    """
+
+    num_steps: int = 0
+    num_mixed_steps: int = 0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_verified: int = 0
+    num_verified_tokens: int = 0
+    num_preemptions: int = 0
+    step_seconds: float = 0.0
+    total_step_seconds: float = 0.0
+    rows_in_use: int = 0
+    max_rows: int = 0
+    num_waiting: int = 0
+    pages_in_use: int = 0
+    num_pages: int = 0
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens emitted per row and verify step, 1..k+1; None before the first."""
+        return self.num_verified_tokens / self.num_verified if self.num_verified else None

@@ -1,0 +1,143 @@
+"""Prompt chunks that a mixed step prefills beside its decode rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import PrefillSegment, copied_to, prefill_segment
+from mla_compile.errors import MLAError
+from mla_compile.speculate.state import DecodeState
+from mla_compile.torch_internals import mark_columns, mark_rows
+
+MIN_TOKENS = 2
+"""Of a call: Inductor asks of a number of tokens whether it is 1, and compiles anew where it is."""
+
+
+class PromptChunk(NamedTuple):
+    """Tokens `start` to `stop` of a prompt, those before them being in the caches.
+
+    row: of the state, that the prompt belongs to.
+    token_ids: the whole prompt; of a preempted row, what it has emitted too. Where `stop` is its end, a token is
+        sampled after it.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """Chunks of different rows, packed one after the other; `pack` makes them. At least `MIN_TOKENS` tokens.
+
+    token_ids: int64 `[tokens]`.
+    next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; any id after a prompt's last
+        one, whose successor is sampled.
+    positions: int64 `[tokens]`.
+    segment: where they live.
+    last_of_row: for each row of the state, the packed index of its prompt's last token, int64 `[rows]`; -1 where no
+        prompt of the row ends here.
+    """
+
+    token_ids: Tensor
+    next_token_ids: Tensor
+    positions: Tensor
+    segment: PrefillSegment
+    last_of_row: Tensor
+
+    @classmethod
+    def pack(
+        cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int, num_tokens: int = 0
+    ) -> "PromptChunks":
+        """Chunks of rows of `state`, whose block tables are read now; none at all will do.
+
+        num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. CUDA graphs are recorded for each
+            number of tokens, so few of them should occur. More tokens than that are no mistake.
+
+        The host does not wait for the device. The tensors are marked for the compiler: their numbers of tokens, chunks
+        and rows vary.
+
+        Raises:
+            MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
+                or a table that cannot hold it.
+        """
+        rows, device = state.num_rows(), state.block_table.device
+        last_of_row = [-1] * rows
+        token_ids: list[int] = []
+        next_token_ids: list[int] = []
+        for i, (row, prompt, start, stop) in enumerate(chunks):
+            if not 0 <= row < rows or row in (chunk.row for chunk in chunks[:i]):
+                raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
+            if not 0 <= start < stop <= len(prompt):
+                expected = f"0 <= start < stop <= {len(prompt)} tokens"
+                raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
+            token_ids += prompt[start:stop]
+            next_token_ids += [*prompt[start + 1 : stop + 1], 0][: stop - start]
+            if stop == len(prompt):
+                last_of_row[row] = len(token_ids) - 1
+        count = len(token_ids)
+        capacity = state.block_table.shape[1] * page_size
+        # One token would be another graph.
+        padding = [min(capacity, rest) for rest in range(max(num_tokens, MIN_TOKENS) - count, 0, -capacity)]
+        token_ids += [0] * sum(padding)
+        next_token_ids += [0] * sum(padding)
+
+        def integers(values: list[int]) -> Tensor:
+            return copied_to(device, torch.tensor(values, dtype=torch.int64))
+
+        tables = state.block_table.index_select(0, integers([chunk.row for chunk in chunks]))
+        segment, positions = prefill_segment(
+            [chunk.stop - chunk.start for chunk in chunks] + padding,
+            [chunk.start for chunk in chunks] + [0] * len(padding),
+            torch.nn.functional.pad(tables, (0, 0, 0, len(padding))),  # on page 0, the dummy page
+            page_size=page_size,
+        )
+        segment.slot_mapping[count:] = -1
+        packed = cls(
+            token_ids=integers(token_ids),
+            next_token_ids=integers(next_token_ids),
+            positions=positions,
+            segment=segment,
+            last_of_row=integers(last_of_row),
+        )
+        for tensor in packed.tensors():
+            mark_rows(tensor)
+        mark_columns(segment.host_lens)
+        return packed
+
+    def tensors(self) -> list[Tensor]:
+        """All but the host's copy of the lengths; the first dimension of each varies."""
+        segment = self.segment
+        return [
+            *(self.token_ids, self.next_token_ids, self.positions, self.last_of_row),
+            *(segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.slot_mapping),
+        ]
+
+    @property
+    def begins(self) -> Tensor:
+        """The rows of the state whose prompts end here, bool `[rows]`."""
+        return self.last_of_row >= 0
+
+    def check_sizes(self, rows: int) -> None:
+        """Tells the compiler, which gives each tensor a size of its own, which ones agree.
+
+        rows: of the state.
+
+        Raises:
+            MLAError: chunks that were packed for a state of another number of rows.
+        """
+        if not torch.compiler.is_compiling() and self.last_of_row.shape[0] != rows:
+            raise MLAError("chunks", f"those of a state of {rows} rows", self.last_of_row.shape[0])
+        segment = self.segment
+        tokens, chunks = self.token_ids.shape[0], segment.seq_lens.shape[0]
+        torch._check(tokens >= MIN_TOKENS)
+        for tensor in (self.next_token_ids, self.positions, segment.slot_mapping):
+            torch._check(tensor.shape[0] == tokens)
+        torch._check(segment.block_table.shape[0] == chunks)
+        torch._check(segment.host_lens.shape[1] == chunks)
+        torch._check(segment.cu_seqlens_q.shape[0] == chunks + 1)
+        torch._check(self.last_of_row.shape[0] == rows)

@@ -1,0 +1,253 @@
+"""Traces of requests through the real engine, on a tiny model in float64, eagerly on the CPU.
+
+Everything that a trace may not change is checked: each request's tokens are those that it has alone, one token a step,
+in one piece, and in the end every page and row is free. Free pages hold NaN, so reading one shows. The drafts are
+planted: some right, some wrong, as the tiny model's own are hardly ever right.
+"""
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import DeepseekV3Config
+
+from mla_compile import Engine, SamplingParams
+from mla_compile.engine import Completion, Generation
+from mla_compile.engine.scheduler import Plan
+from mla_compile.engine.stop_strings import Found
+from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import DecodeState
+from tests.models.small import randomize
+from tests.toy_engine import Arrival, Trace
+
+VOCAB = 40
+KINDS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.2, seed=7, top_k=20),
+    SamplingParams(frequency_penalty=0.9, repetition_penalty=1.3, logprobs=2),
+    SamplingParams(temperature=0.8, seed=3, top_p=0.9, min_p=0.02, presence_penalty=0.5),
+)
+"""How a request is sampled, by its arrival's seed."""
+
+
+@cache
+def model() -> MLAForCausalLM:
+    """One dense layer and an MTP layer: a step takes milliseconds."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=9,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    made = MLAForCausalLM(config, mtp=True)
+    randomize(made, 0)
+    made.lm_head.weight.mul_(3)
+    made.layers[0].self_attn.o_proj.weight.mul_(4)  # so that tokens depend on what the caches hold
+    return made.double()
+
+
+def stop_ids(trace: Trace) -> list[int]:
+    """The smaller the trace's vocabulary, the sooner a text ends."""
+    return {4: list(range(0, 40, 4)), 20: [19, 35]}.get(trace.vocab_size, [])
+
+
+def sampling(arrival: Arrival) -> SamplingParams:
+    return KINDS[arrival.seed % len(KINDS)]
+
+
+@cache
+def text(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int = 40) -> Completion:
+    """What the model says alone, one token a step, whatever would end it."""
+    alone = Engine(model(), max_rows=1, max_model_len=len(prompt) + num_tokens, compile=False)
+    (completion,) = alone.generate([list(prompt)], params, max_new_tokens=num_tokens)
+    return completion
+
+
+class StopsAfter:
+    """Stands for stop strings: the text ends with a certain token."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+
+    def feed(self, tokens: list[int]) -> Found | None:
+        before, self.num_left = self.num_left, self.num_left - len(tokens)
+        return Found(before, "...") if 0 < before <= len(tokens) else None
+
+
+@dataclass
+class Outcome:
+    """What a trace has exercised."""
+
+    num_steps: int = 0
+    num_mixed_steps: int = 0
+    num_emitting_mixed_steps: int = 0
+    num_preemptions: int = 0
+    num_reused_tokens: int = 0
+    num_accepted: int = 0
+    num_aborted: int = 0
+    num_stopped: int = 0
+    num_cut: int = 0
+    tokens: list[list[int]] = field(default_factory=list)
+
+
+class EngineRun:
+    """One trace, and the checks of it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.outcome = trace, Outcome()
+        self.random = random.Random(trace.seed)
+        lengths = [a.num_shared + a.num_own + a.max_new_tokens for a in trace.arrivals]
+        self.max_model_len = max(lengths)
+        pages = 1 + -(-self.max_model_len // trace.page_size)
+        self.engine = Engine(
+            model(),
+            num_speculative_tokens=trace.k,
+            max_rows=trace.max_rows,
+            max_model_len=self.max_model_len,
+            page_size=trace.page_size,
+            num_pages=pages + trace.spare_pages,
+            max_tokens_per_step=trace.max_rows * (1 + trace.k) + trace.spare_tokens,
+            compile=False,
+        )
+        self.engine._reports.lag = trace.lag
+        for decoder in self.engine._launcher._decoders.values():
+            self._plant(decoder)
+        self._watch()
+        self.generations: dict[int, Generation] = {}
+
+    def _watch(self) -> None:
+        """Count the mixed steps whose decode rows emit."""
+        launch, collect = self.engine._launcher.launch, self.engine._collect
+        mixed: list[bool] = []
+
+        def watched_launch(plan: Plan, *args: object) -> object:
+            mixed.append(bool(plan.decodes and plan.chunks))
+            return launch(plan, *args)
+
+        def watched_collect() -> None:
+            before = self.engine.stats.num_verified_tokens
+            collect()
+            emitted = self.engine.stats.num_verified_tokens - before
+            self.outcome.num_emitting_mixed_steps += mixed.pop(0) and emitted > 0
+
+        self.engine._launcher.launch, self.engine._collect = watched_launch, watched_collect
+
+    def run(self) -> Outcome:
+        for (
+            text_of
+        ) in self.trace.arrivals:  # before this engine's caches are used: they belong to the newest engine
+            text(tuple(text_of.prompt()), sampling(text_of))
+        model().allocate_cache(self.engine.num_pages, self.trace.page_size)
+        self.engine._caches = model().caches()
+        arrivals = self.trace.arrivals
+        clock, last = 0, max(arrival.step for arrival in arrivals)
+        limit = last + 50 + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
+        while clock <= last or self.engine.has_work():
+            assert clock < limit, "no end"
+            for number, arrival in enumerate(arrivals):
+                if arrival.step == clock:
+                    self._add(number, arrival)
+                if arrival.abort_step == clock and number in self.generations:
+                    self.generations[number].abort()
+                    self.generations[number].abort()  # again: nothing happens
+            self._step()
+            clock += 1
+        self._check_end()
+        return self.outcome
+
+    def _add(self, number: int, arrival: Arrival) -> None:
+        prompt = arrival.prompt()
+        longest = len(prompt) + arrival.max_new_tokens == self.max_model_len
+        generation = self.engine.add(
+            prompt,
+            sampling(arrival),
+            max_new_tokens=arrival.max_new_tokens + 5 * longest,  # the model's length ends it, not its own
+            stop_ids=stop_ids(self.trace),
+            priority=arrival.priority,
+        )
+        if arrival.num_until_stop is not None:
+            generation.stop_strings = StopsAfter(arrival.num_until_stop)
+        self.generations[number] = generation
+
+    def _step(self) -> None:
+        engine = self.engine
+        blank = torch.tensor(engine._pool._blank, dtype=torch.int64)
+        for latents in engine._caches:
+            latents[blank] = torch.nan
+        engine.step()
+
+    def _plant(self, decoder: object) -> None:
+        """Where the host knows the text: in most rows drafts of which a random number are right."""
+        chain = decoder._chain
+
+        def planted(state: DecodeState, drafted: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
+            drafts = chain(state, drafted, num_cached, active)  # the real one writes latents
+            rows = self.engine._launcher.rows
+            for slot, row in rows._row_of.items():
+                generation = rows._live[slot]
+                known = text(tuple(generation.prompt), generation.params).token_ids
+                start = int(num_cached[row]) + 1 - len(generation.prompt)
+                for j in range(decoder.k):
+                    if self.random.random() < self.trace.acceptance and 0 <= start + j < len(known):
+                        drafts[row, j] = known[start + j]
+            return drafts
+
+        decoder._chain = planted
+
+    def _check_end(self) -> None:
+        stats, outcome = self.engine.stats, self.outcome
+        for number, arrival in enumerate(self.trace.arrivals):
+            self._check_request(number, arrival, self.generations[number])
+        outcome.num_steps, outcome.num_mixed_steps = stats.num_steps, stats.num_mixed_steps
+        outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
+        outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
+        pool = self.engine._pool
+        assert pool.num_free == pool.num_pages - 1, "pages leaked"
+        assert not any(pool.references(page) for page in range(pool.num_pages))
+        assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
+        assert not self.engine._generations, "a request was forgotten"
+
+    def _check_request(self, number: int, arrival: Arrival, generation: Generation) -> None:
+        completion, ends = generation.completion, stop_ids(self.trace)
+        alone = text(tuple(arrival.prompt()), sampling(arrival))
+        limit = min(arrival.max_new_tokens, self.max_model_len - len(generation.prompt))
+        whole = next((i + 1 for i, token in enumerate(alone.token_ids[:limit]) if token in ends), limit)
+        reason = "stop" if alone.token_ids[whole - 1] in ends else "length"
+        if arrival.num_until_stop is not None and arrival.num_until_stop <= whole:
+            whole, reason = arrival.num_until_stop, "stop"
+            self.outcome.num_cut += completion.finish_reason == "stop"
+        if completion.finish_reason == "abort":
+            assert len(completion.token_ids) <= whole
+            whole, reason = len(completion.token_ids), "abort"
+            assert arrival.abort_step is not None
+        self.outcome.num_aborted += reason == "abort"
+        self.outcome.num_stopped += reason == "stop"
+        where = f"request {number}"
+        assert completion.token_ids == alone.token_ids[:whole], where
+        assert completion.finish_reason == reason, where
+        if alone.logprobs is not None and whole:
+            assert completion.logprobs is not None
+            for mine, expected in zip(completion.logprobs, alone.logprobs[:whole], strict=True):
+                assert mine.keys() == expected.keys(), where
+                for token, told in mine.items():
+                    assert abs(told.logprob - expected[token].logprob) < 1e-5, where
+        self.outcome.tokens.append(completion.token_ids)
+
+
+def run(trace: Trace) -> Outcome:
+    return EngineRun(trace).run()

@@ -1,0 +1,30 @@
+"""How a prompt becomes a decode row when nothing runs beside it: by plain calls of the model, one after the other."""
+
+import torch
+
+from mla_compile import MLABatch, prefill_segment
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+
+
+@torch.no_grad()
+def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[int]) -> None:
+    """Prefill the prompt of a state's only row in one piece, sample its first token and draft behind it."""
+    model, n = decoder.model, len(prompt)
+    segment, positions = prefill_segment([n], [0], state.block_table, page_size=decoder.page_size)
+    batch = MLABatch(prefill=segment)
+    hidden = model(torch.tensor(prompt), positions, batch)
+    if decoder.k > 0:
+        # The last token's successor is not known yet: this latent is written again.
+        model.forward_mtp(torch.tensor([*prompt[1:], 0]), hidden, positions, batch)
+    hidden = hidden[-1:]
+    state.num_cached[0] = n
+    logits = model.logits(hidden)[:, None]
+    first = decoder._choose(logits, torch.tensor([[n]]), state, state.drafts[:, :0])
+    decoder._tell_logprobs(state, logits, first)
+    decoder._count_emitted(state, first, torch.ones(1, dtype=torch.int32))
+    state.active[0] = bool((first != state.stop_ids).all()) and n + 1 < int(state.max_len[0])
+    if decoder.k > 0:
+        drafted = decoder._draft_after(state, first[:, 0], hidden, state.num_cached - 1, state.active)
+        state.drafts.copy_(decoder._chain(state, drafted, state.num_cached, state.active))
+    state.last_token.copy_(first[:, 0])
+    state.report[:, 0], state.report[:, 1], state.report[:, 2:] = 1, state.active, first

@@ -1,0 +1,572 @@
+"""The mixed step: decode rows that keep speculating and prompt chunks in one forward, against each row alone."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mla_compile import MLABatch, MLAError
+from mla_compile.explanation.shapes import op_name
+from mla_compile.models import MLAForCausalLM
+from mla_compile.passes import pipeline
+from mla_compile.passes.effects import live_nodes
+from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
+from mla_compile.torch_internals import capture_graph, compile_counters, mark_rows, with_own_code
+from tests.host_sync import NoHostSync
+from tests.models_for_tests import VOCAB, poison_caches, tiny_model
+from tests.passes.capture import nodes_of, shape
+from tests.speculate.eager_start import start_alone
+from tests.speculate.from_scratch import PAGE, FromScratch
+
+Part = tuple[int, int, int]
+"""Of a prompt: row, start, stop."""
+
+GREEDY = SamplingParams()
+MAX_ROWS = 5
+MAX_PAGES = 16
+ROOM = 24
+"""Tokens that a row may generate, where a test does not say."""
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = GREEDY
+    max_new_tokens: int = ROOM
+    stop_id: int = -1
+
+
+@dataclass
+class Said:
+    """What the steps said of a request, one entry for each that it decoded in."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    latents: list[list[Tensor]] = field(default_factory=list)
+
+    def text(self) -> list[int]:
+        return [token for tokens in self.tokens for token in tokens]
+
+
+class Runner:
+    """A decoder and a state of `rows` rows on poisoned caches, where requests take rows and pages of their own."""
+
+    def __init__(self, model: MLAForCausalLM, k: int, rows: int) -> None:
+        self.model, self.k = model, k
+        if model.caches()[0] is None:  # compiled code knows the caches that it was compiled with
+            model.allocate_cache(1 + MAX_ROWS * MAX_PAGES, PAGE)
+        poison_caches(model)
+        self.decoder = SpeculativeDecoder(model, k, page_size=PAGE, sampled=True)
+        self.step: Callable[[DecodeState], None] = self.decoder
+        self.mixed: Callable[[DecodeState, PromptChunks], None] = self.decoder.mixed
+        self.state = DecodeState.allocate(rows, k, max_pages=MAX_PAGES, penalised_vocab=VOCAB, num_logprobs=2)
+        self.requests: dict[int, Request] = {}
+        self.said: dict[int, Said] = {}
+
+    def admit(self, row: int, request: Request) -> None:
+        """Everything of a row but what its prompt's last chunk sets, which is nonsense."""
+        state = self.state
+        self.requests[row], self.said[row] = request, Said()
+        for name, value in vars(request.sampling).items():
+            if name != "logprobs" and hasattr(state, name):  # the others say when a request ends
+                getattr(state, name)[row] = value
+        assert state.in_prompt is not None and state.num_emitted is not None
+        state.num_emitted[row] = 0
+        state.in_prompt[row] = False
+        state.in_prompt[row, torch.tensor(request.prompt)] = True
+        state.stop_ids[row] = request.stop_id
+        state.max_len[row] = len(request.prompt) + request.max_new_tokens
+        state.block_table[row] = 1 + row * MAX_PAGES + torch.arange(MAX_PAGES).flip(0)
+        self.suspend(row)
+
+    def suspend(self, row: int) -> None:
+        state = self.state
+        state.active[row] = False
+        state.num_cached[row] = 2**20
+        state.last_token[row] = VOCAB - 1
+        state.drafts[row] = torch.arange(self.k)
+
+    def chunks(self, parts: Sequence[Part], **settings: int) -> PromptChunks:
+        chunks = [PromptChunk(row, self.requests[row].prompt, start, stop) for row, start, stop in parts]
+        return PromptChunks.pack(chunks, self.state, page_size=PAGE, **settings)
+
+    def run(self, parts: Sequence[Part] = (), **settings: int) -> None:
+        """A step with parts of prompts, all decode rows beside them."""
+        decoded = self.state.active.tolist()
+        if parts:
+            self.mixed(self.state, self.chunks(parts, **settings))
+        else:
+            self.step(self.state)
+        for row, _, stop in parts:
+            decoded[row] = stop == len(self.requests[row].prompt)
+        self.note(decoded)
+
+    def note(self, decoded: Sequence[bool]) -> None:
+        """Write down what the report says of the rows that decoded; there is nothing to say of the others."""
+        state = self.state
+        assert state.logprobs is not None
+        for row, (count, active, *tokens) in enumerate(state.report.tolist()):
+            assert bool(active) == bool(state.active[row])
+            assert (count > 0) == decoded[row], f"row {row}"
+            if not decoded[row]:
+                assert not active
+                continue
+            said = self.said[row]
+            said.tokens.append(tokens[:count])
+            said.logprobs.append(state.logprobs[row, :count].clone())
+            if active:
+                said.drafts.append(state.drafts[row].tolist())
+                said.latents.append(self.latents(row))
+
+    def latents(self, row: int) -> list[Tensor]:
+        """Of each layer, what later steps read of a row."""
+        slots = self.state.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)
+        slots = slots.view(-1)[: self.state.num_cached[row]]
+        caches = [cache for cache in self.model.caches() if cache is not None]
+        # Without drafts nobody runs the MTP layer, whose cache is the last.
+        return [cache.flatten(0, 1)[slots] for cache in (caches if self.k else caches[:-1])]
+
+    def check(self, tolerance: float = 1e-9) -> None:
+        """Every request has said and cached, after each of its steps, what it says and caches alone."""
+        for row, request in self.requests.items():
+            got, expected = self.said[row], alone(self.k, request)
+            assert got.tokens == expected.tokens[: len(got.tokens)], f"row {row}"
+            assert got.drafts == expected.drafts[: len(got.drafts)], f"row {row}"
+            for mine, theirs in zip(got.logprobs, expected.logprobs, strict=False):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            for mine, theirs in zip(got.latents, expected.latents, strict=False):
+                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@cache
+def alone(k: int, request: Request) -> Said:
+    """The request by itself: its prompt in one piece, then plain steps until it has ended."""
+    runner = Runner(tiny_model(), k, 1)
+    runner.admit(0, request)
+    state = runner.state
+    start_alone(runner.decoder, state, request.prompt)
+    runner.note([True])
+    while state.active[0]:
+        runner.run()
+    return runner.said[0]
+
+
+@pytest.fixture(scope="module")
+def model() -> MLAForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def oracle() -> FromScratch:
+    return FromScratch(tiny_model())
+
+
+def parts(row: int, length: int, size: int) -> list[Part]:
+    return [(row, start, min(start + size, length)) for start in range(0, length, size)]
+
+
+PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 9, 10), (11,), (12, 13, 14, 15)]
+SAMPLED = [
+    SamplingParams(temperature=0.9, seed=5, repetition_penalty=1.4),
+    SamplingParams(frequency_penalty=1.5, presence_penalty=0.5),
+    SamplingParams(temperature=1.2, seed=2, top_k=9, top_p=0.9, presence_penalty=0.3),
+    GREEDY,
+]
+
+
+def serve(runner: Runner, requests: Sequence[Request], size: int, calls: int) -> None:
+    """Row 0 decodes early, the others arrive one after the other; some calls have the chunks of two prompts."""
+    for row, request in enumerate(requests):
+        runner.admit(row, request)
+    queues = [parts(row, len(request.prompt), size) for row, request in enumerate(requests)]
+    for call in range(calls):
+        runner.run([queue.pop(0) for row, queue in enumerate(queues) if queue and call >= row // 2])
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_prompts_in_chunks_beside_decode_rows_say_what_each_says_alone(
+    model: MLAForCausalLM, oracle: FromScratch, k: int, size: int
+) -> None:
+    runner = Runner(model, k, 5)
+    serve(runner, [Request(prompt) for prompt in PROMPTS], size, 14)
+    runner.check()
+    for prompt, said in zip(PROMPTS, runner.said.values(), strict=True):
+        text = [*prompt, *said.text()]
+        assert k == 0 or said.drafts[-1] == oracle.drafts(text, k)
+        assert said.text() == oracle.continuation(list(prompt), len(said.text()))
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_sampled_and_penalised_rows_with_log_probabilities_say_what_each_says_alone(
+    model: MLAForCausalLM, k: int
+) -> None:
+    for size in (2, 3, 7):
+        runner = Runner(model, k, 4)
+        serve(runner, [Request(*pair) for pair in zip(PROMPTS, SAMPLED, strict=True)], size, 14)
+        runner.check()
+        assert all(len(said.tokens) > 3 for said in runner.said.values())
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_a_prompt_of_as_many_tokens_as_a_decode_row_has_is_prefilled(
+    model: MLAForCausalLM, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By state, not by shape."""
+    runner = Runner(model, k, 2)
+    runner.admit(0, Request(PROMPTS[1]))
+    runner.run([(0, 0, 7)])
+    runner.admit(1, Request(tuple(range(1, k + 2))))
+    batches: list[MLABatch] = []
+    forward = model.forward
+
+    def spy(token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        batches.append(batch)
+        return forward(token_ids, positions, batch)
+
+    monkeypatch.setattr(model, "forward", spy)
+    runner.run([(1, 0, k + 1)])
+    runner.run()
+    (first, second) = batches
+    assert first.prefill is not None and first.prefill.host_lens[:, 0].tolist() == [k + 1] * 2
+    assert [batch.decode.q_lens.tolist() for batch in batches] == [[k + 1, 0], [k + 1, k + 1]]
+    assert second.prefill is None
+    runner.check()
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_a_first_token_that_is_a_stop_id_or_the_last_ends_its_row_at_once(
+    model: MLAForCausalLM, k: int
+) -> None:
+    (first,) = alone(k, Request(PROMPTS[1])).tokens[0]
+    runner = Runner(model, k, 4)
+    runner.admit(0, Request(PROMPTS[0]))
+    runner.run([(0, 0, 3)])
+    runner.admit(1, Request(PROMPTS[1], stop_id=first))
+    runner.admit(2, Request(PROMPTS[1], max_new_tokens=1))
+    runner.admit(3, Request(PROMPTS[1], max_new_tokens=2))
+    runner.run([(1, 0, 4), (2, 0, 7)])
+    runner.run([(1, 4, 7), (3, 0, 7)])
+    assert runner.state.active.tolist() == [True, False, False, True]
+    for _ in range(3):
+        runner.run()
+    assert [said.text() for said in runner.said.values()][1:3] == [[first]] * 2
+    assert len(runner.said[3].text()) == 2
+    runner.check()
+
+
+def test_what_a_row_held_before_it_began_is_never_accepted(model: MLAForCausalLM) -> None:
+    """Its drafts agree with what the target says at positions that do not count."""
+    k = 3
+    runner = Runner(model, k, 2)
+    runner.admit(1, Request(PROMPTS[1]))
+    chunks = runner.chunks([(1, 0, 7)])
+    for j in range(k):
+        runner.suspend(1) if j == 0 else runner.state.active.fill_(False)
+        logits, _ = runner.decoder.verify(runner.state, chunks)
+        targets = runner.decoder.choose_targets(runner.state, logits)
+        runner.state.drafts[1, j] = targets[1, j]
+    runner.state.active.fill_(False)
+    runner.run([(1, 0, 7)])
+    assert runner.state.report[1, 2:].tolist()[:k] == targets[1, :k].tolist(), "else this tests nothing"
+    assert len(runner.said[1].text()) == 1
+    runner.run()
+    runner.check()
+
+
+def test_a_middle_chunk_and_an_inactive_row_change_no_state(model: MLAForCausalLM) -> None:
+    runner = Runner(model, 3, 3)
+    for row in (0, 1):
+        runner.admit(row, Request(PROMPTS[row]))
+    runner.suspend(2)
+    runner.run([(0, 0, 3)])
+    before = {name: tensor.clone() for name, tensor in runner.state.named().items()}
+    runner.run([(1, 0, 5)])
+    for name in set(before) - {"report", "drafts", "logprobs", "logprob_ids"}:
+        assert torch.equal(runner.state.named()[name][1:], before[name][1:]), name
+    assert runner.state.report[1:, :2].tolist() == [[0, 0]] * 2
+
+
+def test_nothing_is_written_but_positions_of_the_rows_that_run(model: MLAForCausalLM) -> None:
+    k = 3
+    runner = Runner(model, k, 4)
+    serve(runner, [Request(prompt, max_new_tokens=4) for prompt in PROMPTS[:3]], 3, 14)
+    assert not runner.state.active.any()
+    last = [len(prompt) + 3 for prompt in PROMPTS[:3]] + [0]
+    for layer in model.caches():
+        assert layer is not None
+        written = layer.flatten(0, 1).isfinite().all(-1)
+        assert not written[:PAGE].any(), "page 0 is nobody's"
+        for row, end in enumerate(last):
+            slots = runner.state.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)
+            assert not written[slots.view(-1)[end:]].any() or end == 0
+        own = torch.zeros_like(written)
+        own[PAGE : PAGE * (1 + 3 * MAX_PAGES)] = True
+        assert not written[~own].any(), "row 3 never ran"
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_preempted_row_prefills_what_it_has_said_and_goes_on_as_if_nothing_had_been(
+    model: MLAForCausalLM, k: int
+) -> None:
+    for sampling in SAMPLED:
+        runner = Runner(model, k, 2)
+        runner.admit(0, Request(PROMPTS[1], sampling))
+        runner.admit(1, Request(PROMPTS[0]))
+        runner.run([(0, 0, 7), (1, 0, 3)])
+        for _ in range(3):
+            runner.run()
+        text = runner.said[0].text()
+        runner.suspend(0)
+        poison_pages(runner, 0)
+        everything = (*PROMPTS[1], *text)
+        for chunk in ((0, 4), (4, len(everything))):
+            chunks = PromptChunks.pack([PromptChunk(0, everything, *chunk)], runner.state, page_size=PAGE)
+            runner.mixed(runner.state, chunks)
+            assert runner.state.report[0, 0] == (chunk[1] == len(everything))
+        text.append(int(runner.state.last_token[0]))
+        while runner.state.active[0]:
+            runner.step(runner.state)
+            count = int(runner.state.report[0, 0])
+            text += runner.state.report[0, 2 : 2 + count].tolist()
+        assert text == alone(k, Request(PROMPTS[1], sampling)).text()
+
+
+def poison_pages(runner: Runner, row: int) -> None:
+    for layer in runner.model.caches():
+        assert layer is not None
+        layer[runner.state.block_table[row].long()] = torch.nan
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_mixed_step_without_chunks_is_a_step(model: MLAForCausalLM, k: int) -> None:
+    states = []
+    for mixed in (False, True):
+        runner = Runner(model, k, 3)
+        serve(runner, [Request(prompt) for prompt in PROMPTS[:2]], 7, 2)
+        if mixed:
+            runner.mixed(runner.state, runner.chunks([]))
+        else:
+            runner.run()
+        states.append(runner.state)
+    for name, tensor in states[0].named().items():
+        assert torch.equal(tensor, states[1].named()[name]), name
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9, 200])
+def test_padding_changes_nothing(model: MLAForCausalLM, num_tokens: int) -> None:
+    """200 tokens are more than a row's pages hold."""
+    runner = Runner(model, 3, 2)
+    for row in (0, 1):
+        runner.admit(row, Request(PROMPTS[row]))
+        chunks = [(row, 0, 2), (row, 2, len(PROMPTS[row]))]
+        assert runner.chunks(chunks[1:], num_tokens=num_tokens).token_ids.shape == (num_tokens,)
+        for chunk in chunks:
+            runner.run([chunk], num_tokens=num_tokens)
+    runner.run()
+    runner.check()
+    for layer in model.caches():
+        assert layer is not None and layer[0].isnan().all(), "page 0 is nobody's"
+
+
+def test_tokens_may_be_chosen_between_the_halves_of_a_mixed_step(model: MLAForCausalLM) -> None:
+    """As a grammar does: each row is held to its own tokens, whatever precedes it in the batch."""
+    runner = Runner(model, 3, 3)
+    for row in (0, 1):
+        runner.admit(row, Request(PROMPTS[row]))
+    runner.run([(0, 0, 3)])
+    allowed = torch.ones(3, 4, VOCAB, dtype=torch.bool)
+    allowed[1] = False
+    allowed[1, :, 17] = True
+    chunks = runner.chunks([(1, 0, 7)])
+    logits, hidden = runner.decoder.verify(runner.state, chunks)
+    targets = runner.decoder.choose_targets(runner.state, logits, allowed)
+    runner.decoder.advance(runner.state, targets, hidden, chunks)
+    assert runner.state.last_token[1] == 17
+    runner.note([True, True, False])
+    said = runner.said.pop(1)
+    assert (said.tokens, runner.requests.pop(1).prompt) == ([[17]], PROMPTS[1])
+    assert said.drafts[0] == FromScratch(tiny_model()).drafts([*PROMPTS[1], 17], 3)
+    runner.check()
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> tuple[int, list[Request], list[list[Part]]]:
+    """k, requests of rows of their own, and the chunks of each call, in which prompts come in any pieces."""
+    k = draw(st.sampled_from([0, 1, 2, 3]))
+    token = st.integers(0, VOCAB - 1)
+    prompts = draw(st.lists(st.lists(token, min_size=1, max_size=9), min_size=1, max_size=4))
+    requests = [
+        Request(
+            tuple(prompt),
+            draw(st.sampled_from(SAMPLED)),
+            draw(st.sampled_from([1, 2, 5, ROOM])),
+            draw(st.sampled_from([-1, 3])),
+        )
+        for prompt in prompts
+    ]
+    done = [0] * len(requests)
+    calls: list[list[Part]] = []
+    while any(n < len(request.prompt) for n, request in zip(done, requests, strict=True)):
+        call: list[Part] = []
+        for row in draw(st.permutations(range(len(requests)))):
+            rest = len(requests[row].prompt) - done[row]
+            size = draw(st.integers(0, rest))
+            if size:
+                call.append((row, done[row], done[row] + size))
+                done[row] += size
+        calls.append(call)
+        if len(calls) > 12:
+            calls.append([(row, n, len(requests[row].prompt)) for row, n in enumerate(done)])
+            calls[-1] = [part for part in calls[-1] if part[1] < part[2]]
+            break
+    return k, requests, calls
+
+
+@settings(max_examples=40)
+@given(mixes())
+def test_any_mix_of_chunks_and_decode_rows_says_what_each_row_says_alone(
+    mix: tuple[int, list[Request], list[list[Part]]],
+) -> None:
+    k, requests, calls = mix
+    runner = Runner(tiny_model(), k, len(requests) + 1)
+    for row, request in enumerate(requests):
+        runner.admit(row, request)
+    for call in [*calls, [], []]:
+        runner.run(call)
+    runner.check()
+
+
+class NoWait(NoHostSync):
+    """Lets checks and our ops read the chunks' lengths, which are on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if func.namespace == "mla_compile" or devices == {"cpu"}:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
+    """On meta tensors, which have no values to read."""
+    model = tiny_model().to("meta")
+    model.allocate_cache(9, PAGE)
+    state = DecodeState.allocate(4, k, max_pages=2, device="meta")
+    host = DecodeState.allocate(4, k, max_pages=2)
+    chunks = PromptChunks.pack([PromptChunk(1, [1, 2, 3], 0, 3)], host, page_size=PAGE)
+
+    def meta(holder: Any) -> Any:
+        moved = {
+            name: x.to("meta")
+            for name, x in vars(holder).items()
+            if isinstance(x, Tensor) and name != "host_lens"
+        }
+        return replace(holder, **moved)
+
+    chunks = meta(replace(chunks, segment=meta(chunks.segment)))
+    with NoWait():
+        SpeculativeDecoder(model, k, page_size=PAGE, sampled=True).mixed(state, chunks)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
+    model: MLAForCausalLM, k: int
+) -> None:
+    torch._dynamo.utils.counters.clear()
+    compiled = None
+    for rows, size in ((3, 2), (1, 1), (5, 4), (4, 1), (2, 7)):
+        runner = Runner(model, k, rows)
+        if compiled is None:
+            decoder = runner.decoder
+            mixed = with_own_code(decoder.mixed)
+            compiled = torch.compile(mixed, backend="mla", mode="reduce-overhead", fullgraph=True)
+        runner.mixed = compiled
+        requests = [Request(*pair) for pair in zip(PROMPTS, SAMPLED, strict=True)]
+        serve(runner, requests[:rows], size, 10)
+        runner.check(tolerance=1e-5)  # rotary angles are float32
+    assert compile_counters()["graphs"] == 1
+
+
+def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> None:
+    """For tokens that are chosen on the host."""
+    torch._dynamo.utils.counters.clear()
+    runner = Runner(model, 3, 3)
+    decoder = runner.decoder
+    verify, advance = (
+        torch.compile(with_own_code(half), backend="mla", fullgraph=True)
+        for half in (decoder.verify, decoder.advance)
+    )
+
+    def mixed(state: DecodeState, chunks: PromptChunks) -> None:
+        logits, hidden = verify(state, chunks)
+        targets = decoder.choose_targets(state, logits)
+        for tensor in (targets, hidden):
+            mark_rows(tensor)
+        advance(state, targets, hidden, chunks)
+
+    runner.mixed = mixed
+    serve(runner, [Request(prompt) for prompt in PROMPTS[:3]], 2, 8)
+    runner.check(tolerance=1e-5)
+    assert compile_counters()["graphs"] == 2
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalLM, k: int) -> None:
+    runner = Runner(model, k, 2)
+    runner.admit(0, Request(PROMPTS[0]))
+
+    class Mixed(nn.Module):
+        def forward(self, state: DecodeState, chunks: PromptChunks) -> None:
+            runner.decoder.mixed(state, chunks)
+
+    found = capture_graph(Mixed(), (runner.state, runner.chunks([(0, 0, 2)])), {})
+    assert found is not None
+    hidden = model.arch.hidden_size
+    logits = [n for n in nodes_of(found[0], "linear") if shape(n)[-1] == VOCAB]
+    gathers = [n for n in nodes_of(found[0], "index_select") if shape(n)[1:] == (hidden,)]
+    assert len(logits) == 1 + k, "of verification, then of each draft"
+    of_all = [n for n in gathers if "+" in str(shape(n.all_input_nodes[0])[0])]
+    assert len(of_all) == 1, "k + 1 tokens a row of all that were run"
+    assert logits[0].all_input_nodes[0] is of_all[0]
+
+    graph = pipeline.run(*found)
+    live = live_nodes(graph.graph)
+    ops = Counter(op_name(node) for node in live if node.op == "call_function")
+    layers = len(model.layers)
+    # Verification's; the chunks' latents for the drafter; its own pass and those of further drafts.
+    assert ops["mla_append"] == layers + (1 + k if k else 0)
+    assert ops["mla_decode"] == layers + k
+    assert ops["mla_prefill"] == layers, "nobody reads the drafter's outputs for a prompt"
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([PromptChunk(2, [1], 0, 1)], r"chunks\[0\].row"),
+        ([PromptChunk(0, [1, 2], 0, 1), PromptChunk(0, [1, 2], 1, 2)], r"chunks\[1\].row"),
+        ([PromptChunk(0, [1], 1, 1)], "start 1, stop 1"),
+        ([PromptChunk(0, [1], 0, 2)], "start 0, stop 2"),
+        ([PromptChunk(0, [1] * 99, 60, 70)], "at most 64 tokens"),
+    ],
+)
+def test_chunks_that_cannot_be_are_refused(chunks: list[PromptChunk], message: str) -> None:
+    with pytest.raises(MLAError, match=message):
+        PromptChunks.pack(chunks, DecodeState.allocate(2, 1, max_pages=MAX_PAGES), page_size=PAGE)
+
+
+def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAForCausalLM) -> None:
+    runner, other = Runner(model, 1, 2), DecodeState.allocate(3, 1, max_pages=MAX_PAGES)
+    chunks = PromptChunks.pack([PromptChunk(0, [1, 2], 0, 2)], other, page_size=PAGE)
+    with pytest.raises(MLAError, match="chunks: expected those of a state of 2 rows, got 3"):
+        runner.mixed(runner.state, chunks)
+    assert all(layer is not None and layer.isnan().all() for layer in model.caches())

@@ -1,0 +1,411 @@
+"""Penalties, min-p and log-probabilities: against their definitions, and the same with and without drafts."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_compile import Completion, Engine, MLAError, SamplingParams
+from mla_compile.engine.variants import Variant
+from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
+from tests.host_sync import NoHostSync
+from tests.models_for_tests import VOCAB, poison_caches, tiny_model
+from tests.speculate.defined_sampling import Vector, defined_kept, defined_penalties, defined_token
+from tests.speculate.from_scratch import PAGE, FromScratch
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 4], [9], [10, 11, 12, 13], [14], [15, 15, 16]]
+MIXED = [
+    SamplingParams(repetition_penalty=1.7),
+    SamplingParams(temperature=0.8, seed=1, presence_penalty=0.7, frequency_penalty=0.4, min_p=0.02),
+    SamplingParams(frequency_penalty=1.5, presence_penalty=-0.5),
+    SamplingParams(temperature=1.2, seed=2, repetition_penalty=0.8, top_k=9, top_p=0.9),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> MLAForCausalLM:
+    return tiny_model()
+
+
+def engine(model: MLAForCausalLM, k: int, **settings: object) -> Engine:
+    made = Engine(
+        model,
+        num_speculative_tokens=k,
+        **{"max_rows": 8, "max_model_len": 64, "page_size": PAGE, "compile": False, **settings},
+    )
+    poison_caches(model)
+    return made
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+penalties = st.fixed_dictionaries(
+    {
+        "repetition_penalty": st.floats(0.25, 4, width=32),
+        "presence_penalty": st.floats(-2, 2, width=32),
+        "frequency_penalty": st.floats(-2, 2, width=32),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    each=st.lists(penalties, min_size=1, max_size=3),
+    data=st.data(),
+    n=st.integers(1, 4),
+    further=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_every_position_counts_the_drafts_before_it(
+    each: list[dict[str, float]], data: st.DataObject, n: int, further: int, seed: int
+) -> None:
+    """Ids from a vocabulary of 6, so that drafts repeat one another and the text."""
+    vocab, rows, m = 6, len(each), n - 1 + further
+    ids = st.integers(0, vocab - 1)
+    prompts, emitted = (
+        [data.draw(st.lists(ids, max_size=5)) for _ in each],
+        [data.draw(st.lists(ids, max_size=5)) for _ in each],
+    )
+    drafts = [data.draw(st.lists(ids, min_size=m, max_size=m)) for _ in each]
+    logits = (
+        torch.randn(rows, n, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
+    )
+    counts = [[text.count(i) for i in range(vocab)] for text in emitted]
+    got = penalise_after(
+        logits,
+        torch.tensor(drafts, dtype=torch.int64).view(rows, m),
+        torch.tensor([[i in prompt for i in range(vocab)] for prompt in prompts]),
+        torch.tensor(counts, dtype=torch.int32),
+        *(torch.tensor([p[name] for p in each]) for name in PENALTIES),
+    )
+    for row, j in np.ndindex(rows, n):
+        text = emitted[row] + drafts[row][: m - n + 1 + j]
+        expected = defined_penalties(logits[row, j].numpy(), prompts[row], text, SamplingParams(**each[row]))
+        np.testing.assert_allclose(got[row, j].numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_neutral_penalties_leave_every_bit(dtype: torch.dtype) -> None:
+    logits, drafts = torch.randn(2, 3, 9).to(dtype), torch.randint(9, (2, 2))
+    one, zero = torch.ones(2), torch.zeros(2)
+    counts = torch.ones(2, 9, dtype=torch.int32)
+    got = penalise_after(logits, drafts, counts.bool(), counts, one, zero, zero)
+    assert torch.equal(got, logits.to(got.dtype))
+    rows = torch.arange(6).view(2, 3), torch.tensor([1, 2]), one, torch.tensor([0, 5]), one, zero
+    assert torch.equal(sample(got, *rows), sample(logits, *rows)), "whether the batch has penalties or not"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    temperature=st.floats(0.25, 3, width=32),
+    min_p=st.sampled_from([0.0, 0.01, 0.07, 0.23, 0.6, 1.0]),
+    top_k=st.integers(0, 9),
+    top_p=st.floats(0.0625, 1, width=32),
+    seed=st.integers(0, 2**31),
+)
+def test_filters_keep_what_their_definitions_keep(
+    temperature: float, min_p: float, top_k: int, top_p: float, seed: int
+) -> None:
+    logits = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
+    p = SamplingParams(temperature, top_k, top_p, seed, min_p)
+    positions = torch.arange(80)
+    params = (
+        (p.seed, torch.int64),
+        (p.temperature, None),
+        (p.top_k, torch.int32),
+        (p.top_p, None),
+        (min_p, None),
+    )
+    got = sample(logits.expand(1, 80, -1), positions[None], *(torch.tensor([x], dtype=t) for x, t in params))
+    expected = [defined_token(logits, position, [], [], p) for position in range(80)]
+    wrong = [position for position in range(80) if got[0, position] != expected[position]]
+    # float32 and float64 may disagree on an id that is within rounding of a threshold.
+    assert not wrong or _near_threshold(logits.numpy(), p), wrong
+
+
+def _near_threshold(logits: Vector, p: SamplingParams) -> bool:
+    kept = [
+        defined_kept(logits, SamplingParams(p.temperature, p.top_k, top_p, p.seed, min_p))
+        for min_p in (p.min_p * (1 - 1e-5), min(1, p.min_p * (1 + 1e-5)))
+        for top_p in (p.top_p * (1 - 1e-5), min(1, p.top_p * (1 + 1e-5)))
+    ]
+    return any(kept[0] != other for other in kept)
+
+
+def test_min_p_of_one_keeps_the_most_likely_token_only() -> None:
+    logits = torch.tensor([0.10, 0.25, 0.02, 0.62, 0.01]).log().expand(1, 4000, -1)
+    for min_p, kept in ((1.0, {3}), (0.3, {1, 3}), (0.02, {0, 1, 2, 3})):
+        drawn = sample(
+            logits,
+            torch.arange(4000)[None],
+            torch.tensor([0]),
+            torch.tensor([1.0]),
+            torch.tensor([0], dtype=torch.int32),
+            torch.tensor([1.0]),
+            torch.tensor([min_p]),
+        )
+        assert set(drawn[0].tolist()) == kept
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """0.62 is 0.713 of what min-p leaves, so top-p 0.7 is satisfied with it; of all it is not enough."""
+    logits = np.log(np.array([0.10, 0.25, 0.02, 0.62, 0.01]))
+    assert defined_kept(logits, SamplingParams(1.0, top_p=0.7, min_p=0.3)) == {3}
+    drawn = sample(
+        torch.tensor(logits).expand(1, 4000, -1),
+        torch.arange(4000)[None],
+        torch.tensor([0]),
+        torch.tensor([1.0]),
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor([0.7]),
+        torch.tensor([0.3]),
+    )
+    assert set(drawn[0].tolist()) == {3}
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_tokens_are_those_of_the_definitions_from_scratch(model: MLAForCausalLM, k: int) -> None:
+    """Each expected token comes from a whole new forward and a text that is a Python list."""
+    got = tokens(engine(model, k).generate(PROMPTS, max_new_tokens=20, sampling=MIXED))
+    for prompt, emitted, params in zip(PROMPTS, got, MIXED, strict=True):
+        scratch, text = FromScratch(tiny_model()), list(prompt)
+        for _ in range(20):
+            logits = scratch.model.logits(scratch._trunk(text)[-1])
+            text.append(defined_token(logits, len(text), prompt, text[len(prompt) :], params))
+        assert emitted == text[len(prompt) :], params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mixed", [MIXED, MIXED[::-1]], ids=["mixed", "reversed"])
+def test_drafts_change_no_token_of_rows_with_and_without_penalties(
+    dtype: torch.dtype, mixed: list[SamplingParams]
+) -> None:
+    model = tiny_model(dtype)
+    plain = engine(model, 0).generate(PROMPTS, max_new_tokens=40, sampling=mixed, stop_ids=[20, 21])
+    assert len({len(c.token_ids) for c in plain}) > 1, "rows must end at different times"
+    for k in (1, 2, 3):
+        drafted = engine(model, k).generate(PROMPTS, max_new_tokens=40, sampling=mixed, stop_ids=[20, 21])
+        assert tokens(drafted) == tokens(plain), f"{k} drafts"
+        assert [c.finish_reason for c in drafted] == [c.finish_reason for c in plain]
+
+
+def test_rows_without_penalties_are_as_in_a_batch_without_any(model: MLAForCausalLM) -> None:
+    mixed = engine(model, 2).generate(PROMPTS, max_new_tokens=30, sampling=MIXED)
+    alone = engine(model, 2).generate(PROMPTS[4:], max_new_tokens=30, sampling=MIXED[4:])
+    assert tokens(mixed)[4:] == tokens(alone)
+
+
+def test_penalties_change_greedy_tokens(model: MLAForCausalLM) -> None:
+    free = engine(model, 0).generate(PROMPTS, max_new_tokens=40)
+    bound = engine(model, 0).generate(
+        PROMPTS, max_new_tokens=40, sampling=SamplingParams(frequency_penalty=2, presence_penalty=2)
+    )
+    distinct = [[len(set(row)) for row in tokens(c)] for c in (free, bound)]
+    assert all(few < many for few, many in zip(*distinct, strict=True))
+
+
+def test_a_states_counts_are_those_of_the_emitted_text_after_every_acceptance_count(
+    model: MLAForCausalLM,
+) -> None:
+    plain = tokens(engine(model, 0).generate(PROMPTS, max_new_tokens=40, sampling=MIXED))
+    mine = engine(model, 3)
+    step, state = mine.start(PROMPTS, 40, MIXED, [])
+    done, seen = [1] * len(PROMPTS), set[int]()
+    for turn in range(8):
+        assert state.num_emitted is not None
+        for row, text in enumerate(plain):
+            assert state.num_emitted[row].tolist() == [text[: done[row]].count(i) for i in range(VOCAB)]
+            accept = (turn + row) % 4
+            true = text[done[row] : done[row] + 3]
+            state.drafts[row] = torch.tensor(true[:accept] + [(t + 1) % VOCAB for t in true[accept:]])
+        step(state)
+        for row, count in enumerate(state.report[: len(PROMPTS), 0].tolist()):
+            assert count == 1 + (turn + row) % 4, (
+                "penalties of verified positions count the drafts before them"
+            )
+            done[row] += count
+            seen.add(count)
+    assert seen == {1, 2, 3, 4}
+
+
+def test_a_stop_id_inside_accepted_drafts_ends_the_row_and_its_counts(model: MLAForCausalLM) -> None:
+    plain = tokens(engine(model, 0).generate(PROMPTS[:1], max_new_tokens=40, sampling=MIXED[0]))[0]
+    step, state = engine(model, 3).start(PROMPTS[:1], 40, MIXED[:1], [plain[2]])
+    state.drafts[0] = torch.tensor(plain[1:4])
+    step(state)
+    assert state.report[0].tolist()[:4] == [2, 0, *plain[1:3]]
+    assert state.num_emitted is not None
+    counts = state.num_emitted.clone()
+    assert counts.sum() == 3
+    step(state)
+    assert torch.equal(state.num_emitted, counts), "a finished row counts nothing more"
+
+
+def test_an_engine_forgets_the_last_batch(model: MLAForCausalLM) -> None:
+    mine = engine(model, 2)
+    first = tokens(mine.generate(PROMPTS, max_new_tokens=20, sampling=MIXED))
+    mine.generate(PROMPTS[::-1], max_new_tokens=20, sampling=MIXED)
+    assert tokens(mine.generate(PROMPTS, max_new_tokens=20, sampling=MIXED)) == first
+
+
+def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose_for(
+    model: MLAForCausalLM,
+) -> None:
+    step, state = engine(model, 3).start(PROMPTS, 40, MIXED, [])
+    oracle = FromScratch(tiny_model())
+    emitted = [[token] for token in state.last_token[: len(PROMPTS)].tolist()]
+    for _ in range(3):
+        for row, (prompt, params) in enumerate(zip(PROMPTS, MIXED, strict=True)):
+            text = list(emitted[row])
+
+            def choose(logits: torch.Tensor, position: int, text=text, prompt=prompt, params=params) -> int:
+                text.append(defined_token(logits, position, prompt, text, params))
+                return text[-1]
+
+            assert state.drafts[row].tolist() == oracle.drafts(prompt + emitted[row], 3, choose)
+        step(state)
+        for row, text in enumerate(emitted):
+            text += state.report[row, 2 : 2 + int(state.report[row, 0])].tolist()
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_step_with_penalties_and_logprobs_never_waits_for_the_device(k: int, sampled: bool) -> None:
+    model = tiny_model().to("meta")
+    model.allocate_cache(9, PAGE)
+    state = DecodeState.allocate(4, k, max_pages=2, penalised_vocab=VOCAB, num_logprobs=5, device="meta")
+    step = SpeculativeDecoder(model, k, page_size=PAGE, sampled=sampled)
+    with NoHostSync():
+        step(state)
+
+
+def test_log_probabilities_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(2, 3, 30, dtype=torch.float64)
+    chosen = torch.randint(30, (2, 3))
+    values, ids = top_logprobs(logits, chosen, 4)
+    for row, j in np.ndindex(2, 3):
+        raw = logits[row, j].numpy()
+        defined = raw - np.log(np.exp(raw).sum())
+        order = np.argsort(-raw)
+        assert ids[row, j].tolist() == [int(np.where(order == int(chosen[row, j]))[0][0]) + 1, *order[:4]]
+        expected = [defined[chosen[row, j]], *defined[order[:4]]]
+        np.testing.assert_allclose(values[row, j].numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+WANTED = [3, None, 0, 5, 1, 2]
+
+
+def with_logprobs(mixed: list[SamplingParams]) -> list[SamplingParams]:
+    return [SamplingParams(**{**vars(p), "logprobs": n}) for p, n in zip(mixed, WANTED, strict=True)]
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_logprobs_are_those_of_a_forward_from_scratch_per_token(model: MLAForCausalLM, k: int) -> None:
+    out = engine(model, k).generate(PROMPTS, max_new_tokens=20, sampling=with_logprobs(MIXED), stop_ids=[20])
+    assert tokens(out) == tokens(
+        engine(model, 0).generate(PROMPTS, max_new_tokens=20, sampling=MIXED, stop_ids=[20])
+    )
+    for prompt, completion, wanted in zip(PROMPTS, out, WANTED, strict=True):
+        if wanted is None:
+            assert completion.logprobs is None
+            assert completion.cumulative_logprob is None
+            continue
+        assert completion.logprobs is not None
+        assert len(completion.logprobs) == len(completion.token_ids)
+        scratch, text, total = FromScratch(tiny_model()), list(prompt), 0.0
+        for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
+            raw = scratch.model.logits(scratch._trunk(text)[-1]).double().log_softmax(-1)
+            order = raw.argsort(descending=True).tolist()
+            assert list(place) == list(dict.fromkeys([token, *order[:wanted]]))
+            for i, found in place.items():
+                assert math.isclose(found.logprob, raw[i], rel_tol=1e-5, abs_tol=1e-5)
+                assert found.rank == order.index(i) + 1
+            total += float(raw[token])
+            text.append(token)
+        assert completion.cumulative_logprob is not None
+        assert math.isclose(completion.cumulative_logprob, total, rel_tol=1e-4)
+
+
+def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding() -> None:
+    model = tiny_model(torch.float32)
+    asked = with_logprobs(MIXED)
+    plain = engine(model, 0).generate(PROMPTS, max_new_tokens=30, sampling=asked, stop_ids=[20])
+    compiled = engine(model, 2, compile=True, shadow_check_every=3)
+    for rows in (6, 3):
+        got = compiled.generate(PROMPTS[:rows], max_new_tokens=30, sampling=asked[:rows], stop_ids=[20])
+        assert tokens(got) == tokens(plain)[:rows]
+        for mine, expected in zip(got, plain, strict=False):
+            assert (mine.logprobs is None) == (expected.logprobs is None)
+            for place, other in zip(mine.logprobs or [], expected.logprobs or [], strict=True):
+                assert set(place) == set(other)
+                assert all(math.isclose(place[i].logprob, other[i].logprob, abs_tol=1e-4) for i in place)
+    steps = {bucket.step for bucket in compiled.capture_report().buckets}
+    assert "sampled, penalties, 5 logprobs" in steps
+
+
+def test_greedy_rows_with_penalties_compile_without_noise_or_sorting() -> None:
+    model = tiny_model(torch.float32)
+    params = [MIXED[0], MIXED[2]]
+    plain = engine(model, 0).generate(PROMPTS[:2], max_new_tokens=30, sampling=params)
+    compiled = engine(model, 2, compile=True)
+    assert tokens(compiled.generate(PROMPTS[:2], max_new_tokens=30, sampling=params)) == tokens(plain)
+    assert [bucket.step for bucket in compiled.capture_report().buckets] == ["greedy, penalties"]
+
+
+def test_a_batch_compiles_in_no_more_than_it_asks_for() -> None:
+    assert Variant.of([SamplingParams()]) == Variant()
+    assert Variant.of([SamplingParams(temperature=1, min_p=0.1)]) == Variant(sampled=True)
+    assert Variant.of([SamplingParams(), SamplingParams(logprobs=0)]) == Variant(num_logprobs=5)
+    both = [SamplingParams(logprobs=6), SamplingParams(repetition_penalty=1.1, logprobs=2)]
+    assert Variant.of(both) == Variant(penalised=True, num_logprobs=20)
+    assert Variant.of(both).name == "greedy, penalties, 20 logprobs"
+    assert DecodeState.allocate(2, 1, max_pages=1).in_prompt is None
+
+
+def test_rows_may_ask_for_as_many_logprobs_as_there_are_and_more(model: MLAForCausalLM) -> None:
+    (completion,) = engine(model, 1).generate([[1]], max_new_tokens=3, sampling=SamplingParams(logprobs=20))
+    assert completion.logprobs is not None
+    assert [len(place) for place in completion.logprobs] == [20] * 3
+
+
+def test_logprobs_are_refused_where_tokens_are_chosen_on_the_host(model: MLAForCausalLM) -> None:
+    with pytest.raises(MLAError, match="logprobs"):
+        engine(model, 0).stream(
+            [[1]], sampling=SamplingParams(logprobs=1), choose=lambda logits, *_: logits.argmax(-1)
+        )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": math.nan},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": math.inf},
+        {"repetition_penalty": math.nan},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": -2.1},
+        {"frequency_penalty": 2.1},
+        {"frequency_penalty": math.nan},
+        {"logprobs": -1},
+        {"logprobs": 21},
+        {"logprobs": 1.0},
+        {"logprobs": True},
+    ],
+    ids=str,
+)
+def test_bad_parameters_are_refused_by_name(bad: dict[str, float]) -> None:
+    with pytest.raises(MLAError, match=next(iter(bad))):
+        SamplingParams(**bad)

@@ -1,0 +1,126 @@
+"""Random traces through the real engine (`engine_traces.py`).
+
+A failure prints its smallest trace, to be pasted into `run(...)`. `MLA_ENGINE_TRACES=10000` sets how many there are.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, find, given, settings
+from torch import Tensor
+
+from mla_compile import Completion, Engine
+from mla_compile.engine import rows
+from mla_compile.engine.pages import PagePool
+from mla_compile.engine.rows import Rows
+from mla_compile.engine.variants import Variant
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from tests.engine_traces import Outcome, run, sampling, text
+from tests.toy_engine import Trace, traces
+
+
+def check_traces(count: int) -> Counter[str]:
+    met: Counter[str] = Counter()
+
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(traces())
+    def check(trace: Trace) -> None:
+        outcome = run(trace)
+        met["traces"] += 1
+        for name, value in vars(outcome).items():
+            if isinstance(value, int):
+                met[name] += value > 0
+
+    check()
+    print(dict(met))
+    return met
+
+
+def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
+    met = check_traces(50)
+    assert all(met[field.name] for field in fields(Outcome) if field.name != "tokens"), met
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_thousands_of_traces() -> None:
+    met = check_traces(int(os.environ.get("MLA_ENGINE_TRACES", "300")))
+    for name, count in met.items():
+        assert count > met["traces"] / 50, f"hardly any trace has {name}"
+
+
+def rows_stay_active(patch: pytest.MonkeyPatch) -> None:
+    write = Rows._write
+    patch.setattr(
+        Rows, "_write", lambda self, state, off, admitted, grants: write(self, state, [], admitted, grants)
+    )
+
+
+def a_state_serves_every_kind_of_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Variant, "serves", lambda self, other: True)
+
+
+def penalties_forget_what_a_preempted_row_has_said(patch: pytest.MonkeyPatch) -> None:
+    write = rows._write_texts
+    patch.setattr(rows, "_write_texts", lambda *tensors: write(*tensors[:5], *(t[:0] for t in tensors[5:])))
+
+
+def ended_requests_keep_their_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_let_go", lambda self, ended: self._generations.pop(ended.request, None))
+
+
+def tokens_behind_a_stop_string_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Completion, "end_at", lambda self, *_: setattr(self, "finish_reason", "stop"))
+
+
+def pages_are_shared_one_token_early(patch: pytest.MonkeyPatch) -> None:
+    commit = PagePool.commit
+    patch.setattr(
+        PagePool,
+        "commit",
+        lambda self, pages, token_ids, num_cached: commit(
+            self, pages, token_ids, min(num_cached + 1, len(pages) * self.page_size)
+        ),
+    )
+
+
+def one_draft_too_many_is_accepted(patch: pytest.MonkeyPatch) -> None:
+    accept = SpeculativeDecoder._accept
+
+    def too_many(self: SpeculativeDecoder, state: DecodeState, targets: Tensor, q_lens: Tensor) -> object:
+        count, active = accept(self, state, targets, q_lens)
+        return torch.where(active, (count + 1).minimum(q_lens), count), active
+
+    patch.setattr(SpeculativeDecoder, "_accept", too_many)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        rows_stay_active,
+        a_state_serves_every_kind_of_row,
+        penalties_forget_what_a_preempted_row_has_said,
+        ended_requests_keep_their_pages,
+        tokens_behind_a_stop_string_stay,
+        pages_are_shared_one_token_early,
+        one_draft_too_many_is_accepted,
+    ],
+)
+def test_the_traces_notice(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
+    def fails(trace: Trace) -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            for arrival in trace.arrivals:  # what is right is said before the mistake
+                text(tuple(arrival.prompt()), sampling(arrival))
+            mistake(patch)
+            try:
+                run(trace)
+            except (AssertionError, ValueError, LookupError):
+                return True
+        return False
+
+    quick = settings(max_examples=500, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    assert find(traces(), fails, settings=quick)

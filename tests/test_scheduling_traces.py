@@ -1,0 +1,103 @@
+"""Random traces through the scheduler and the page pool, around a toy model (`toy_engine.py`).
+
+A failure prints its smallest trace, to be pasted into `run(...)`. `MLA_TRACES=10000` sets how many there are.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+
+from mla_compile.engine.scheduler import Request
+from tests.toy_engine import ToyEngine, Trace, run, traces
+
+NUM_TRACES = int(os.environ.get("MLA_TRACES", "1000"))
+
+
+def test_random_traces() -> None:
+    met: Counter[str] = Counter()
+
+    @settings(max_examples=NUM_TRACES, suppress_health_check=list(HealthCheck))
+    @given(traces())
+    def check(trace: Trace) -> None:
+        outcome = run(trace)
+        met["traces"] += 1
+        for name, value in vars(outcome).items():
+            if isinstance(value, int):
+                met[name] += value > 0
+
+    check()
+    print(dict(met))
+    # The traces exercise what they are for, each in a share of them.
+    for name in ("mixed_steps", "preemptions", "reused_tokens", "late_reports", "aborted"):
+        assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"
+
+
+def pages_too_few(engine: ToyEngine) -> None:
+    engine.scheduler._reach = engine.scheduler.q_len - 1
+
+
+def keys_without_the_next_token(engine: ToyEngine) -> None:
+    engine.pool.has_drafter = False
+
+
+def commits_one_token_early(engine: ToyEngine) -> None:
+    pool, commit = engine.pool, engine.pool.commit
+
+    def early(pages: Sequence[int], token_ids: Sequence[int], num_cached: int) -> None:
+        commit(pages, token_ids, min(num_cached + 1, len(pages) * pool.page_size))
+
+    pool.commit = early  # type: ignore[method-assign]
+
+
+def commits_rows_that_end(engine: ToyEngine) -> None:
+    scheduler, end = engine.scheduler, engine.scheduler._end
+
+    def commit_and_end(request: Request) -> None:
+        scheduler._commit(request, len(request.tokens) - 1)
+        end(request)
+
+    scheduler._end = commit_and_end  # type: ignore[method-assign]
+
+
+def leaks_a_page(engine: ToyEngine) -> None:
+    release = engine.pool.release
+    engine.pool.release = lambda pages: release(pages[1:])  # type: ignore[method-assign]
+
+
+def serves_the_last_first(engine: ToyEngine) -> None:
+    admit = engine.scheduler._admit
+
+    def last(plan: object, _: Request) -> bool:
+        waiting = engine.scheduler._waiting
+        waiting.insert(0, waiting.pop())
+        return admit(plan, waiting[0])  # type: ignore[arg-type]
+
+    engine.scheduler._admit = last  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pages_too_few,
+        keys_without_the_next_token,
+        commits_one_token_early,
+        commits_rows_that_end,
+        leaks_a_page,
+        serves_the_last_first,
+    ],
+)
+def test_the_toy_engine_notices(mistake: Callable[[ToyEngine], None]) -> None:
+    def fails(trace: Trace) -> bool:
+        engine = ToyEngine(trace)
+        mistake(engine)
+        try:
+            engine.run()
+        except (AssertionError, ValueError):
+            return True
+        return False
+
+    quick = settings(max_examples=3000, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    assert find(traces(), fails, settings=quick)

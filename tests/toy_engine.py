@@ -1,0 +1,421 @@
+"""A toy engine around the real scheduler and page pool, for traces of requests.
+
+The model's next token is a function of the whole text before it. The caches hold, per slot of a page, the text that
+was there when the slot was written: what a real cache holds as numbers, exactly. So each read can be checked, and each
+write. The device is simulated at the moment of the launch; the host hears of it `lag` steps later.
+"""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from mla_compile.engine.pages import DUMMY_PAGE, PagePool
+from mla_compile.engine.reports import RowReport
+from mla_compile.engine.scheduler import Chunk, Plan, Request, Scheduler
+
+EOS = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace.
+
+    step: when it arrives.
+    num_shared: tokens of its prompt that are the beginning of a text that all requests share.
+    num_own: tokens that follow them, drawn from `seed`.
+    max_new_tokens: at which it ends.
+    abort_step: when it is aborted, or None.
+    num_until_stop: the host finds a stop string as soon as it knows so many of its new tokens, or None.
+    """
+
+    step: int
+    num_shared: int
+    num_own: int
+    max_new_tokens: int
+    seed: int = 0
+    priority: int = 0
+    abort_step: int | None = None
+    num_until_stop: int | None = None
+
+    def prompt(self) -> list[int]:
+        shared, own = random.Random(99), random.Random(self.seed)
+        return [
+            *(shared.randrange(1, 4) for _ in range(self.num_shared)),
+            *(own.randrange(1, 4) for _ in range(self.num_own)),
+        ]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests, and the engine that they meet.
+
+    spare_pages: beyond those that the longest request needs.
+    spare_tokens: in a step, beyond those that `max_rows` decode rows take.
+    lag: steps that the host is late by.
+    acceptance: with which probability a draft is right.
+    vocab_size: of the model; one token of it ends a row.
+    """
+
+    arrivals: tuple[Arrival, ...]
+    k: int = 1
+    page_size: int = 4
+    spare_pages: int = 100
+    max_rows: int = 4
+    spare_tokens: int = 8
+    lag: int = 1
+    acceptance: float = 0.5
+    vocab_size: int = 20
+    seed: int = 0
+
+    def num_pages(self) -> int:
+        longest = max(a.num_shared + a.num_own + a.max_new_tokens - 1 for a in self.arrivals)
+        return 1 + -(-longest // self.page_size) + self.spare_pages
+
+
+def maybe(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
+    return st.one_of(st.none(), st.none(), values)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    k = draw(st.integers(0, 3))
+    arrivals = st.builds(
+        Arrival,
+        step=st.integers(0, 12),
+        num_shared=st.sampled_from([0, 4, 8, 9, 16]),
+        num_own=st.one_of(st.just(1 + k), st.integers(1, 14)),
+        max_new_tokens=st.integers(1, 24),
+        seed=st.integers(0, 3),
+        priority=st.sampled_from([0, 0, 1, 2]),
+        abort_step=maybe(st.integers(0, 30)),
+        num_until_stop=maybe(st.integers(1, 10)),
+    )
+    return Trace(
+        arrivals=tuple(draw(st.lists(arrivals, min_size=1, max_size=8))),
+        k=k,
+        page_size=draw(st.sampled_from([1, 2, 4, 8])),
+        spare_pages=draw(st.sampled_from([0, 0, 1, 3, 10, 50])),
+        max_rows=draw(st.integers(1, 4)),
+        spare_tokens=draw(st.sampled_from([0, 1, 3, 8, 64])),
+        lag=draw(st.sampled_from([1, 1, 0, 2])),
+        acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+        vocab_size=draw(st.sampled_from([4, 20, 1000])),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@dataclass
+class Texts:
+    """Numbers texts: each is known by the number of the text without its last token, and that token."""
+
+    vocab_size: int
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    tokens_after: list[int] = field(default_factory=lambda: [1])
+    fingerprints: list[int] = field(default_factory=lambda: [1])
+
+    def append(self, text: int, token: int) -> int:
+        if (text, token) not in self.numbers:
+            self.numbers[text, token] = len(self.fingerprints)
+            fingerprint = (
+                self.fingerprints[text] * 6364136223846793005 + token + 1442695040888963407
+            ) % 2**64
+            self.fingerprints.append(fingerprint)
+            self.tokens_after.append((fingerprint >> 33) % self.vocab_size)
+        return self.numbers[text, token]
+
+    def of(self, tokens: list[int]) -> list[int]:
+        """The numbers of all beginnings of a text, the shortest (one token) first."""
+        text, numbers = 0, []
+        for token in tokens:
+            text = self.append(text, token)
+            numbers.append(text)
+        return numbers
+
+
+@dataclass
+class DeviceRow:
+    """What the device knows of a slot."""
+
+    tokens: list[int]  # as far as it was prefilled, or sampled
+    texts: list[int]
+    num_cached: int
+    max_len: int
+    pages: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    active: bool = False
+
+
+class ToyDevice:
+    """Runs plans, and checks all that they make it read and write."""
+
+    def __init__(self, trace: Trace, pool: PagePool, texts: Texts) -> None:
+        self.k, self.pool, self.texts = trace.k, pool, texts
+        self.acceptance, self.random = trace.acceptance, random.Random(trace.seed)
+        self.rows: dict[int, DeviceRow] = {}
+        self.trunk = [[-1] * pool.page_size for _ in range(pool.num_pages)]
+        self.mtp = [[-1] * pool.page_size for _ in range(pool.num_pages)]
+
+    def launch(self, plan: Plan) -> list[RowReport]:
+        for slot in plan.freed_slots:
+            del self.rows[slot]
+        for row in plan.admitted:
+            assert row.slot not in self.rows, "a slot was given away twice"
+            self.rows[row.slot] = DeviceRow([], [], 0, row.request.max_len)
+        for grant in plan.grants:
+            pages = self.rows[grant.slot].pages
+            assert len(pages) == grant.first, "a hole in a block table"
+            pages += grant.pages
+        held = Counter(page for row in self.rows.values() for page in row.pages)
+        for page in range(self.pool.num_pages):
+            assert self.pool.references(page) == held[page], "block tables and references disagree"
+        assert held[DUMMY_PAGE] == 0
+        reports = [self._decode(self.rows[row.slot]) for row in plan.decodes]
+        for chunk in plan.chunks:
+            row = self.rows[chunk.slot]
+            self._prefill(row, chunk)
+            if chunk.is_last:
+                reports.append(self._start(row))
+        return reports
+
+    def _prefill(self, row: DeviceRow, chunk: Chunk) -> None:
+        tokens = chunk.request.tokens
+        if chunk.start and not row.tokens:  # found in the cache
+            row.tokens = tokens[: chunk.start]
+            row.num_cached = chunk.start
+        assert chunk.start == row.num_cached == len(row.tokens), (
+            "a chunk does not begin where the last one ended"
+        )
+        assert chunk.end == len(tokens) or not chunk.is_last
+        row.tokens = tokens[: chunk.end]
+        row.texts = self.texts.of(row.tokens)
+        successors = self.texts.of(tokens[: chunk.end + 1])[1:]
+        self._read(self.trunk, row, row.texts, chunk.start)
+        if self.k:
+            self._read(self.mtp, row, successors, chunk.start)
+        for position in range(chunk.start, chunk.end):
+            self._write(self.trunk, row, position, row.texts[position])
+            if self.k:
+                self._write(
+                    self.mtp, row, position, successors[position] if position < len(successors) else -2
+                )
+        row.num_cached = chunk.end
+
+    def _start(self, row: DeviceRow) -> RowReport:
+        first = self.texts.tokens_after[row.texts[-1]]
+        self._emit(row, [first])
+        row.active = first != EOS and len(row.tokens) < row.max_len
+        if self.k and row.active:
+            self._write(self.mtp, row, row.num_cached - 1, row.texts[-1])
+            self._draft(row)
+        return RowReport([first], row.active)
+
+    def _decode(self, row: DeviceRow) -> RowReport:
+        if not row.active:
+            return RowReport([], active=False)
+        n, run = row.num_cached, min(self.k + 1, row.max_len - 1 - row.num_cached)
+        assert len(row.tokens) == n + 1
+        fed = [row.tokens[-1], *row.drafts]
+        self._read(self.trunk, row, row.texts, n)
+        if self.k:
+            self._read(self.mtp, row, row.texts[1:], n)
+        # (rejected drafts make texts of their own, which a later read would notice)
+        text, emitted, agrees = row.texts[n - 1], [], True
+        for j in range(run):
+            text = self.texts.append(text, fed[j])
+            self._write(self.trunk, row, n + j, text)
+            if agrees:
+                emitted.append(self.texts.tokens_after[text])
+                agrees = emitted[-1] != EOS and j < self.k and fed[j + 1] == emitted[-1]
+        self._emit(row, emitted)
+        row.active = EOS not in emitted and len(row.tokens) < row.max_len
+        row.num_cached = n + len(emitted)
+        if self.k and row.active:
+            for j in range(run):
+                successor = row.texts[n + j + 1] if j < len(emitted) else -2
+                self._write(self.mtp, row, n + j, successor)
+            self._draft(row)
+        return RowReport(emitted, row.active)
+
+    def _draft(self, row: DeviceRow) -> None:
+        row.drafts, text = [], row.texts[-1]
+        for j in range(self.k):
+            token = self.texts.tokens_after[text]
+            if self.random.random() >= self.acceptance:
+                token = self.random.randrange(self.texts.vocab_size)
+            if j < self.k - 1 and row.num_cached + j + 2 < row.max_len:
+                self._write(self.mtp, row, row.num_cached + j, -2)
+            row.drafts.append(token)
+            text = self.texts.append(text, token)
+
+    def _emit(self, row: DeviceRow, tokens: list[int]) -> None:
+        for token in tokens:
+            row.tokens.append(token)
+            row.texts.append(self.texts.append(row.texts[-1], token))
+
+    def _read(self, cache: list[list[int]], row: DeviceRow, expected: list[int], count: int) -> None:
+        pages = row.pages[: self.pool.pages_for(count)]
+        found = [latent for page in pages for latent in cache[page]]
+        which = "trunk" if cache is self.trunk else "MTP layer"
+        assert found[:count] == expected[:count], f"the {which} reads what another text has written"
+
+    def _write(self, cache: list[list[int]], row: DeviceRow, position: int, value: int) -> None:
+        assert position < row.max_len - 1, "the last position is never run"
+        index, offset = divmod(position, self.pool.page_size)
+        assert index < len(row.pages), "written past the row's pages"
+        page = row.pages[index]
+        assert self.pool.references(page) == 1, "written to a shared page"
+        assert not self.pool.is_registered(page), "written to a page that others may find"
+        cache[page][offset] = value
+
+
+@dataclass
+class Outcome:
+    """What a trace has exercised."""
+
+    num_steps: int = 0
+    num_mixed_steps: int = 0
+    num_preemptions: int = 0
+    num_reused_tokens: int = 0
+    num_late_reports: int = 0
+    num_aborted: int = 0
+    tokens: list[list[int]] = field(default_factory=list)
+
+
+class ToyEngine:
+    """The engine's loop, with a check of everything that a plan promises."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.pool = PagePool(trace.num_pages(), trace.page_size, has_drafter=trace.k > 0)
+        q_len = 1 + trace.k
+        self.scheduler = Scheduler(
+            self.pool,
+            num_speculative_tokens=trace.k,
+            max_rows=trace.max_rows,
+            max_tokens_per_step=trace.max_rows * q_len + trace.spare_tokens,
+        )
+        self.texts = Texts(trace.vocab_size)
+        self.device = ToyDevice(trace, self.pool, self.texts)
+        self.outcome = Outcome()
+        self.reports: deque[tuple[Plan, list[RowReport]]] = deque()
+
+    def run(self) -> Outcome:
+        """Run the trace to its end, and check what came of it."""
+        arrivals = list(enumerate(self.trace.arrivals))
+        requests: dict[int, Request] = {}
+        stopped: set[int] = set()
+        clock, idle_until = 0, max(a.step for a in self.trace.arrivals)
+        # Every step gives the first in rank a chunk or a token; preempted ones prefill again.
+        limit = (
+            idle_until
+            + 50
+            + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
+        )
+        while clock <= idle_until or self.scheduler.has_work():
+            assert clock < limit, "no end"
+            for number, arrival in arrivals:
+                if arrival.step == clock:
+                    prompt = arrival.prompt()
+                    requests[number] = self.scheduler.add(
+                        prompt, max_len=len(prompt) + arrival.max_new_tokens, priority=arrival.priority
+                    )
+                if arrival.abort_step is not None and number in requests and arrival.abort_step == clock:
+                    self._abort(requests[number], stopped, number)
+            self._step()
+            for number, arrival in arrivals:
+                request = requests.get(number)
+                if request is None or arrival.num_until_stop is None or request.has_ended:
+                    continue
+                if len(request.tokens) - request.num_prompt_tokens >= arrival.num_until_stop:
+                    self._abort(request, stopped, number)
+            clock += 1
+        self._check_end(requests, stopped)
+        return self.outcome
+
+    def _abort(self, request: Request, stopped: set[int], number: int) -> None:
+        if not request.has_ended:
+            stopped.add(number)
+            self.outcome.num_aborted += 1
+        self.scheduler.abort(request)
+        self.scheduler.abort(request)  # again: nothing happens
+        assert request.has_ended and request.slot is None and not request.pages
+
+    def _step(self) -> None:
+        waiting = list(self.scheduler._waiting)
+        running = list(self.scheduler._running)
+        for request in running:
+            row = self.device.rows[request.slot]
+            excess = request.num_cached - row.num_cached
+            assert not row.active or 0 <= excess <= self.trace.k * request.num_steps, "a wrong bound"
+        plan = self.scheduler.plan()
+        self._check_plan(plan, waiting, running)
+        if plan:
+            self.reports.append((plan, self.device.launch(plan)))
+            self.outcome.num_steps += 1
+            self.outcome.num_mixed_steps += bool(plan.decodes and plan.chunks)
+        elif self.scheduler.num_running or self.scheduler.num_waiting:
+            assert self.reports, "deadlock: nothing runs and nothing is awaited"
+        if self.reports and (not plan or len(self.reports) > self.trace.lag):
+            launched, reports = self.reports.popleft()
+            ended = [row.request.has_ended for row in launched.sampled]
+            self.outcome.num_late_reports += sum(ended)
+            before = [len(row.request.tokens) for row in launched.sampled]
+            grown = self.scheduler.update(reports)
+            assert [request for request, _ in grown] == [
+                row.request for row, late in zip(launched.sampled, ended) if not late
+            ]
+            for row, late, count in zip(launched.sampled, ended, before):
+                assert not late or len(row.request.tokens) == count, "a late token was kept"
+
+    def _check_plan(self, plan: Plan, waiting: list[Request], running: list[Request]) -> None:
+        q_len = self.scheduler.q_len
+        num_tokens = q_len * len(plan.decodes) + sum(chunk.length for chunk in plan.chunks)
+        assert num_tokens <= self.scheduler.max_tokens_per_step
+        rows = [*plan.decodes, *plan.chunks]
+        assert len({row.slot for row in rows}) == len(rows) <= self.trace.max_rows
+        assert all(row.request.slot == row.slot for row in rows), "a row runs without its slot"
+        assert all(chunk.length >= 1 for chunk in plan.chunks)
+        ranks = [request.rank for request in self.scheduler._running]
+        assert ranks == sorted(ranks)
+        preempted = [request for request in running if request.slot is None]
+        self.outcome.num_preemptions += len(preempted)
+        for request in preempted:
+            assert all(rank < request.rank for rank in ranks), "a lower-ranking row kept its pages"
+            assert not plan.admitted
+        # First come, first served: those admitted are the first ones that waited.
+        admitted = [row.request for row in plan.admitted]
+        assert admitted == waiting[: len(admitted)]
+        assert all(request.num_steps == 1 for request in admitted), "admitted while its reports are awaited"
+        self.outcome.num_reused_tokens += sum(request.num_reused_tokens for request in admitted)
+        # Every decode row that may go on does, whatever prompts there are.
+        decoding = [r for r in running if r.slot is not None and r.num_steps and r.is_decoding]
+        planned = {id(row.request) for row in rows}
+        for request in decoding:
+            assert id(request) in planned or request.will_have_ended, "a decode row waits"
+
+    def _check_end(self, requests: dict[int, Request], stopped: set[int]) -> None:
+        for number, arrival in enumerate(self.trace.arrivals):
+            request = requests[number]
+            assert request.has_ended
+            alone = self.alone(arrival)
+            emitted = request.tokens[request.num_prompt_tokens :]
+            expected = alone[: len(emitted)] if number in stopped else alone
+            assert emitted == expected, f"request {number}: {emitted} instead of {expected}"
+            self.outcome.tokens.append(emitted)
+        assert self.pool.num_free == self.pool.num_pages - 1, "pages leaked"
+        assert sorted(self.scheduler._free_slots) == list(range(self.trace.max_rows)), "slots leaked"
+        assert not any(self.pool.references(page) for page in range(self.pool.num_pages))
+
+    def alone(self, arrival: Arrival) -> list[int]:
+        """What the toy model says when it is asked one token after the other."""
+        text, emitted = self.texts.of(arrival.prompt())[-1], []
+        while len(emitted) < arrival.max_new_tokens and EOS not in emitted:
+            emitted.append(self.texts.tokens_after[text])
+            text = self.texts.append(text, emitted[-1])
+        return emitted
+
+
+def run(trace: Trace) -> Outcome:
+    return ToyEngine(trace).run()
