@@ -101,11 +101,11 @@ def one_draft_too_many_is_accepted(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mistake",
     [
-        rows_stay_active,
+        pytest.param(rows_stay_active, marks=pytest.mark.slow),
         a_state_serves_every_kind_of_row,
-        penalties_forget_what_a_preempted_row_has_said,
+        pytest.param(penalties_forget_what_a_preempted_row_has_said, marks=pytest.mark.slow),
         ended_requests_keep_their_pages,
-        tokens_behind_a_stop_string_stay,
+        pytest.param(tokens_behind_a_stop_string_stay, marks=pytest.mark.slow),
         pages_are_shared_one_token_early,
         one_draft_too_many_is_accepted,
     ],

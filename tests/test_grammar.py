@@ -212,7 +212,7 @@ def test_compiled_steps_give_the_tokens_and_logprobs_of_eager_ones() -> None:
 
 
 @pytest.mark.parametrize("sampling", [None, MIXED, TOLD], ids=["greedy", "mixed", "penalised"])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
     k: int, sampling: list[SamplingParams] | None
 ) -> None:
@@ -570,7 +570,9 @@ VERSE = {
 }
 
 
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [None, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
+)
 def test_the_shipped_model_follows_grammars_beside_free_text(sampling: list[SamplingParams] | None) -> None:
     prompts = ["In the beginning", "def load(path):\n    return ", "The Lord said"]
     regex = r"(And|But) (the|a) [a-z]{3,10}( [a-z]{2,10}){3,6}\."

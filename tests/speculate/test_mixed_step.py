@@ -478,7 +478,7 @@ def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
         SpeculativeDecoder(model, k, page_size=PAGE, sampled=True).mixed(state, chunks)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 1)), 3])
 def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
     model: MLAForCausalLM, k: int
 ) -> None:

@@ -18,9 +18,9 @@ from tests.kernel_cases import check_moe, moe_case  # noqa: E402
 SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("topk", [1, 2, 4])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_tokens_and_choices_equal_the_definition(tokens: int, topk: int, dtype: torch.dtype) -> None:
     case = moe_case(tokens, topk, among=6, dtype=dtype)
     check_moe(case, moe_triton(*case.args()))
