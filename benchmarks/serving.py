@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving --output benchmarks/results/serving.json
 
-`--model v3`: 12 layers of DeepSeek-V3's architecture with random weights in bfloat16 (`random_model` of
-`benchmarks.transformers_generate`). `--model shipped`: the shipped model in bfloat16, whose drafts are accepted. Both
+`--models v3`: 12 layers of DeepSeek-V3's architecture with random weights in bfloat16 (`random_model` of
+`benchmarks.transformers_generate`). `--models shipped`: the shipped model in bfloat16, whose drafts are accepted. Both
 run the same trace, for each number of drafts: `--rows` requests decode; after a while long prompts arrive, one every
 eight steps. For the time before they arrive and the time while they prefill: tokens/s of the rows that decode, and the
 median and 99th percentile of the time between two of a request's tokens, for several limits of a step's tokens. Tokens
@@ -160,7 +160,8 @@ def measure(
 def served(name: str, k: int, longest: int) -> Iterator[Any]:
     """A model on the GPU."""
     if name == "shipped":
-        yield load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device="cuda")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        yield load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device=device)
         return
     model, mtp = random_model("v3")
     target = TransformersTarget(model, mtp_layer(model, mtp) if k else None)
