@@ -8,7 +8,7 @@ On a device the host plans step i + 1 while step i runs, and reads of step i wha
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,9 @@ from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.stop_strings import StopStrings
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import DecodeCall, describe_device, select_backend
+from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, Step
+from mla_compile.speculate.step import check_num_drafts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,11 +100,13 @@ class Engine:
         )
         if capture_budget is not None and (type(capture_budget) is not int or capture_budget < 0):
             raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(capture_budget))
+        check_num_drafts(num_speculative_tokens)
         if num_speculative_tokens > 0 and not model.has_mtp:
             mend = "set it to 0 or load a checkpoint with an MTP layer"
             expected = "0 for a model without MTP layers"
             raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
+        check_name("decode_backend", decode_backend)
         select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.k = num_speculative_tokens
@@ -188,7 +191,9 @@ class Engine:
             MLAError: a bad request, by what is wrong with it; the others go on.
         """
         self._check_chosen_in_step(grammar=grammar)
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
+        if type(priority) is not int:
+            raise MLAError("priority", "an integer", repr(priority))
         if sampling.n != 1:
             raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
         generation = self._generation(
@@ -307,11 +312,15 @@ class Engine:
         self._check_chosen_in_step(choose=choose, grammars=grammars)
         if choose is not None and grammars is not None:
             raise MLAError("choose", "None where there are grammars", type(choose).__name__)
+        if not isinstance(prompts, Sequence):
+            raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if grammars is None or isinstance(grammars, Grammar):
             grammars = [grammars] * len(prompts)
         for name, given in {"sampling": sampling, "grammars": grammars}.items():
+            if not isinstance(given, Sequence):
+                raise MLAError(name, "one for all prompts, or a list", repr(given))
             if len(given) != len(prompts):
                 raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
         generations = [
@@ -327,7 +336,7 @@ class Engine:
                 grammar_name=f"grammars[{i}]",
             )
             for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True))
-            for j, params in enumerate(asked.copies())
+            for j, params in enumerate(_checked_sampling(f"sampling[{i}]", asked).copies())
         ]
         return self._stream(generations)
 
@@ -373,7 +382,8 @@ class Engine:
             MLAError: requests are under way.
         """
         self._check_idle("warm_up")
-        params = sampling or SamplingParams()
+        params = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
+        _check_stop_ids(stop_ids)
         self._launcher.warm_up(Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids}))
         return self.capture_report()
 
@@ -440,12 +450,9 @@ class Engine:
         grammar_name: str = "grammar",
     ) -> Generation:
         """A request that has been checked; nothing has changed."""
-        if max_new_tokens < 1:
-            raise MLAError("max_new_tokens", "an integer >= 1", max_new_tokens)
+        _check_integers(max_new_tokens=max_new_tokens)
         self._check_prompt(name, prompt)
-        for token in stop_ids:
-            if type(token) is not int:
-                raise MLAError("stop_ids", "integers", repr(token))
+        _check_stop_ids(stop_ids)
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
         if params.stop_strings and self.tokenizer is None:
@@ -552,6 +559,20 @@ class Engine:
 
 def _check_integers(**values: int | None) -> None:
     for name, value in values.items():
-        required = name in ("max_rows", "max_model_len", "page_size")
+        required = name in ("max_rows", "max_model_len", "page_size", "max_new_tokens")
         if (required or value is not None) and (type(value) is not int or value < 1):
-            raise MLAError(name, "an integer >= 1", value)
+            raise MLAError(name, "an integer >= 1", repr(value))
+
+
+def _check_stop_ids(stop_ids: object) -> None:
+    if not isinstance(stop_ids, Collection):
+        raise MLAError("stop_ids", "a list of token ids", type(stop_ids).__name__)
+    for token in stop_ids:
+        if type(token) is not int or not -(2**63) <= token < 2**63:
+            raise MLAError("stop_ids", "integers of 64 bits", repr(token))
+
+
+def _checked_sampling(name: str, given: object) -> SamplingParams:
+    if not isinstance(given, SamplingParams):
+        raise MLAError(name, "SamplingParams", repr(given))
+    return given

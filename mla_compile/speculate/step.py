@@ -43,6 +43,13 @@ MAX_DRAFTS = 32
 """Far more than pay: each one is a pass of the MTP layer in the graph."""
 
 
+def check_num_drafts(num_speculative_tokens: object) -> None:
+    """Raises `MLAError` for anything but an integer in [0, MAX_DRAFTS]."""
+    k = num_speculative_tokens
+    if type(k) is not int or not 0 <= k <= MAX_DRAFTS:
+        raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", repr(k))
+
+
 class Target(Protocol):
     """What a step asks of a model; token dimensions are packed, `[tokens]`."""
 
@@ -106,9 +113,7 @@ class SpeculativeDecoder(nn.Module):
         decode_backend: str | None = None,
     ) -> None:
         super().__init__()
-        if type(num_speculative_tokens) is not int or not 0 <= num_speculative_tokens <= MAX_DRAFTS:
-            expected = f"an integer in [0, {MAX_DRAFTS}]"
-            raise MLAError("num_speculative_tokens", expected, num_speculative_tokens)
+        check_num_drafts(num_speculative_tokens)
         self.model = model
         self.k = num_speculative_tokens
         self.page_size = page_size

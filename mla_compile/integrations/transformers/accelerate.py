@@ -11,7 +11,7 @@ from mla_compile.integrations.transformers.generation import AcceleratedGenerati
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.requests import Request
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.speculate.step import MAX_DRAFTS
+from mla_compile.speculate.step import check_num_drafts
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -50,8 +50,7 @@ def accelerate(
         MLAError: a bad argument, named; the model is then as it was.
     """
     drafts = num_speculative_tokens
-    if type(drafts) is not int or not 0 <= drafts <= MAX_DRAFTS:
-        raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", drafts)
+    check_num_drafts(drafts)
     if drafts == 0 and mtp is not None:
         raise MLAError("mtp", "None where num_speculative_tokens is 0", type(mtp).__name__)
     target = TransformersTarget(model, mtp_layer(model, mtp) if drafts > 0 else None)
