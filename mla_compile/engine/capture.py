@@ -95,12 +95,18 @@ class Captures:
             bucket = self._bucket(name, *shape)
             if not calls[shape] or bucket.why_not == FAILED:
                 bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
-            compiled = bucket.compile_seconds
-            result = self._measure(bucket, uncaptured if bucket.why_not else captured, state, *args)
-            calls[shape] += 1
+            call = uncaptured if bucket.why_not else captured
+            before = compile_seconds()
+            if calls[shape] < CALLS_TO_RECORD:
+                result = self._measure(bucket, call, state, *args)
+            else:  # after `check_again`: it has been measured, which makes the host wait
+                result = call(state, *args)
+                bucket.compile_seconds += compile_seconds() - before
+            # What was compiled anew is recorded anew, by the next call.
+            calls[shape] = 1 if compile_seconds() > before else calls[shape] + 1
             if bucket.why_not:
                 known[shape] = uncaptured
-            elif calls[shape] >= CALLS_TO_RECORD and bucket.compile_seconds == compiled:
+            elif calls[shape] >= CALLS_TO_RECORD:
                 known[shape] = self._replaying(step, state)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
@@ -133,14 +139,11 @@ class Captures:
         try:
             result = call(*args)
         except BaseException:
-            bucket.why_not = (
-                bucket.why_not or FAILED
-            )  # until it is called again: others must not be padded to it
+            # Until it is called again: others must not be padded to it.
+            bucket.why_not = bucket.why_not or FAILED
             raise
         after = self._read()
         compiling = after.compile_seconds - before.compile_seconds
-        if bucket.num_graphs and not compiling and after.num_graphs == before.num_graphs:
-            return result  # a replay
         bucket.compile_seconds += compiling
         if bucket.why_not is None:
             bucket.capture_seconds += after.seconds - before.seconds - compiling
