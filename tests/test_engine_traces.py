@@ -4,13 +4,12 @@ A failure prints its smallest trace, to be pasted into `run(...)`. `MLA_ENGINE_T
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, settings
 from torch import Tensor
 
 from mla_compile import Completion, Engine
@@ -20,35 +19,18 @@ from mla_compile.engine.rows import Rows
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from tests.engine_traces import Outcome, run, sampling, text
-from tests.toy_engine import Trace, traces
-
-
-def check_traces(count: int) -> Counter[str]:
-    met: Counter[str] = Counter()
-
-    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
-    @given(traces())
-    def check(trace: Trace) -> None:
-        outcome = run(trace)
-        met["traces"] += 1
-        for name, value in vars(outcome).items():
-            if isinstance(value, int):
-                met[name] += value > 0
-
-    check()
-    print(dict(met))
-    return met
+from tests.toy_engine import Trace, check_traces, traces
 
 
 def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
-    met = check_traces(50)
+    met = check_traces(run, 50)
     assert all(met[field.name] for field in fields(Outcome) if field.name != "tokens"), met
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_thousands_of_traces() -> None:
-    met = check_traces(int(os.environ.get("MLA_ENGINE_TRACES", "300")))
+    met = check_traces(run, int(os.environ.get("MLA_ENGINE_TRACES", "300")))
     for name, count in met.items():
         assert count > met["traces"] / 50, f"hardly any trace has {name}"
 

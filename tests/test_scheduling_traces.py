@@ -4,32 +4,19 @@ A failure prints its smallest trace, to be pasted into `run(...)`. `MLA_TRACES=1
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, Phase, find, settings
 
 from mla_compile.engine.scheduler import Request
-from tests.toy_engine import ToyEngine, Trace, run, traces
+from tests.toy_engine import ToyEngine, Trace, check_traces, run, traces
 
 NUM_TRACES = int(os.environ.get("MLA_TRACES", "1000"))
 
 
 def test_random_traces() -> None:
-    met: Counter[str] = Counter()
-
-    @settings(max_examples=NUM_TRACES, suppress_health_check=list(HealthCheck))
-    @given(traces())
-    def check(trace: Trace) -> None:
-        outcome = run(trace)
-        met["traces"] += 1
-        for name, value in vars(outcome).items():
-            if isinstance(value, int):
-                met[name] += value > 0
-
-    check()
-    print(dict(met))
+    met = check_traces(run, NUM_TRACES)
     # The traces exercise what they are for, each in a share of them.
     for name in ("mixed_steps", "preemptions", "reused_tokens", "late_reports", "aborted"):
         assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"

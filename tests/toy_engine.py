@@ -7,8 +7,10 @@ write. The device is simulated at the moment of the launch; the host hears of it
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
@@ -419,3 +421,21 @@ class ToyEngine:
 
 def run(trace: Trace) -> Outcome:
     return ToyEngine(trace).run()
+
+
+def check_traces(run: Callable[[Trace], object], count: int) -> Counter[str]:
+    """Run so many random traces; in how many of them each number of an outcome was positive."""
+    met: Counter[str] = Counter()
+
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(traces())
+    def check(trace: Trace) -> None:
+        outcome = run(trace)
+        met["traces"] += 1
+        for name, value in vars(outcome).items():
+            if isinstance(value, int):
+                met[name] += value > 0
+
+    check()
+    print(dict(met))
+    return met

@@ -67,11 +67,13 @@ class PromptChunks:
         """
         rows, device = state.num_rows(), state.block_table.device
         last_of_row = [-1] * rows
+        seen: set[int] = set()
         token_ids: list[int] = []
         next_token_ids: list[int] = []
         for i, (row, prompt, start, stop) in enumerate(chunks):
-            if not 0 <= row < rows or row in (chunk.row for chunk in chunks[:i]):
+            if not 0 <= row < rows or row in seen:
                 raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
+            seen.add(row)
             if not 0 <= start < stop <= len(prompt):
                 expected = f"0 <= start < stop <= {len(prompt)} tokens"
                 raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
