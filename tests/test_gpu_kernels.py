@@ -89,17 +89,6 @@ class TestOnTheGpu(DecodeConformance):
         lengths, q_lens = [2, 700, 0, 129, 5, 127], [4, 1, 0, 3, 2, 4]
         subject.check(lengths, q_len=4, q_lens=q_lens, page_size=page_size, dtype=dtype)
 
-    def test_rows_longer_than_their_tables_lose_only_the_keys_that_are_not_there(
-        self, subject: Subject
-    ) -> None:
-        if subject.backend.name == "flashinfer":
-            pytest.skip("it reads lengths on the host, and refuses these")
-        case = subject.case([16, 16], q_len=4, page_size=16)
-        too_long = replace(case, seq_lens=case.seq_lens + torch.tensor([3, 1], device="cuda").int())
-        seen = torch.tensor([16, 16, 16, 16, 14, 15, 16, 16], dtype=torch.int32, device="cuda")
-        table = case.block_table.repeat_interleave(4, 0)
-        check_decode(replace(case, block_table=table, seq_lens=seen, q_len=1), subject.run(too_long))
-
     @pytest.mark.parametrize("columns", [4, 16, 64, 512])
     def test_borders_of_splits_in_tables_of_all_widths(self, subject: Subject, columns: int) -> None:
         lengths = [n + d for n in (64, 128, 192, 256) for d in (-1, 0, 1) if n + d <= columns * 64]

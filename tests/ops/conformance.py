@@ -103,6 +103,17 @@ class DecodeConformance:
         other.block_table = torch.where(case.block_table == HUGE, -HUGE, case.block_table)
         assert all(map(torch.equal, first, subject.run(other)))
 
+    def test_rows_longer_than_their_tables_lose_only_the_keys_that_are_not_there(
+        self, subject: Subject
+    ) -> None:
+        if subject.backend.name not in ("triton", "gluon"):
+            pytest.skip("it refuses these, where it reads lengths on the host")
+        case = subject.case([16, 16], q_len=4, page_size=16)
+        too_long = replace(case, seq_lens=case.seq_lens + torch.tensor([3, 1], device=subject.device).int())
+        seen = torch.tensor([16, 16, 16, 16, 14, 15, 16, 16], dtype=torch.int32, device=subject.device)
+        table = case.block_table.repeat_interleave(4, 0)
+        check_decode(replace(case, block_table=table, seq_lens=seen, q_len=1), subject.run(too_long))
+
     @settings(max_examples=10, suppress_health_check=[HealthCheck.differing_executors])
     @given(st.data())
     def test_drawn_batches(self, subject: Subject, data: st.DataObject) -> None:

@@ -96,8 +96,9 @@ def split_kernel(
         valid = tl.load(q_lens + row)
     token = r // HEADS
     # `visible_keys`, for each query row; none for the rows that only fill the block.
-    bounds = tl.where((token < valid) & (r < R), length - (valid - 1 - token), 0)
-    stop = tl.where(valid > 0, tl.minimum(length, columns * PAGE_SIZE), 0)
+    stored = tl.minimum(length, columns * PAGE_SIZE)
+    bounds = tl.where((token < valid) & (r < R), tl.minimum(length - (valid - 1 - token), stored), 0)
+    stop = tl.where(valid > 0, stored, 0)
 
     # Short rows use few splits: below MIN_KEYS a split would cost more to start and to add than it saves.
     share = tl.cdiv(tl.maximum(tl.cdiv(stop, splits), MIN_KEYS), BLOCK_N) * BLOCK_N

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.decode import LN_2, LOG2_E
-from mla_compile.ops.kernels.plan import PrefillTiles, device_of, power_of_two, prefill_tiles
+from mla_compile.ops.kernels.plan import PrefillTiles, device_of, nope_blocks, power_of_two, prefill_tiles
 from mla_compile.ops.paging import gather_latents
 
 CONTEXT_TOKENS = 16_384
@@ -21,7 +21,8 @@ CONTEXT_TOKENS = 16_384
 
 @triton.jit
 def _attend(
-    query,  # [BLOCK_M, NOPE]
+    query,  # [BLOCK_M, NOPE_HEAD]
+    query_tail,  # [BLOCK_M, NOPE_TAIL]
     query_pe,  # [BLOCK_M, ROPE]
     k_nope,
     k_pe,
@@ -41,12 +42,13 @@ def _attend(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     VALUE: tl.constexpr,
-    NOPE_BLOCK: tl.constexpr,
+    NOPE_HEAD: tl.constexpr,
+    NOPE_TAIL: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
     """Take BLOCK_N keys into the running softmax of `accumulate`, which has queries as columns."""
-    c = tl.arange(0, NOPE_BLOCK)
+    c = tl.arange(0, NOPE_HEAD)
     p = tl.arange(0, ROPE_BLOCK)
     d = tl.arange(0, VALUE_BLOCK)
     token = (first_key + n).to(tl.int64)
@@ -68,6 +70,14 @@ def _attend(
         other=0.0,
     )
     scores = tl.dot(query, k, input_precision="ieee")
+    if NOPE_TAIL > 0:
+        t = NOPE_HEAD + tl.arange(0, NOPE_TAIL)
+        k_tail = tl.load(
+            k_nope + token[None, :] * k_token_stride + t[:, None],
+            mask=live[None, :] & (t < NOPE)[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(query_tail, k_tail, scores, input_precision="ieee")
     scores = tl.dot(query_pe, kp, scores, input_precision="ieee") * scale
     if MASKED:
         scores = tl.where(n[None, :] <= last_visible[:, None], scores, -float("inf"))
@@ -108,7 +118,8 @@ def prefill_kernel(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     VALUE: tl.constexpr,
-    NOPE_BLOCK: tl.constexpr,
+    NOPE_HEAD: tl.constexpr,
+    NOPE_TAIL: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -137,7 +148,7 @@ def prefill_kernel(
         last_visible = tl.full([BLOCK_M], 0, tl.int32) + keys - 1
         unmasked = keys // BLOCK_N * BLOCK_N
 
-    c = tl.arange(0, NOPE_BLOCK)
+    c = tl.arange(0, NOPE_HEAD)
     p = tl.arange(0, ROPE_BLOCK)
     d = tl.arange(0, VALUE_BLOCK)
     token = (first_q + m).to(tl.int64)
@@ -145,6 +156,12 @@ def prefill_kernel(
     q_at = token * q_token_stride + head * q_head_stride
     q_pe_at = token * q_pe_token_stride + head * q_pe_head_stride
     query = tl.load(q_nope + q_at[:, None] + c[None, :], mask=inside & (c < NOPE)[None, :], other=0.0)
+    query_tail = query
+    if NOPE_TAIL > 0:
+        t = NOPE_HEAD + tl.arange(0, NOPE_TAIL)
+        query_tail = tl.load(
+            q_nope + q_at[:, None] + t[None, :], mask=inside & (t < NOPE)[None, :], other=0.0
+        )
     query_pe = tl.load(q_pe + q_pe_at[:, None] + p[None, :], mask=inside & (p < ROPE)[None, :], other=0.0)
     k_nope += head.to(tl.int64) * k_head_stride
     v += head.to(tl.int64) * v_head_stride
@@ -156,16 +173,16 @@ def prefill_kernel(
     for n0 in range(0, unmasked, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         top, total, acc = _attend(
-            query, query_pe, k_nope, k_pe, v, first_key, n, keys, last_visible, top, total, acc, scale,
+            query, query_tail, query_pe, k_nope, k_pe, v, first_key, n, keys, last_visible, top, total, acc, scale,
             k_token_stride, pe_token_stride, v_token_stride,
-            False, NOPE, ROPE, VALUE, NOPE_BLOCK, ROPE_BLOCK, VALUE_BLOCK,
+            False, NOPE, ROPE, VALUE, NOPE_HEAD, NOPE_TAIL, ROPE_BLOCK, VALUE_BLOCK,
         )  # fmt: skip
     for n0 in range(unmasked, keys, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         top, total, acc = _attend(
-            query, query_pe, k_nope, k_pe, v, first_key, n, keys, last_visible, top, total, acc, scale,
+            query, query_tail, query_pe, k_nope, k_pe, v, first_key, n, keys, last_visible, top, total, acc, scale,
             k_token_stride, pe_token_stride, v_token_stride,
-            True, NOPE, ROPE, VALUE, NOPE_BLOCK, ROPE_BLOCK, VALUE_BLOCK,
+            True, NOPE, ROPE, VALUE, NOPE_HEAD, NOPE_TAIL, ROPE_BLOCK, VALUE_BLOCK,
         )  # fmt: skip
 
     result = acc / total[:, None]  # every query sees a key: itself, or the first of the context
@@ -213,6 +230,7 @@ def prefill_triton(
     rope, value = q_pe.shape[2], v.shape[2]
     rows = seq_lens.shape[0]
     max_q, max_context = int(host_lens[0].max()), int((host_lens[1] - host_lens[0]).max())
+    nope_head, nope_tail = nope_blocks(nope)
     tiles = tiles or prefill_tiles(nope, rope, value, q_nope.dtype, device_of(q_nope))
     q_nope, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nope, q_pe))
     # Parts that are joined stay in float32 until the last.
@@ -244,7 +262,8 @@ def prefill_triton(
             NOPE=nope,
             ROPE=rope,
             VALUE=value,
-            NOPE_BLOCK=power_of_two(nope),
+            NOPE_HEAD=nope_head,
+            NOPE_TAIL=nope_tail,
             ROPE_BLOCK=power_of_two(rope),
             VALUE_BLOCK=power_of_two(value),
             BLOCK_M=tiles.queries,
