@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -139,11 +140,8 @@ class Marks(StoppingCriteria):
                 self.mark()
             return launched
 
-        Launcher.launch = marked  # type: ignore[method-assign]
-        try:
+        with patch.object(Launcher, "launch", marked):
             yield
-        finally:
-            Launcher.launch = launch  # type: ignore[method-assign]
 
 
 def read_bandwidth(num_bytes: int) -> float:
