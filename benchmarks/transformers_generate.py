@@ -1,6 +1,7 @@
 """Steps of `generate` on large random models: stock transformers against an accelerated model.
 
-    python -m benchmarks.transformers_generate --output benchmarks/results/transformers_generate.json
+    python -m benchmarks.transformers_generate --output benchmarks/results/transformers_generate.glm.json
+    python -m benchmarks.transformers_generate --model v3 --output benchmarks/results/transformers_generate.v3.json
 
 `--model glm`, the default: GLM-4.7-Flash's published shape, the defaults of transformers' `Glm4MoeLiteConfig` (47
 layers, 30B parameters), about 1,024 tokens a row. `--model v3`: 12 layers of DeepSeek-V3's architecture, hidden size
@@ -9,19 +10,30 @@ the weights and latents that a step must read, over the bandwidth that a plain r
 of stock `generate` with its dynamic cache, with its static cache compiled, the same with only `backend="mla"` changed,
 and ours without drafts and with them.
 
-ms per step: the difference of a long and a short generation from the same prompts, over the tokens between them, so
-that prefill and compilation drop out; with drafts, over the steps between them. Of each the quickest of three. Tokens:
-stock's own forward scores every variant's text; `worst_gap` is how far a chosen token's logit lies below the best one,
-at most, which bfloat16 rounding explains as long as it is small.
+Each is one short generation that compiles and captures (`first_call_s`) and a timed one. An event is recorded on the
+stream after every step in which all rows decode; ms per step is the median time between two of them, and `mean_ms`
+above it tells of steps that waited for the host.
+
+Tokens: stock's own forward scores every variant's text. `mean_gap` and `worst_gap` are how far a chosen token's logit
+lies below the best one: rounding to bfloat16 sends tokens to other experts, stock's own steps too. `chance_gap` is the
+mean of tokens chosen by lot. A variant whose worst token is no better, or whose mean is not far better, is marked as
+failed, and the command fails in the end.
+
+The output is one row for each variant and batch: a run replaces the rows that it measures and keeps the others. Each
+names the machine that it is from.
 """
 
 import argparse
 import gc
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -33,42 +45,57 @@ from transformers import (
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     PreTrainedModel,
+    StoppingCriteria,
 )
 from transformers.modeling_layers import MtpModel
 
+from mla_compile.engine.launch import Launcher
 from mla_compile.integrations.transformers import accelerate, restore
 
-SHORT, LONG, SLOW = 16, 160, 48
-"""New tokens: of the short generation, of the long one, of the long one where a step takes more than 30 ms."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WARM_UP, TIMED = 8, 64
+"""New tokens: of the generation that compiles, as many at the beginning of the timed one, and what is timed."""
 CONTEXTS = {"glm": 1024, "v3": 4096}
-"""Tokens cached halfway through the longest generation."""
+"""Tokens cached halfway through the timed generation."""
+MAX_MEAN_GAP = 0.2
+"""Of what chance gives."""
+TINY_CONTEXT = 128
+TINY = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "vocab_size": 512,
+    "n_routed_experts": 8,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
-def random_model(name: str, layers: int | None = None) -> tuple[PreTrainedModel, MtpModel]:
-    """A model with random weights and one MTP layer, on the GPU. layers: another number than the published one."""
-    extra = {"num_mtp_layers": 1, "eos_token_id": None, "pad_token_id": 0}
+def random_model(name: str, *, tiny: bool = False) -> tuple[PreTrainedModel, MtpModel]:
+    """A model with random weights and one MTP layer, on the GPU if there is one."""
+    extra: dict[str, Any] = {"num_mtp_layers": 1, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model: PreTrainedModel
         if name == "glm":
-            glm = Glm4MoeLiteConfig(num_hidden_layers=layers or 47, mtp_mlp_layer_types=["sparse"], **extra)
+            glm = Glm4MoeLiteConfig(**{"mtp_mlp_layer_types": ["sparse"], **extra, **(TINY if tiny else {})})
             model = Glm4MoeLiteForCausalLM(glm)
         else:
-            v3 = DeepseekV3Config(
-                num_hidden_layers=layers or 12,
-                hidden_size=2048,
-                intermediate_size=8192,
-                moe_intermediate_size=1408,
-                n_routed_experts=64,
-                n_group=1,
-                topk_group=1,
-                first_k_dense_replace=1,
-                num_attention_heads=16,
-                num_key_value_heads=16,
-                **extra,
-            )
-            model = DeepseekV3ForCausalLM(v3)
+            sizes = {
+                "num_hidden_layers": 12,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "moe_intermediate_size": 1408,
+                "n_routed_experts": 64,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+            }
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **extra, **(TINY if tiny else {})}))
         mtp = MtpModel(model, 1)
     torch.set_default_dtype(torch.float32)
     for module in (model, mtp):
@@ -77,18 +104,54 @@ def random_model(name: str, layers: int | None = None) -> tuple[PreTrainedModel,
     return model, mtp
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of a plain read: the sum of 4 GiB."""
-    data = torch.ones(2**31, dtype=torch.bfloat16, device="cuda").view(torch.int64)
-    times = []
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        data.amax()
-        end.record()
+class Marks(StoppingCriteria):
+    """Points in time on the stream, or the host's without a GPU. A stopping criterion is asked after each token."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if DEVICE == "cpu":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.mark()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def intervals_ms(self) -> list[float]:
+        """Between one mark and the next."""
+        if DEVICE == "cpu":
+            return [(end - start) * 1e3 for start, end in pairwise(self._marks)]
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return data.numel() * 8 / min(times)
+        return [start.elapsed_time(end) for start, end in pairwise(self._marks)]
+
+    @contextmanager
+    def after_launches(self, rows: int) -> Iterator[None]:
+        """Mark the end of each of our steps in which `rows` rows decode and no prompt runs."""
+        launch = Launcher.launch
+
+        def marked(launcher: Launcher, plan: Any, generations: Any) -> Any:
+            launched = launch(launcher, plan, generations)
+            if len(plan.decodes) == rows and not plan.chunks:
+                self.mark()
+            return launched
+
+        with patch.object(Launcher, "launch", marked):
+            yield
+
+
+def read_bandwidth(num_bytes: int) -> float:
+    """Bytes per second of a plain read: the maximum of so many."""
+    data, marks = torch.ones(num_bytes // 8, dtype=torch.int64, device=DEVICE), Marks()
+    marks.mark()
+    for _ in range(10):
+        data.amax()
+        marks.mark()
+    return num_bytes / min(marks.intervals_ms()) * 1e3
 
 
 def floor_bytes(model: Any, batch: int, context: int) -> float:
@@ -106,49 +169,50 @@ def floor_bytes(model: Any, batch: int, context: int) -> float:
     return total + batch * context * width * 2 * config.num_hidden_layers
 
 
-def run(model: Any, prompts: Tensor, new_tokens: int, **kwargs: Any) -> tuple[Tensor, float, int]:
-    """Tokens, seconds, and the steps that it took after the prompt's forward."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
+def generate(model: Any, prompts: Tensor, new_tokens: int, kwargs: dict[str, Any]) -> Tensor:
     mask = torch.ones_like(prompts)
-    out = model.generate(prompts, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **kwargs)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
+    tokens: Tensor = model.generate(
+        prompts, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **kwargs
+    )
+    return tokens
+
+
+def timed(model: Any, prompts: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
+    """The tokens of the timed generation, and what is reported of its steps."""
+    started = time.perf_counter()
+    generate(model, prompts, WARM_UP, kwargs).tolist()
+    first = time.perf_counter() - started
+    marks = Marks()
     ours = getattr(model, "mla", None)
-    steps = new_tokens - 1 if ours is None else max(c.num_steps for c in ours.completions)
-    return out, seconds, steps
-
-
-def measure(generate: Callable[[int], tuple[Tensor, float, int]]) -> tuple[Tensor, dict[str, float]]:
-    """The tokens of the long generation, and what is reported of a variant."""
-    first = generate(SHORT)[1]
-    short, long = quickest(generate, SHORT), quickest(generate, SLOW)
-    new_tokens = SLOW
-    if (long[1] - short[1]) / (long[2] - short[2]) < 0.03:  # seconds
-        new_tokens = LONG
-        long = quickest(generate, LONG)
-    steps = long[2] - short[2]
-    return long[0], {
-        "ms_per_step": round((long[1] - short[1]) / steps * 1e3, 2),
-        "tokens_per_step": round((new_tokens - SHORT) / steps, 2),
+    if ours is None:
+        tokens = generate(model, prompts, WARM_UP + TIMED, kwargs | {"stopping_criteria": [marks]})
+        tokens_per_step = 1.0
+    else:
+        with marks.after_launches(len(prompts)):
+            tokens = generate(model, prompts, WARM_UP + TIMED, kwargs)
+        tokens_per_step = statistics.mean(c.acceptance_length for c in ours.completions)
+    steps = marks.intervals_ms()[WARM_UP:]
+    return tokens, {
+        "ms_per_step": round(statistics.median(steps), 2),
+        "mean_ms": round(statistics.mean(steps), 2),
+        "tokens_per_step": round(tokens_per_step, 2),
         "first_call_s": round(first, 1),
     }
 
 
-def quickest(
-    generate: Callable[[int], tuple[Tensor, float, int]], new_tokens: int
-) -> tuple[Tensor, float, int]:
-    return min((generate(new_tokens) for _ in range(3)), key=lambda result: result[1])
-
-
-def worst_gap(model: Any, tokens: Tensor, prompt_width: int) -> float:
-    """By how much the logit of a generated token falls short of stock's best one, at most."""
-    worst = 0.0
+def gaps(model: Any, tokens: Tensor, prompt_width: int) -> dict[str, Any]:
+    """By how much the logits of the generated tokens fall short of stock's best ones; "failed" if by far too much."""
+    chosen_gaps, chance = [], []
     for row in tokens:
         logits = model(row[None, :-1], logits_to_keep=tokens.shape[1] - prompt_width).logits[0].float()
-        chosen = logits.gather(1, row[prompt_width:, None])[:, 0]
-        worst = max(worst, float((logits.amax(dim=-1) - chosen).max()))
-    return worst
+        best, chosen = logits.amax(dim=-1), logits.gather(1, row[prompt_width:, None])[:, 0]
+        chosen_gaps += (best - chosen).tolist()
+        chance += (best - logits.mean(dim=-1)).tolist()
+    mean, worst, by_lot = statistics.mean(chosen_gaps), max(chosen_gaps), statistics.mean(chance)
+    found = {"mean_gap": round(mean, 3), "worst_gap": round(worst, 3), "chance_gap": round(by_lot, 3)}
+    if worst < by_lot and mean < MAX_MEAN_GAP * by_lot:
+        return found
+    return found | {"failed": "these are not the model's tokens"}
 
 
 Variant = tuple[Callable[[], object], dict[str, Any]]
@@ -156,15 +220,16 @@ Variant = tuple[Callable[[], object], dict[str, Any]]
 
 def variants(model: Any, mtp: MtpModel, max_rows: int, context: int) -> dict[str, Variant]:
     """Name -> what prepares the model, and what `generate` is given."""
+    longest = context + WARM_UP + TIMED
 
     def ours(k: int) -> Variant:
-        sizes = {"max_rows": max_rows, "max_model_len": context + LONG}
+        sizes = {"max_rows": max_rows, "max_model_len": longest}
         drafter = mtp if k else None
         return lambda: accelerate(model, num_speculative_tokens=k, mtp=drafter, **sizes), {}
 
     def static(backend: str) -> Variant:
         config = CompileConfig(backend=backend, mode="reduce-overhead", fullgraph=True)
-        kwargs = {"cache_implementation": "static", "compile_config": config, "max_cache_len": context + LONG}
+        kwargs = {"cache_implementation": "static", "compile_config": config, "max_cache_len": longest}
         return lambda: None, kwargs
 
     return {
@@ -177,65 +242,92 @@ def variants(model: Any, mtp: MtpModel, max_rows: int, context: int) -> dict[str
     }
 
 
-def measured(
-    model: Any, name: str, batch: int, context: int, kwargs: dict[str, Any], bandwidth: float
-) -> dict[str, Any]:
+def measured(model: Any, batch: int, context: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(batch)
-    prompts = torch.randint(1, model.config.vocab_size, (batch, context - LONG // 2), device="cuda")
-    floor = floor_bytes(model, batch, context) / bandwidth * 1e3
-    row: dict[str, Any] = {"variant": name, "batch": batch, "floor_ms": round(floor, 2)}
+    width = context - WARM_UP - TIMED // 2
+    prompts = torch.randint(1, model.config.vocab_size, (batch, width), device=DEVICE)
     try:
-        tokens, figures = measure(lambda new_tokens: run(model, prompts, new_tokens, **kwargs))
-        return row | figures | {"worst_gap": round(worst_gap(model, tokens, prompts.shape[1]), 3)}
+        tokens, figures = timed(model, prompts, kwargs)
+        return figures | gaps(model, tokens, width)
     except torch.cuda.OutOfMemoryError:
-        return row | {"failed": "out of memory"}
+        return {"failed": "out of memory"}
+
+
+class Results:
+    """A file with one row for each variant and batch of one model."""
+
+    def __init__(self, path: Path | None, model: dict[str, Any]) -> None:
+        """model: what all rows of the file are of.
+
+        Raises:
+            SystemExit: the file is of another model.
+        """
+        self._path, self._model = path, model
+        self._rows: dict[tuple[str, int], dict[str, Any]] = {}
+        if path is not None and path.exists():
+            known = json.loads(path.read_text())
+            self._rows = {(row["variant"], row["batch"]): row for row in known.pop("rows")}
+            if known != model:
+                raise SystemExit(f"{path} has rows of {known}, not of {model}")
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take the place of an older row of the same variant and batch."""
+        print(json.dumps(row), flush=True)
+        self._rows[row["variant"], row["batch"]] = row
+        if self._path is not None:
+            report = self._model | {"rows": list(self._rows.values())}
+            self._path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="written anew after each measurement")
+    parser.add_argument("--output", type=Path, help="written after each measurement")
     parser.add_argument("--model", choices=list(CONTEXTS), default="glm")
-    parser.add_argument("--layers", type=int, help="another number of layers, to try the benchmark")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small layers and short texts, to try the benchmark"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
         "--variants", nargs="*", help="names of variants, in order, NAME or NAME@BATCH,BATCH; all by default"
     )
     args = parser.parse_args()
-    model, mtp = random_model(args.model, args.layers)
-    context = CONTEXTS[args.model]
-    bandwidth = read_bandwidth()
-    report: dict[str, Any] = {
-        "machine": {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "transformers": transformers.__version__,
+    model, mtp = random_model(args.model, tiny=args.tiny)
+    context = TINY_CONTEXT if args.tiny else CONTEXTS[args.model]
+    results = Results(
+        args.output,
+        {
+            "model": args.model,
+            "layers": model.config.num_hidden_layers,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "context": context,
         },
-        "model": args.model,
-        "layers": model.config.num_hidden_layers,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "context": context,
+    )
+    bandwidth = read_bandwidth(2**28 if args.tiny else 2**32)
+    machine = {
+        "machine": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "read_TB_per_s": round(bandwidth / 1e12, 2),
-        "rows": [],
     }
-    print(json.dumps(report), flush=True)
-    known = variants(model, mtp, max(args.batches), context)
+    known, failed = variants(model, mtp, max(args.batches), context), []
     for variant in args.variants or known:
         name, _, batches = variant.partition("@")
         prepare, kwargs = known[name]
         prepare()
         for batch in map(int, batches.split(",")) if batches else args.batches:
-            row = measured(model, name, batch, context, kwargs, bandwidth)
-            print(json.dumps(row), flush=True)
-            report["rows"].append(row)
-            if args.output:
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
+            floor = floor_bytes(model, batch, context) / bandwidth * 1e3
+            row: dict[str, Any] = {"variant": name, "batch": batch, "floor_ms": round(floor, 2)}
+            row |= measured(model, batch, context, kwargs) | machine
+            results.add(row)
+            failed += [f"{variant}, batch {batch}: {row['failed']}"] if "failed" in row else []
         restore(model)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
