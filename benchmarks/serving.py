@@ -10,6 +10,12 @@ median and 99th percentile of the time between two of a request's tokens, for se
 that one step gives arrive together: the time between them is then 0, so percentiles are of the gaps between steps that
 gave a request something.
 
+transformers' side (`--stock`): its continuous batching is asked first. In 5.17 its cache has one width for keys and
+values, `config.head_dim`, which for these models is only the rotary part of a key. So their keys do not fit, and each
+request ends with "index_copy_(): Source/destination tensor must have same slice shapes", which the output repeats as
+`continuous_batching`. What is measured is `generate` then, on the same prompts padded to the longest, in one batch from
+the start: nobody waits for an arrival, but all for the prefill of all, the first of their times between tokens.
+
 Then, on any machine, the scheduler alone: host time of `plan` and `update` for 256 rows that decode.
 """
 
@@ -19,12 +25,21 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
-from benchmarks.transformers_generate import random_model
+from benchmarks.transformers_generate import DEVICE, Marks, random_model
 from mla_compile.engine import Engine
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.pages import PagePool
@@ -38,6 +53,10 @@ from mla_compile.models import load_model
 LONG_PROMPTS, GAP = 8, 8
 """How many long prompts arrive, one every so many steps."""
 PROMPT_LENGTHS = {"v3": 4096, "shipped": 1024}
+SHORT_PROMPT = 32
+"""Of the requests that decode from the beginning."""
+WARM_UP, STEPS = 20, 100
+"""Decode steps before the timed ones; timed ones."""
 
 
 def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
@@ -81,39 +100,49 @@ class Clock:
                 self.last[id(generation)] = now, count
 
     def figures(self) -> dict[str, float]:
-        seconds = time.perf_counter() - self.started
-        gaps = sorted(self.gaps)
-        return {
-            "tokens_per_s": round(self.tokens / seconds),
-            "p50_ms": round(gaps[len(gaps) // 2] * 1e3, 2),
-            "p99_ms": round(gaps[int(len(gaps) * 0.99)] * 1e3, 2),
-        }
+        return figures(self.gaps, self.tokens, time.perf_counter() - self.started)
+
+
+def figures(gaps: list[float], tokens: int, seconds: float) -> dict[str, float]:
+    """gaps: seconds between two of a request's tokens."""
+    gaps = sorted(gaps)
+    return {
+        "tokens_per_s": round(tokens / seconds),
+        "p50_ms": round(gaps[len(gaps) // 2] * 1e3, 2),
+        "p99_ms": round(gaps[int(len(gaps) * 0.99)] * 1e3, 2),
+        "worst_ms": round(gaps[-1] * 1e3, 2),
+    }
+
+
+def random_prompts(rows: int, prompt_length: int, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Of the rows that decode from the beginning, and those that arrive."""
+    random = torch.Generator().manual_seed(0)
+    short = torch.randint(1, vocab_size, (rows, SHORT_PROMPT), generator=random)
+    long = torch.randint(1, vocab_size, (LONG_PROMPTS, prompt_length), generator=random)
+    return short.tolist(), long.tolist()
 
 
 def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
     """Decode alone, then beside long prompts; each request's tokens are random, its text never ends by itself."""
-    random = torch.Generator().manual_seed(0)
-
-    def prompt(length: int) -> list[int]:
-        return torch.randint(1, engine.model.vocab_size, (length,), generator=random).tolist()
-
+    short_prompts, long_prompts = random_prompts(rows, prompt_length, engine.model.vocab_size)
     room = engine.max_model_len
-    decoding = [engine.add(prompt(32), max_new_tokens=room) for _ in range(rows)]
+    decoding = [engine.add(prompt, max_new_tokens=room) for prompt in short_prompts]
     while not all(generation.has_begun for generation in decoding):
         engine.step()
-    for _ in range(20):
+    for _ in range(WARM_UP):
         engine.step()
     alone = Clock(decoding)
-    for _ in range(100):
+    for _ in range(STEPS):
         engine.step()
         alone.look()
     result = {"decode_only": alone.figures()}
 
-    before, beside, long = engine.stats, Clock(decoding), []
+    before, beside = engine.stats, Clock(decoding)
+    long: list[Generation] = []
     steps = 0
     while len(long) < LONG_PROMPTS or not all(generation.has_begun for generation in long):
         if steps % GAP == 0 and len(long) < LONG_PROMPTS:
-            long.append(engine.add(prompt(prompt_length), max_new_tokens=8))
+            long.append(engine.add(long_prompts[len(long)], max_new_tokens=8))
         engine.step()
         beside.look()
         steps += 1
@@ -156,12 +185,83 @@ def measure(
                 yield row | trace(engine, rows, prompt_length)
 
 
+def measure_stock(name: str, rows: int, prompt_length: int, caches: list[str]) -> Iterator[dict[str, Any]]:
+    model: Any
+    if name == "shipped":
+        model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.bfloat16).to(DEVICE).eval()
+        model.generation_config.eos_token_id = None
+    else:
+        model, _ = random_model(name)
+    refused = continuous_batching_error(model)
+    short, long = random_prompts(rows, prompt_length, model.config.vocab_size)
+    for cache in caches:
+        torch.compiler.reset()
+        row = {
+            "model": name,
+            "stock": f"generate, {cache} cache",
+            "continuous_batching": refused,
+            "rows": rows,
+            "prompt": prompt_length,
+        }
+        try:
+            alone = stock_gaps(model, short, WARM_UP + STEPS, cache)[WARM_UP:]
+            row["decode_only"] = figures(alone, rows * len(alone), sum(alone))
+            beside = stock_gaps(model, short + long, STEPS, cache)
+            row["with_long_prompts"] = figures(beside, rows * len(beside), sum(beside))
+        except torch.cuda.OutOfMemoryError:
+            row["failed"] = "out of memory"
+        yield row
+
+
+def continuous_batching_error(model: PreTrainedModel) -> str | None:
+    """What keeps transformers' continuous batching from serving the model; None where it does."""
+    model.set_attn_implementation("paged|sdpa")
+    # Its own guess at sizes takes most of the GPU's memory.
+    sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256, block_size=64)
+    try:
+        outputs = model.generate_batch(
+            [[1, 2, 3]], GenerationConfig(max_new_tokens=2, do_sample=False), continuous_batching_config=sizes
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.set_attn_implementation("sdpa")
+    return next((output.error for output in outputs.values() if output.error), None)
+
+
+def stock_gaps(model: Any, prompts: list[list[int]], new_tokens: int, cache: str) -> list[float]:
+    """Seconds that `generate` takes for each token of a batch, prefill being the first one's."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=DEVICE)
+    mask: Tensor = (ids != 0).long()
+    kwargs: dict[str, Any] = {}
+    if cache == "static":
+        compiled = CompileConfig(mode="reduce-overhead", fullgraph=True)
+        kwargs = {
+            "cache_implementation": "static",
+            "compile_config": compiled,
+            "max_cache_len": width + new_tokens,
+        }
+    for count in (8, new_tokens):  # the first time it compiles
+        marks = Marks()
+        marks.mark()
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[marks],
+            **kwargs,
+        )
+    return [ms / 1e3 for ms in marks.intervals_ms()]
+
+
 @contextmanager
 def served(name: str, k: int, longest: int) -> Iterator[Any]:
     """A model on the GPU."""
     if name == "shipped":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        yield load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device=device)
+        yield load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device=DEVICE)
         return
     model, mtp = random_model("v3")
     target = TransformersTarget(model, mtp_layer(model, mtp) if k else None)
@@ -178,6 +278,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--k", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument(
+        "--stock", nargs="*", choices=["dynamic", "static"], default=["dynamic", "static"], help="its caches"
+    )
     args = parser.parse_args()
     report: dict[str, Any] = {"torch": torch.__version__, "scheduler_us_256_rows": round(scheduler_us())}
     if torch.cuda.is_available():
@@ -185,7 +288,9 @@ def main() -> None:
     print(json.dumps(report), flush=True)
     report["rows"] = []
     for name in args.models:
-        for row in measure(name, args.rows, PROMPT_LENGTHS[name], args.k, args.budgets):
+        length = PROMPT_LENGTHS[name]
+        stock = measure_stock(name, args.rows, length, args.stock) if args.stock else []
+        for row in chain(stock, measure(name, args.rows, length, args.k, args.budgets)):
             print(json.dumps(row), flush=True)
             report["rows"].append(row)
             if args.output:

@@ -518,7 +518,7 @@ class Engine:
                 generation.end("error", str(error))
             self._begin_anew()
             raise
-        self._reports.push(launched.state, launched.rows)
+        self._reports.push(launched.state, launched.rows, launched.num_logprobs)
         self._launched.append(plan.sampled)
         self._counts.num_steps += 1
         self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
@@ -531,14 +531,15 @@ class Engine:
         """Take in the oldest report. A request that its stop string has ended is stopped here, its late tokens cut."""
         reports, sampled = self._reports.pop(), self._launched.popleft()
         self._scheduler.update(reports)
+        counts = self._counts
         for row, report in zip(sampled, reports, strict=True):
             generation = self._generations.get(row.request)
             if generation is None:
                 continue  # it has ended before
             is_step = not isinstance(row, Chunk)
-            self._counts.num_tokens += len(report.tokens)
-            self._counts.num_verified += is_step
-            self._counts.num_verified_tokens += is_step * len(report.tokens)
+            counts.num_tokens += len(report.tokens)
+            counts.num_verified += is_step
+            counts.num_verified_tokens += is_step * len(report.tokens)
             generation.extend(report, is_step=is_step)
             if generation.has_ended:
                 self._let_go(generation)

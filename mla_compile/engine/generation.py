@@ -104,9 +104,9 @@ class Generation:
             found = self.stop_strings.feed(completion.token_ids[num_known:])
             if found is not None:
                 completion.end_at(num_known + found.num_tokens, found.text)
-        tokenizer = self.engine.tokenizer
-        if self.has_ended and completion.text is None and tokenizer is not None:
-            completion.text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        if self.has_ended and completion.text is None and self.engine.tokenizer is not None:
+            text = self.engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            completion.text = str(text)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         seen = 0

@@ -12,7 +12,6 @@ from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.grammar import allowed_tokens
-from mla_compile.engine.reports import ReportedRow
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Chunk, Plan, Request, Row
 from mla_compile.engine.variants import Variant
@@ -35,11 +34,13 @@ VERIFY = "verify"
 class Launched:
     """What `plan.sampled` will find in a state's report.
 
-    rows: of the state, in the plan's order. on_host: whether the host had a say in the tokens.
+    rows: of the state, in the plan's order. num_logprobs: `SamplingParams.logprobs`, by row, where asked for.
+    on_host: whether the host had a say in the tokens.
     """
 
     state: DecodeState
-    rows: list[ReportedRow]
+    rows: list[int]
+    num_logprobs: dict[int, int]
     on_host: bool
 
 
@@ -114,8 +115,10 @@ class Launcher:
             self._mixed(variant.sampled)(state, chunks)
         else:
             self.step(variant)(state)
-        rows = [ReportedRow(self.rows[row.slot], g.params.logprobs) for row, g in sampled]
-        return Launched(state, rows, on_host)
+        rows = [self.rows[row.slot] for row, _ in sampled]
+        wanted = zip(rows, (g.params.logprobs for _, g in sampled), strict=True)
+        num_logprobs = {row: count for row, count in wanted if count is not None}
+        return Launched(state, rows, num_logprobs, on_host)
 
     def step(self, variant: Variant) -> Step:
         """The step of rows that all decode."""

@@ -20,7 +20,7 @@ class Logprob:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that would make it the slowest part of reading a step's reports
 class RowReport:
     """What one step emitted in one row, and whether the row goes on.
 
@@ -35,12 +35,8 @@ class RowReport:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class ReportedRow:
-    """A row of a state that samples in a launch. num_logprobs: `SamplingParams.logprobs` of its request."""
-
-    index: int
-    num_logprobs: int | None
+Pending = tuple[list[Tensor], torch.cuda.Event | None, list[int], dict[int, int]]
+"""Copies, the event after them, and what `ReportReader.push` was told of their rows."""
 
 
 class ReportReader:
@@ -54,7 +50,7 @@ class ReportReader:
 
     def __init__(self, device: torch.device) -> None:
         self.lag = int(device.type == "cuda")
-        self._pending: deque[tuple[list[Tensor], torch.cuda.Event | None, list[ReportedRow]]] = deque()
+        self._pending: deque[Pending] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -63,34 +59,38 @@ class ReportReader:
         """Drop what was not read."""
         self._pending.clear()
 
-    def push(self, state: DecodeState, rows: list[ReportedRow]) -> None:
-        """Queue a copy of what the last launch writes to `state`; `rows` are those that it samples in."""
+    def push(self, state: DecodeState, rows: list[int], num_logprobs: dict[int, int]) -> None:
+        """Queue a copy of what the last launch writes to `state`.
+
+        rows: those that it samples in.
+        num_logprobs: `SamplingParams.logprobs` of those that asked for any.
+        """
         reported = [t for t in (state.report, state.logprobs, state.logprob_ids) if t is not None]
         if not state.report.is_cuda:
-            self._pending.append(([tensor.clone() for tensor in reported], None, rows))
+            self._pending.append(([tensor.clone() for tensor in reported], None, rows, num_logprobs))
             return
         hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in reported]
         for host, tensor in zip(hosts, reported, strict=True):
             host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending.append((hosts, event, rows))
+        self._pending.append((hosts, event, rows, num_logprobs))
 
     def pop(self) -> list[RowReport]:
         """The oldest report, one entry for each of its rows."""
-        (report, *logprobs), event, rows = self._pending.popleft()
+        (report, *logprobs), event, rows, num_logprobs = self._pending.popleft()
         if event is not None:
             event.synchronize()
         lines = report.tolist()
         reports = []
         for row in rows:
-            line = lines[row.index]
+            line = lines[row]
             tokens = line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
             places = None
-            if row.num_logprobs is not None:
-                values, ids = (tensor[row.index].tolist() for tensor in logprobs)
+            if row in num_logprobs:
+                values, ids = (tensor[row].tolist() for tensor in logprobs)
                 places = [
-                    _by_id(token, values[j], ids[j], row.num_logprobs) for j, token in enumerate(tokens)
+                    _by_id(token, values[j], ids[j], num_logprobs[row]) for j, token in enumerate(tokens)
                 ]
             reports.append(RowReport(tokens, bool(line[ACTIVE]), places))
         return reports

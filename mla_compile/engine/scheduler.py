@@ -33,7 +33,7 @@ class Request:
     num_prompt_tokens: of them.
     max_len: tokens, prompt included, at which it ends.
     rank: priority, lower first, then arrival.
-    slot: the row of the engine's state that it has while it runs, else None.
+    row: it and its slot, the row of the engine's state that it has while it runs; else None.
     pages: that it holds, in order.
     has_ended: nothing follows any more.
     num_reused_tokens: that were found in the cache when it last began to run.
@@ -49,7 +49,7 @@ class Request:
     max_len: int
     rank: tuple[int, int]
     num_prompt_tokens: int = field(init=False)
-    slot: int | None = None
+    row: "Row | None" = None
     pages: list[int] = field(default_factory=list)
     has_ended: bool = False
     num_reused_tokens: int = 0
@@ -61,6 +61,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
+
+    @property
+    def slot(self) -> int | None:
+        return None if self.row is None else self.row.slot
 
     @property
     def will_have_ended(self) -> bool:
@@ -248,17 +252,20 @@ class Scheduler:
         for chunk in plan.chunks:
             self._commit(chunk.request, chunk.end)
         grown = []
+        q_len, page_size = self.q_len, self._pool.page_size
         for row, report in zip(sampled, reports, strict=True):
-            request = row.request
+            request, tokens = row.request, report.tokens
             request.num_samples -= 1
             if request.has_ended:
                 continue
-            request.tokens += report.tokens
-            grown.append((request, report.tokens))
+            request.tokens += tokens
+            grown.append((request, tokens))
             if not isinstance(row, Chunk):
-                request.num_cached -= self.q_len - len(report.tokens)
+                request.num_cached -= q_len - len(tokens)
             if report.active:
-                self._commit(request, len(request.tokens) - 1)
+                num_cached = len(request.tokens) - 1
+                if num_cached % page_size < len(tokens):  # else no page has become full
+                    self._commit(request, num_cached)
             else:
                 # Its last tokens are not registered: the MTP layer does not run for a row that has ended.
                 self._end(request)
@@ -266,20 +273,22 @@ class Scheduler:
 
     def _commit(self, request: Request, num_cached: int) -> None:
         # One without a slot has lost its pages. One that has a slot has not lost any since, as it waits for reports.
-        if request.slot is not None:
+        if request.row is not None:
             self._pool.commit(request.pages, request.tokens, num_cached)
 
     def _plan_decodes(self, plan: Plan) -> bool:
         """Returns whether all who wanted pages got them without a preemption."""
-        index, num_running = 0, len(self._running)
-        while index < len(self._running):  # it may lose rows at its end
-            request = self._running[index]
-            index += 1
-            if not request.is_decoding or request.will_have_ended or not self._grow(plan, request):
+        q_len, reach, page_size = self.q_len, self._reach, self._pool.page_size
+        num_running = len(self._running)
+        for request in self._running:  # it may lose rows at its end
+            if not request.is_decoding or request.will_have_ended:
                 continue
-            assert request.slot is not None
-            plan.decodes.append(Row(request.slot, request))
-            request.num_cached += self.q_len
+            has_room = request.num_cached + reach <= len(request.pages) * page_size
+            if not has_room and not self._grow(plan, request):
+                continue
+            assert request.row is not None
+            plan.decodes.append(request.row)
+            request.num_cached += q_len
             request.num_steps += 1
             request.num_samples += 1
         return len(self._running) == num_running
@@ -298,9 +307,9 @@ class Scheduler:
                 request = prefilling.popleft()
             else:
                 break
-            assert request.slot is not None
+            assert request.row is not None
             start, left = request.num_cached, len(request.tokens) - request.num_cached
-            chunk = Chunk(request.slot, request, start, min(budget, left), left <= budget)
+            chunk = Chunk(request.row.slot, request, start, min(budget, left), left <= budget)
             plan.chunks.append(chunk)
             budget -= chunk.length
             request.num_cached = chunk.end
@@ -325,9 +334,9 @@ class Scheduler:
         self._misfit = None
         del self._waiting[0]
         insort(self._running, request, key=_rank)
-        request.slot = heapq.heappop(self._free_slots)
+        request.row = Row(heapq.heappop(self._free_slots), request)
         request.num_cached = request.num_reused_tokens = len(pages) * self._pool.page_size
-        plan.admitted.append(Row(request.slot, request))
+        plan.admitted.append(request.row)
         self._grant(plan, request, [*pages, *more])
         return True
 
@@ -353,22 +362,22 @@ class Scheduler:
         return self._pool.pages_for(min(num_cached + self._reach, request.max_len - 1))
 
     def _grant(self, plan: Plan, request: Request, pages: list[int]) -> None:
-        assert request.slot is not None
-        plan.grants.append(Grant(request.slot, len(request.pages), pages))
+        assert request.row is not None
+        plan.grants.append(Grant(request.row.slot, len(request.pages), pages))
         request.pages += pages
 
     def _end(self, request: Request) -> None:
-        self._stop(self._waiting if request.slot is None else self._running, request)
+        self._stop(self._waiting if request.row is None else self._running, request)
         request.has_ended = True
 
     def _stop(self, queue: list[Request], request: Request) -> None:
         """Take a request out of the queue that it is in, and its slot and pages from it."""
         del queue[bisect_left(queue, request.rank, key=_rank)]
-        if request.slot is not None:
-            self._freed.append(request.slot)
-            heapq.heappush(self._free_slots, request.slot)
+        if request.row is not None:
+            self._freed.append(request.row.slot)
+            heapq.heappush(self._free_slots, request.row.slot)
         self._pool.release(request.pages)
-        request.slot, request.pages, request.is_decoding = None, [], False
+        request.row, request.pages, request.is_decoding = None, [], False
 
 
 def _rank(request: Request) -> tuple[int, int]:
