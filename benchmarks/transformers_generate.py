@@ -188,8 +188,9 @@ def timed(model: Any, prompts: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, 
         tokens = generate(model, prompts, WARM_UP + TIMED, kwargs | {"stopping_criteria": [marks]})
         tokens_per_step = 1.0
     else:
+        # The first rows decode while the others prefill, a step for at least 1,024 tokens.
         with marks.after_launches(len(prompts)):
-            tokens = generate(model, prompts, WARM_UP + TIMED, kwargs)
+            tokens = generate(model, prompts, WARM_UP + TIMED + prompts.numel() // 1024, kwargs)
         tokens_per_step = statistics.mean(c.acceptance_length for c in ours.completions)
     steps = marks.intervals_ms()[WARM_UP:]
     return tokens, {
@@ -223,7 +224,7 @@ def variants(model: Any, mtp: MtpModel, max_rows: int, context: int) -> dict[str
     longest = context + WARM_UP + TIMED
 
     def ours(k: int) -> Variant:
-        sizes = {"max_rows": max_rows, "max_model_len": longest}
+        sizes = {"max_rows": max_rows, "max_model_len": longest + max_rows * context // 1024}
         drafter = mtp if k else None
         return lambda: accelerate(model, num_speculative_tokens=k, mtp=drafter, **sizes), {}
 
