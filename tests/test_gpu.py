@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_compile import MLABatch, SamplingParams, mla_attention
+from mla_compile import MLABatch, SamplingParams, decode_segment, mla_attention, prefill_segment
 from mla_compile.engine import Engine
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
@@ -35,6 +35,31 @@ def test_a_mixed_batch_on_poisoned_pages_equals_the_definition(dtype: torch.dtyp
     expected = mla_attention_reference(*case.clone().args())
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     assert relative_error(mla_attention(*on_cuda(case)).cpu(), expected) < tolerance
+
+
+def test_a_mixed_step_of_a_users_own_is_captured_in_partitions_around_prefill() -> None:
+    torch._dynamo.reset()
+    before = len(recorded_cuda_graphs(torch.cuda.current_device()))
+    eager, model = (tiny_model(torch.float64).cuda() for _ in range(2))
+    for each in (eager, model):
+        each.allocate_cache(num_pages=41, page_size=4)
+    step = torch.compile(model, backend="mla", mode="reduce-overhead", fullgraph=True)
+    tables = 1 + torch.randperm(40).int().view(4, 10).cuda()
+    for decoded, prefilled in (([5, 3], [0, 0]), ([1, 20], [9, 2]), ([30, 8], [0, 31]), ([2, 2], [7, 0])):
+        poison_caches(eager)  # and then the same latents in both, for all that rows see
+        for cache in eager.caches():
+            cache[tables.long().flatten()] = torch.randn_like(cache[1:])
+        for mine, its in zip(model.caches(), eager.caches(), strict=True):
+            mine.copy_(its)
+        cached = torch.tensor(decoded, dtype=torch.int32, device="cuda")
+        rows, positions = decode_segment(cached, tables[:2].clone(), q_len=3, page_size=4)
+        chunks, chunk_positions = prefill_segment([4, 2], prefilled, tables[2:].clone(), page_size=4)
+        tokens = torch.randint(0, 40, (12,), device="cuda")
+        args = tokens, torch.cat([positions, chunk_positions]), MLABatch(rows, chunks)
+        with torch.no_grad():
+            assert relative_error(step(*args).cpu(), eager(*args).cpu()) < 1e-6  # rotary angles are float32
+    graphs = len(recorded_cuda_graphs(torch.cuda.current_device())) - before
+    assert graphs > len(model.layers), "a partition before, between and after the layers' prefill calls"
 
 
 def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> list[list[int]]:
