@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
 from mla_compile.torch_internals import mark_state_tensor
 
@@ -139,6 +140,20 @@ class DecodeState:
         for tensor in self.tensors():
             torch._check(tensor.shape[0] == rows)
         return rows
+
+    def decode_batch(
+        self, num_cached: Tensor, q_lens: Tensor, q_len: int, *, page_size: int, backend: str | None
+    ) -> tuple[MLABatch, Tensor]:
+        """`q_len` tokens of each row, `q_lens` `[rows]` of which count, behind `num_cached`; and their positions."""
+        segment, positions = decode_segment(
+            num_cached,
+            self.block_table,
+            q_len=q_len,
+            page_size=page_size,
+            q_lens=q_lens,
+            backend=backend,
+        )
+        return MLABatch(decode=segment), positions
 
     def tensors(self) -> list[Tensor]:
         return list(self.named().values())
