@@ -21,6 +21,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.drafter import Drafter, Verified
 from tests.models.small import randomize
+from tests.speculate.prompt_lookup import prompt_lookup
 from tests.toy_engine import Arrival, Trace
 
 VOCAB = 40
@@ -100,6 +101,7 @@ class Outcome:
     num_preemptions: int = 0
     num_reused_tokens: int = 0
     num_accepted: int = 0
+    num_ngram_drafts: int = 0
     num_aborted: int = 0
     num_stopped: int = 0
     num_cut: int = 0
@@ -118,6 +120,7 @@ class EngineRun:
         self.engine = Engine(
             model(),
             num_speculative_tokens=trace.k,
+            drafter=trace.drafter,
             max_rows=trace.max_rows,
             max_model_len=self.max_model_len,
             page_size=trace.page_size,
@@ -194,7 +197,10 @@ class EngineRun:
         engine.step()
 
     def _plant(self, drafter: Drafter, k: int) -> None:
-        """Where the host knows the text: in most rows drafts of which a random number are right."""
+        """Where the host knows the text: in most rows drafts of which a random number are right.
+
+        What an n-gram drafter drafts is checked first.
+        """
         draft = drafter.draft
 
         def planted(state: DecodeState, verified: Verified) -> Tensor:
@@ -204,6 +210,10 @@ class EngineRun:
                 generation = rows._live[slot]
                 known = text(tuple(generation.prompt), generation.params).token_ids
                 start = int(verified.num_cached[row]) + 1 - len(generation.prompt)
+                if self.trace.drafter == "ngram" and verified.active[row]:
+                    so_far = [*generation.prompt, *known[:start]]
+                    assert drafts[row].tolist() == prompt_lookup(so_far, k), f"drafts after {so_far}"
+                    self.outcome.num_ngram_drafts += 1
                 for j in range(k):
                     if self.random.random() < self.trace.acceptance and 0 <= start + j < len(known):
                         drafts[row, j] = known[start + j]

@@ -1,16 +1,27 @@
 """What proposes the tokens that a step verifies. Whatever it proposes, the tokens are the target's own."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
+from mla_compile.speculate.ngram import look_up, record
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
+
+DrafterName = Literal["mtp", "ngram"]
+"""`MtpDrafter` or `NgramDrafter`."""
+
+
+def check_drafter(name: object) -> None:
+    """Raises `MLAError` for anything but a `DrafterName` and None."""
+    if name is not None and name not in get_args(DrafterName):
+        raise MLAError("drafter", "'mtp', 'ngram' or None", repr(name))
 
 
 @dataclass(frozen=True)
@@ -126,3 +137,24 @@ class MtpDrafter(nn.Module):
             num_cached, q_lens, q_len, page_size=self.page_size, backend=self.decode_backend
         )
         return self.model.forward_mtp(next_token_ids, hidden, positions, batch)
+
+
+class NgramDrafter(nn.Module):
+    """Prompt look-up in `DecodeState.history`, for any model: no weights, no caches.
+
+    num_speculative_tokens: k >= 1.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        super().__init__()
+        self.k = num_speculative_tokens
+
+    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+        """Nothing: a row's history has its whole prompt from the start."""
+
+    def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+        """See `Drafter`; writes the emitted tokens into the history."""
+        if state.history is None:
+            raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
+        record(state.history, state.num_cached + 1, verified.targets, verified.count)
+        return look_up(state.history, verified.num_cached + 1, self.k)

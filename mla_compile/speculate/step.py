@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.drafter import Drafter, MtpDrafter, Verified
+from mla_compile.speculate.drafter import Drafter, DrafterName, MtpDrafter, NgramDrafter, Verified
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
@@ -57,6 +57,7 @@ class SpeculativeDecoder(nn.Module):
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
+        drafter: "mtp" for a model with an MTP layer, "ngram" for any; states need a `history` for it.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
@@ -70,6 +71,7 @@ class SpeculativeDecoder(nn.Module):
         num_speculative_tokens: int,
         *,
         page_size: int,
+        drafter: DrafterName = "mtp",
         sampled: bool = False,
         decode_backend: str | None = None,
     ) -> None:
@@ -81,7 +83,9 @@ class SpeculativeDecoder(nn.Module):
         self.sampled = sampled
         self.decode_backend = decode_backend
         self.drafter: Drafter | None = None
-        if self.k > 0:
+        if self.k > 0 and drafter == "ngram":
+            self.drafter = NgramDrafter(self.k)
+        elif self.k > 0:
             self.drafter = MtpDrafter(
                 model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
             )
