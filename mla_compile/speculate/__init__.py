@@ -1,4 +1,4 @@
-"""Speculative decoding with a model's own MTP layer: the state, the step, sampling."""
+"""Speculative decoding: the state, the step, what drafts, sampling."""
 
 from mla_compile.speculate.chunks import PromptChunk, PromptChunks
 from mla_compile.speculate.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""One MTP iteration as one function: verify k + 1 tokens, accept, draft k, advance the state.
+"""One iteration of speculative decoding as one function: verify k + 1 tokens, accept, draft k, advance the state.
 
 It reads nothing on the host and has no data-dependent shape, so `torch.compile(step, backend="mla",
 mode="reduce-overhead", fullgraph=True)` turns it into a single CUDA graph. With n cached tokens, the row's last
@@ -10,6 +10,9 @@ token at position n and drafts d_1..d_k after it:
     accepted            longest prefix with d_j = s_{j-1}  -> a drafts; s_0..s_a are emitted
     MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
                                                            one position each, from its own output
+
+What drafts is behind an interface (`drafter.py`): here the MTP layer. An n-gram drafter reads s_0..s_a and the text
+before them instead, in `DecodeState.history`.
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
 at position n + a + 1, and a token sees only positions up to its own.

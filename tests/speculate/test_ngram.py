@@ -221,5 +221,5 @@ def test_what_cannot_draft_is_refused_by_name() -> None:
         engine(without_mtp(), 3, drafter="mtp")
     model = without_mtp()
     model.allocate_cache(9, 4)
-    with pytest.raises(MLAError, match="state.history: expected a tensor"):
+    with pytest.raises(MLAError, match=r"state\.history: expected a tensor"):
         SpeculativeDecoder(model, 3, page_size=4, drafter="ngram")(DecodeState.allocate(2, 3, max_pages=2))
