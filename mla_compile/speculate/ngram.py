@@ -21,7 +21,7 @@ def look_up(history: Tensor, num_tokens: Tensor, k: int) -> Tensor:
     continued. Where the last token is a new one, it is repeated.
 
     Args:
-        history: ids, int32 `[rows, places]`; what stands behind a text does not matter.
+        history: ids, int32 `[rows, places]`, at least two places; what stands behind a text does not matter.
         num_tokens: of each text, int32 `[rows]`. A row where it is not in `[2, places]` gets any of its ids.
     """
     places = history.shape[1]

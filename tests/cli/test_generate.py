@@ -195,8 +195,10 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer or --drafter is given, else 0" in text
-    flags = "model prompt input output num-speculative-tokens drafter max-new-tokens temperature top-k top-p min-p seed dtype"
-    flags += " repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"
+    flags = "model prompt input output num-speculative-tokens drafter max-new-tokens temperature top-k top-p min-p"
+    flags += (
+        " seed dtype repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"
+    )
     assert all(f"--{flag} " in text for flag in [*flags.split(), "no-compile"])
 
 
