@@ -16,9 +16,14 @@ import torch
 
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.speculate.drafter import DrafterName
 
 PROMPTS = Path(__file__).with_name("held_out_prompts.json")
 TOKENS = 128
+DRAFTS: list[tuple[DrafterName, int]] = [
+    *(("mtp", k) for k in (0, 1, 2, 3)),
+    *(("ngram", k) for k in (1, 2, 3)),
+]
 SAMPLING = {"greedy": SamplingParams(), "temperature 0.7": SamplingParams(temperature=0.7, seed=1)}
 
 
@@ -34,10 +39,12 @@ def distinct_runs(completions: list[Completion], length: int = 4) -> float:
 
 def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> dict[str, Any]:
     model = load_model(SHIPPED_MODEL, device=device)
-    row: dict[str, Any] = {"acceptance_length": {}}
+    row: dict[str, Any] = {"acceptance_length": {}, "acceptance_length_ngram": {}}
     plain: list[list[int]] = []
-    for k in (0, 1, 2, 3):
-        engine = Engine(model, num_speculative_tokens=k, max_rows=16, max_model_len=512, compile=False)
+    for drafter, k in DRAFTS:
+        engine = Engine(
+            model, num_speculative_tokens=k, drafter=drafter, max_rows=16, max_model_len=512, compile=False
+        )
         completions = engine.generate(prompts, max_new_tokens=TOKENS, sampling=sampling)
         tokens = [completion.token_ids for completion in completions]
         if k == 0:
@@ -45,7 +52,8 @@ def measure(prompts: list[list[int]], sampling: SamplingParams, device: str) -> 
             row["distinct_4_token_runs"] = round(distinct_runs(completions), 3)
         else:
             lengths = [completion.acceptance_length or 1.0 for completion in completions]
-            row["acceptance_length"][k] = round(statistics.mean(lengths), 3)
+            name = "acceptance_length_ngram" if drafter == "ngram" else "acceptance_length"
+            row[name][k] = round(statistics.mean(lengths), 3)
         row["same_tokens"] = row.get("same_tokens", True) and tokens == plain
     return row
 

@@ -19,7 +19,9 @@ from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.stop_strings import Found
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
+from mla_compile.speculate.drafter import Drafter, Verified
 from tests.models.small import randomize
+from tests.speculate.prompt_lookup import prompt_lookup
 from tests.toy_engine import Arrival, Trace
 
 VOCAB = 40
@@ -99,6 +101,7 @@ class Outcome:
     num_preemptions: int = 0
     num_reused_tokens: int = 0
     num_accepted: int = 0
+    num_ngram_drafts: int = 0
     num_aborted: int = 0
     num_stopped: int = 0
     num_cut: int = 0
@@ -117,6 +120,7 @@ class EngineRun:
         self.engine = Engine(
             model(),
             num_speculative_tokens=trace.k,
+            drafter=trace.drafter,
             max_rows=trace.max_rows,
             max_model_len=self.max_model_len,
             page_size=trace.page_size,
@@ -126,7 +130,8 @@ class EngineRun:
         )
         self.engine._reports.lag = trace.lag
         for decoder in self.engine._launcher._decoders.values():
-            self._plant(decoder)
+            if decoder.drafter is not None:
+                self._plant(decoder.drafter, trace.k)
         self._watch()
         self.generations: dict[int, Generation] = {}
 
@@ -191,23 +196,30 @@ class EngineRun:
             latents[blank] = torch.nan
         engine.step()
 
-    def _plant(self, decoder: object) -> None:
-        """Where the host knows the text: in most rows drafts of which a random number are right."""
-        chain = decoder._chain
+    def _plant(self, drafter: Drafter, k: int) -> None:
+        """Where the host knows the text: in most rows drafts of which a random number are right.
 
-        def planted(state: DecodeState, drafted: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
-            drafts = chain(state, drafted, num_cached, active)  # the real one writes latents
+        What an n-gram drafter drafts is checked first.
+        """
+        draft = drafter.draft
+
+        def planted(state: DecodeState, verified: Verified) -> Tensor:
+            drafts = draft(state, verified)  # the real one writes latents
             rows = self.engine._launcher.rows
             for slot, row in rows._row_of.items():
                 generation = rows._live[slot]
                 known = text(tuple(generation.prompt), generation.params).token_ids
-                start = int(num_cached[row]) + 1 - len(generation.prompt)
-                for j in range(decoder.k):
+                start = int(verified.num_cached[row]) + 1 - len(generation.prompt)
+                if self.trace.drafter == "ngram" and verified.active[row]:
+                    so_far = [*generation.prompt, *known[:start]]
+                    assert drafts[row].tolist() == prompt_lookup(so_far, k), f"drafts after {so_far}"
+                    self.outcome.num_ngram_drafts += 1
+                for j in range(k):
                     if self.random.random() < self.trace.acceptance and 0 <= start + j < len(known):
                         drafts[row, j] = known[start + j]
             return drafts
 
-        decoder._chain = planted
+        drafter.draft = planted
 
     def _check_end(self) -> None:
         stats, outcome = self.engine.stats, self.outcome

@@ -80,6 +80,17 @@ def one_draft_too_many_is_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SpeculativeDecoder, "_accept", too_many)
 
 
+def moved_rows_leave_their_history_behind(patch: pytest.MonkeyPatch) -> None:
+    copy = rows._copy_rows
+
+    def copied(old: DecodeState, moved: list[int], new: DecodeState) -> None:
+        copy(old, moved, new)
+        if new.history is not None:
+            new.history.zero_()
+
+    patch.setattr(rows, "_copy_rows", copied)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -90,6 +101,7 @@ def one_draft_too_many_is_accepted(patch: pytest.MonkeyPatch) -> None:
         pytest.param(tokens_behind_a_stop_string_stay, marks=pytest.mark.slow),
         pages_are_shared_one_token_early,
         one_draft_too_many_is_accepted,
+        moved_rows_leave_their_history_behind,
     ],
 )
 def test_the_traces_notice(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:

@@ -8,6 +8,7 @@ import torch
 from mla_compile import MLABatch, SamplingParams, decode_segment, mla_attention, prefill_segment
 from mla_compile.engine import Engine
 from mla_compile.ops.reference import mla_attention_reference
+from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
 from tests.cases import Case, make_case, relative_error
 from tests.models_for_tests import poison_caches, tiny_model
@@ -72,13 +73,15 @@ def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> 
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str
 )
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(k: int, params: SamplingParams) -> None:
+@pytest.mark.parametrize(("drafter", "k"), [("mtp", 1), ("mtp", 2), ("mtp", 3), ("mtp", 5), ("ngram", 3)])
+def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(
+    drafter: DrafterName, k: int, params: SamplingParams
+) -> None:
     """Large -> small -> large buckets, padded ones, with NaN in every page, page 0 included, before each batch."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
-    captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **settings)
+    captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, drafter=drafter, **settings)
     plain = Engine(tiny_model(torch.float64).cuda(), compile=False, **settings)
     for rows in (8, 1, 3, 8):
         poison_caches(captured.model)

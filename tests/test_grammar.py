@@ -15,7 +15,8 @@ from mla_compile.engine import Completion
 from mla_compile.engine.grammar import GrammarRow, allowed_tokens
 from mla_compile.engine.reports import Logprob, RowReport
 from mla_compile.engine.text import SHIPPED_MODEL
-from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.speculate import DecodeState
+from mla_compile.speculate.drafter import MtpDrafter, Verified
 from tests.models_for_tests import VOCAB, tiny_model
 from tests.speculate.defined_sampling import defined_token
 from tests.speculate.from_scratch import FromScratch
@@ -117,23 +118,17 @@ def guess(
     Rows move: a row is known by the length that it ends at, 40 tokens beyond its prompt.
     """
 
-    def chain(
-        self: SpeculativeDecoder,
-        state: DecodeState,
-        drafted: object,
-        num_cached: torch.Tensor,
-        active: object,
-    ) -> torch.Tensor:
-        drafts = torch.full((len(num_cached), self.k), VOCAB - 1)
+    def draft(self: MtpDrafter, state: DecodeState, verified: Verified) -> torch.Tensor:
+        drafts = torch.full((len(verified.count), self.k), VOCAB - 1)
         texts = {len(prompt) + 40: (text, prompt) for text, prompt in zip(known, prompts)}
         for row, max_len in enumerate(state.max_len.tolist()):
             text, prompt = texts.get(max_len, ([], []))
-            start = max(0, int(num_cached[row]) + 1 - len(prompt))
+            start = max(0, int(verified.num_cached[row]) + 1 - len(prompt))
             for j, token in enumerate(text[start : start + self.k]):
                 drafts[row, j] = (token + 1) % VOCAB if (start + j) % wrong == 0 else token
         return drafts
 
-    monkeypatch.setattr(SpeculativeDecoder, "_chain", chain)
+    monkeypatch.setattr(MtpDrafter, "draft", draft)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.scheduler import Chunk, Plan, Request, Scheduler
+from mla_compile.speculate.drafter import DrafterName
 
 EOS = 0
 
@@ -70,6 +71,16 @@ class Trace:
     acceptance: float = 0.5
     vocab_size: int = 20
     seed: int = 0
+
+    @property
+    def drafter(self) -> DrafterName:
+        """Half of the seeds have each."""
+        return "mtp" if self.seed % 2 == 0 else "ngram"
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the caches include that of an MTP layer."""
+        return self.k > 0 and self.drafter == "mtp"
 
     def num_pages(self) -> int:
         longest = max(a.num_shared + a.num_own + a.max_new_tokens - 1 for a in self.arrivals)
@@ -153,7 +164,7 @@ class ToyDevice:
     """Runs plans, and checks all that they make it read and write."""
 
     def __init__(self, trace: Trace, pool: PagePool, texts: Texts) -> None:
-        self.k, self.pool, self.texts = trace.k, pool, texts
+        self.k, self.has_mtp, self.pool, self.texts = trace.k, trace.has_mtp, pool, texts
         self.acceptance, self.random = trace.acceptance, random.Random(trace.seed)
         self.rows: dict[int, DeviceRow] = {}
         self.trunk = [[-1] * pool.page_size for _ in range(pool.num_pages)]
@@ -194,11 +205,11 @@ class ToyDevice:
         row.texts = self.texts.of(row.tokens)
         successors = self.texts.of(tokens[: chunk.end + 1])[1:]
         self._read(self.trunk, row, row.texts, chunk.start)
-        if self.k:
+        if self.has_mtp:
             self._read(self.mtp, row, successors, chunk.start)
         for position in range(chunk.start, chunk.end):
             self._write(self.trunk, row, position, row.texts[position])
-            if self.k:
+            if self.has_mtp:
                 self._write(
                     self.mtp, row, position, successors[position] if position < len(successors) else -2
                 )
@@ -208,8 +219,9 @@ class ToyDevice:
         first = self.texts.tokens_after[row.texts[-1]]
         self._emit(row, [first])
         row.active = first != EOS and len(row.tokens) < row.max_len
-        if self.k and row.active:
-            self._write(self.mtp, row, row.num_cached - 1, row.texts[-1])
+        if row.active:
+            if self.has_mtp:
+                self._write(self.mtp, row, row.num_cached - 1, row.texts[-1])
             self._draft(row)
         return RowReport([first], row.active)
 
@@ -220,7 +232,7 @@ class ToyDevice:
         assert len(row.tokens) == n + 1
         fed = [row.tokens[-1], *row.drafts]
         self._read(self.trunk, row, row.texts, n)
-        if self.k:
+        if self.has_mtp:
             self._read(self.mtp, row, row.texts[1:], n)
         # (rejected drafts make texts of their own, which a later read would notice)
         text, emitted, agrees = row.texts[n - 1], [], True
@@ -233,8 +245,8 @@ class ToyDevice:
         self._emit(row, emitted)
         row.active = EOS not in emitted and len(row.tokens) < row.max_len
         row.num_cached = n + len(emitted)
-        if self.k and row.active:
-            for j in range(run):
+        if row.active:
+            for j in range(run if self.has_mtp else 0):
                 successor = row.texts[n + j + 1] if j < len(emitted) else -2
                 self._write(self.mtp, row, n + j, successor)
             self._draft(row)
@@ -246,7 +258,7 @@ class ToyDevice:
             token = self.texts.tokens_after[text]
             if self.random.random() >= self.acceptance:
                 token = self.random.randrange(self.texts.vocab_size)
-            if j < self.k - 1 and row.num_cached + j + 2 < row.max_len:
+            if self.has_mtp and j < self.k - 1 and row.num_cached + j + 2 < row.max_len:
                 self._write(self.mtp, row, row.num_cached + j, -2)
             row.drafts.append(token)
             text = self.texts.append(text, token)
@@ -290,7 +302,7 @@ class ToyEngine:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.pool = PagePool(trace.num_pages(), trace.page_size, has_drafter=trace.k > 0)
+        self.pool = PagePool(trace.num_pages(), trace.page_size, has_drafter=trace.has_mtp)
         q_len = 1 + trace.k
         self.scheduler = Scheduler(
             self.pool,

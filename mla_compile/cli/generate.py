@@ -18,6 +18,7 @@ from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitt
 from mla_compile.engine.text import DEFAULT_DRAFTS, SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.speculate import SamplingParams
+from mla_compile.speculate.drafter import DrafterName
 from mla_compile.speculate.step import MAX_DRAFTS
 
 
@@ -49,7 +50,14 @@ def generate(
             min=0,
             max=MAX_DRAFTS,
             help="Tokens drafted per step; the completions are the same whatever K is.",
-            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer, else 0",
+            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+        ),
+    ] = None,
+    drafter: Annotated[
+        DrafterName | None,
+        Option(
+            help="What drafts: the MTP layer, or a look-up in the text so far.",
+            show_default="mtp if the checkpoint has an MTP layer, else ngram",
         ),
     ] = None,
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens per completion at most.")] = 128,
@@ -118,7 +126,7 @@ def generate(
     place = pick_device(device)
     compile = compile and _can_compile(place)
     with _writer(output_file, streamed=prompt is not None) as write:
-        mtp = False if num_speculative_tokens == 0 else None
+        mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
         checkpoint = Checkpoint.load(model, dtype=getattr(torch, dtype), device=place, mtp=mtp)
         prompts = [checkpoint.encode(request.prompt, request.name) for request in requests]
         grammar = _grammar(json_schema, regex, checkpoint)
@@ -126,6 +134,7 @@ def generate(
             checkpoint,
             prompts,
             num_speculative_tokens=num_speculative_tokens,
+            drafter=drafter,
             max_new_tokens=max_new_tokens,
             compile=compile,
         )

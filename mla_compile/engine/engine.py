@@ -29,6 +29,7 @@ from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, Step
+from mla_compile.speculate.drafter import DrafterName, check_drafter
 from mla_compile.speculate.step import check_num_drafts
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ class Engine:
 
     Args:
         model: its caches are allocated here; they serve one engine at a time, the newest.
-        num_speculative_tokens: drafts per step, k >= 0; k > 0 needs a model with an MTP layer.
+        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
+        drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
+            request's own text. None for the MTP layer where there is one, else the look-up.
         max_rows: requests that run at once; others wait.
         max_model_len: tokens of a request at most, prompt included.
         page_size: tokens per cache page.
@@ -76,6 +79,7 @@ class Engine:
         model: ServedModel,
         *,
         num_speculative_tokens: int = 0,
+        drafter: DrafterName | None = None,
         max_rows: int = 8,
         max_model_len: int = 2048,
         page_size: int = 16,
@@ -101,15 +105,12 @@ class Engine:
         if capture_budget is not None and (type(capture_budget) is not int or capture_budget < 0):
             raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(capture_budget))
         check_num_drafts(num_speculative_tokens)
-        if num_speculative_tokens > 0 and not model.has_mtp:
-            mend = "set it to 0 or load a checkpoint with an MTP layer"
-            expected = "0 for a model without MTP layers"
-            raise MLAError("num_speculative_tokens", expected, num_speculative_tokens, mend)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         check_name("decode_backend", decode_backend)
         select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.k = num_speculative_tokens
+        self.drafter = _checked_drafter(drafter, self.k, model)
         self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
         self.pages_per_row = -(-max_model_len // page_size)
         self.num_pages = num_pages or 1 + max_rows * self.pages_per_row
@@ -131,6 +132,7 @@ class Engine:
         self._launcher = Launcher(
             model,
             num_speculative_tokens=self.k,
+            drafter=self.drafter,
             max_rows=max_rows,
             max_pages=self.pages_per_row,
             page_size=page_size,
@@ -157,7 +159,7 @@ class Engine:
         self._pool = PagePool(
             1 + (self.num_pages - 1) // self._pages_per_grant,
             self.page_size * self._pages_per_grant,
-            has_drafter=self.k > 0,
+            has_drafter=self.k > 0 and self.drafter == "mtp",
             keeps_prefixes=self.prefix_caching,
         )
         self._scheduler = Scheduler(
@@ -563,6 +565,19 @@ def _check_integers(**values: int | None) -> None:
         required = name in ("max_rows", "max_model_len", "page_size", "max_new_tokens")
         if (required or value is not None) and (type(value) is not int or value < 1):
             raise MLAError(name, "an integer >= 1", repr(value))
+
+
+def _checked_drafter(name: DrafterName | None, k: int, model: ServedModel) -> DrafterName:
+    check_drafter(name)
+    if k > 0 and model.is_recurrent:
+        expected = (
+            "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"
+        )
+        raise MLAError("num_speculative_tokens", expected, k)
+    if k > 0 and name == "mtp" and not model.has_mtp:
+        mend = "load a checkpoint with one"
+        raise MLAError("drafter", "'ngram' or None for a model without an MTP layer", repr(name), mend)
+    return name or ("mtp" if model.has_mtp else "ngram")
 
 
 def _check_stop_ids(stop_ids: object) -> None:

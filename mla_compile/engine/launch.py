@@ -24,6 +24,7 @@ from mla_compile.speculate import (
     Step,
     shadow_check,
 )
+from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import mark_rows, with_own_code
 
 VERIFY = "verify"
@@ -53,7 +54,7 @@ class Launcher:
 
     Args:
         model: whose caches have `page_size` tokens a page.
-        num_speculative_tokens, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend,
+        num_speculative_tokens, drafter, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend,
             capture_budget: see `Engine`.
         max_pages: of a row.
         pages_per_grant: cache pages that one page of a plan stands for.
@@ -67,6 +68,7 @@ class Launcher:
         model: ServedModel,
         *,
         num_speculative_tokens: int,
+        drafter: DrafterName,
         max_rows: int,
         max_pages: int,
         page_size: int,
@@ -79,13 +81,19 @@ class Launcher:
         capture_budget: int | None,
     ) -> None:
         self._model, self._k = model, num_speculative_tokens
+        self._has_history = self._k > 0 and drafter == "ngram"
         self._max_pages, self._page_size = max_pages, page_size
         self._device = model.device
         self._compile, self._mode, self._shadow_check_every = compile, mode, shadow_check_every
         self._compile_mixed = compile and compile_mixed
         self._decoders = {
             sampled: SpeculativeDecoder(
-                model, self._k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
+                model,
+                self._k,
+                page_size=page_size,
+                drafter=drafter,
+                sampled=sampled,
+                decode_backend=decode_backend,
             )
             for sampled in (False, True)
         }
@@ -172,6 +180,7 @@ class Launcher:
                 num_stop_ids=num_stop_ids,
                 penalised_vocab=self._model.vocab_size if variant.penalised else None,
                 num_logprobs=num_logprobs,
+                history_len=self._max_pages * self._page_size if self._has_history else None,
                 device=self._device,
             )
         return self._states[key]

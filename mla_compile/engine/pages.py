@@ -33,7 +33,7 @@ class PagePool:
     Args:
         num_pages: of a cache, the dummy page included, >= 2.
         page_size: tokens per page, >= 1.
-        has_drafter: whether the caches include that of an MTP layer.
+        has_drafter: whether the caches include that of an MTP layer that drafts.
         keeps_prefixes: False registers nothing, so that no page is ever shared.
 
     Raises:

@@ -15,13 +15,14 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.speculate import SamplingParams
+from mla_compile.speculate.drafter import DrafterName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "shipped"
 DEFAULT_DRAFTS = 3
-"""Tokens drafted per step where the checkpoint has an MTP layer and nobody said how many."""
+"""Tokens drafted per step where the checkpoint has an MTP layer, or a drafter was named, and nobody said how many."""
 MAX_ROWS = 8
 """Prompts that decode at once, unless there are fewer."""
 MIN_LENGTH = 512
@@ -148,6 +149,7 @@ def fitting_engine(
     prompts: Sequence[Sequence[int]],
     *,
     num_speculative_tokens: int | None = None,
+    drafter: DrafterName | None = None,
     max_new_tokens: int = 128,
     compile: bool = True,
 ) -> Engine:
@@ -155,15 +157,18 @@ def fitting_engine(
 
     Sizes are powers of two, since a step is compiled for them: other prompts then find it in Inductor's cache.
 
-    num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer, else none.
+    num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
+        else none.
+    drafter: see `Engine`.
     """
     model = checkpoint.model
     if num_speculative_tokens is None:
-        num_speculative_tokens = DEFAULT_DRAFTS if model.mtp is not None else 0
+        num_speculative_tokens = DEFAULT_DRAFTS if model.has_mtp or drafter is not None else 0
     longest = max(map(len, prompts), default=1) + max(1, max_new_tokens)
     return Engine(
         model,
         num_speculative_tokens=num_speculative_tokens,
+        drafter=drafter,
         max_rows=min(MAX_ROWS, _power_of_two(len(prompts))),
         max_model_len=min(max(MIN_LENGTH, _power_of_two(longest)), model.config.max_position_embeddings),
         tokenizer=checkpoint.tokenizer,
@@ -181,6 +186,7 @@ def generate(
     *,
     model: str | Path = SHIPPED_MODEL,
     num_speculative_tokens: int | None = None,
+    drafter: DrafterName | None = None,
     max_new_tokens: int = 128,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     grammars: Grammar | Sequence[Grammar | None] | None = None,
@@ -197,8 +203,9 @@ def generate(
     Args:
         prompts: texts, or token ids `[tokens]` each.
         model: a directory in Hugging Face format; by default the small model that comes with the package.
-        num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer, else 0. The tokens are
-            the same whatever it is.
+        num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer or `drafter` is given,
+            else 0. The tokens are the same whatever it is.
+        drafter: "mtp", "ngram", or None for the MTP layer where there is one; see `Engine`.
         max_new_tokens: at most so many tokens a prompt, where its `SamplingParams.max_tokens` says nothing.
         sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
             after the other in the list.
@@ -215,7 +222,7 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    mtp = False if num_speculative_tokens == 0 else None
+    mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
     checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
@@ -223,6 +230,7 @@ def generate(
         checkpoint,
         [prompt for prompt in token_ids for _ in range(max((params.n for params in asked), default=1))],
         num_speculative_tokens=num_speculative_tokens,
+        drafter=drafter,
         max_new_tokens=max([max_new_tokens, *(params.max_tokens or 1 for params in asked)]),
         compile=compile,
     )

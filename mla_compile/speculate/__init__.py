@@ -1,10 +1,11 @@
-"""Speculative decoding with a model's own MTP layer: the state, the step, sampling."""
+"""Speculative decoding: the state, the step, what drafts, sampling."""
 
 from mla_compile.speculate.chunks import PromptChunk, PromptChunks
 from mla_compile.speculate.sampling import SamplingParams
 from mla_compile.speculate.shadow import ShadowCheckError, shadow_check
 from mla_compile.speculate.state import DecodeState
-from mla_compile.speculate.step import ServedModel, SpeculativeDecoder, Step
+from mla_compile.speculate.step import SpeculativeDecoder, Step
+from mla_compile.speculate.target import ServedModel
 
 __all__ = [
     "DecodeState",

@@ -10,7 +10,8 @@ from torch import Tensor
 from mla_compile.errors import MLAError
 from mla_compile.ops.paging import slots_of
 from mla_compile.speculate.state import FIRST_TOKEN, DecodeState
-from mla_compile.speculate.step import ServedModel, SpeculativeDecoder, Step
+from mla_compile.speculate.step import SpeculativeDecoder, Step
+from mla_compile.speculate.target import ServedModel
 from mla_compile.torch_internals import uncompiled
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
 from mla_compile.torch_internals import mark_state_tensor
 
@@ -31,6 +32,8 @@ class DecodeState:
         the last token included, int32 `[rows, vocab]`. None in a state without penalties.
     logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.
         None in a state that tells none.
+    history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
+        `max_len` tokens; what stands behind the text means nothing. None where no n-gram drafter reads it.
 
     What is None is compiled into a step.
     """
@@ -55,6 +58,7 @@ class DecodeState:
     num_emitted: Tensor | None = None
     logprobs: Tensor | None = None
     logprob_ids: Tensor | None = None
+    history: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -66,12 +70,14 @@ class DecodeState:
         num_stop_ids: int = 1,
         penalised_vocab: int | None = None,
         num_logprobs: int | None = None,
+        history_len: int | None = None,
         device: torch.device | str = "cpu",
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
 
         penalised_vocab: the vocabulary's size, where rows may have penalties.
         num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
+        history_len: tokens of a row at most, where an n-gram drafter reads them.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
         number of rows that varies (one compiled graph serves every bucket).
@@ -86,6 +92,7 @@ class DecodeState:
                 num_stop_ids,
                 penalised_vocab,
                 num_logprobs,
+                history_len,
                 device,
             )
         for tensor in state.tensors():
@@ -101,6 +108,7 @@ class DecodeState:
         num_stop_ids: int,
         vocab: int | None,
         num_logprobs: int | None,
+        history_len: int | None,
         device: torch.device | str,
     ) -> "DecodeState":
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -113,6 +121,8 @@ class DecodeState:
         if num_logprobs is not None:
             optional["logprobs"] = zeros(rows, k + 1, 1 + num_logprobs, dtype=torch.float32)
             optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
+        if history_len is not None:
+            optional["history"] = zeros(rows, history_len, dtype=torch.int32)
         return cls(
             num_cached=zeros(rows, dtype=torch.int32),
             last_token=zeros(rows),
@@ -139,6 +149,20 @@ class DecodeState:
         for tensor in self.tensors():
             torch._check(tensor.shape[0] == rows)
         return rows
+
+    def decode_batch(
+        self, num_cached: Tensor, q_lens: Tensor, q_len: int, *, page_size: int, backend: str | None
+    ) -> tuple[MLABatch, Tensor]:
+        """`q_len` tokens of each row, `q_lens` `[rows]` of which count, behind `num_cached`; and their positions."""
+        segment, positions = decode_segment(
+            num_cached,
+            self.block_table,
+            q_len=q_len,
+            page_size=page_size,
+            q_lens=q_lens,
+            backend=backend,
+        )
+        return MLABatch(decode=segment), positions
 
     def tensors(self) -> list[Tensor]:
         return list(self.named().values())

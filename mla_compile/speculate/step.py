@@ -1,4 +1,4 @@
-"""One MTP iteration as one function: verify k + 1 tokens, accept, draft k, advance the state.
+"""One iteration of speculative decoding as one function: verify k + 1 tokens, accept, draft k, advance the state.
 
 It reads nothing on the host and has no data-dependent shape, so `torch.compile(step, backend="mla",
 mode="reduce-overhead", fullgraph=True)` turns it into a single CUDA graph. With n cached tokens, the row's last
@@ -10,6 +10,9 @@ token at position n and drafts d_1..d_k after it:
     accepted            longest prefix with d_j = s_{j-1}  -> a drafts; s_0..s_a are emitted
     MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
                                                            one position each, from its own output
+
+What drafts is behind an interface (`drafter.py`): here the MTP layer. An n-gram drafter reads s_0..s_a and the text
+before them instead, in `DecodeState.history`.
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
 at position n + a + 1, and a token sees only positions up to its own.
@@ -25,16 +28,17 @@ on a decode row with p - 1 cached tokens, of whose k + 1 positions only the firs
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
+from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
+from mla_compile.speculate.drafter import Drafter, DrafterName, MtpDrafter, NgramDrafter, Verified
+from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
+from mla_compile.speculate.target import Target
 
 Step = Callable[[DecodeState], None]
 """Advances a state in place."""
@@ -50,52 +54,13 @@ def check_num_drafts(num_speculative_tokens: object) -> None:
         raise MLAError("num_speculative_tokens", f"an integer in [0, {MAX_DRAFTS}]", repr(k))
 
 
-class Target(Protocol):
-    """What a step asks of a model; token dimensions are packed, `[tokens]`."""
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
-        """Hidden states after the final norm, `[tokens, hidden_size]`; appends to the trunk's caches."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., hidden_size]` -> `[..., vocab_size]`."""
-
-    def forward_mtp(
-        self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
-    ) -> Tensor:
-        """The MTP layer: hidden states after `shared_head.norm`; appends to its own cache."""
-
-
-class ServedModel(Target, Protocol):
-    """A `Target` that an engine can serve: it owns the caches, which the engine allocates."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def has_mtp(self) -> bool:
-        """Whether `forward_mtp` can be called."""
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether rows have state besides the caches. Each then owns a block of pages as long as its table, found by
-        its first page, and its prompt is run in one piece."""
-
-    def allocate_cache(self, num_pages: int, page_size: int) -> None:
-        """Give every attention layer a zeroed cache of its own, replacing the one it had."""
-
-    def caches(self) -> list[Tensor | None]:
-        """The layers' caches; None where there is none yet."""
-
-
 class SpeculativeDecoder(nn.Module):
     """The step of a batch: `forward` is an MTP iteration that advances a `DecodeState`, `mixed` one with prompts.
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
+        drafter: "mtp" for a model with an MTP layer, "ngram" for any; states need a `history` for it.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
@@ -109,6 +74,7 @@ class SpeculativeDecoder(nn.Module):
         num_speculative_tokens: int,
         *,
         page_size: int,
+        drafter: DrafterName = "mtp",
         sampled: bool = False,
         decode_backend: str | None = None,
     ) -> None:
@@ -119,6 +85,13 @@ class SpeculativeDecoder(nn.Module):
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend
+        self.drafter: Drafter | None = None
+        if self.k > 0 and drafter == "ngram":
+            self.drafter = NgramDrafter(self.k)
+        elif self.k > 0:
+            self.drafter = MtpDrafter(
+                model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
+            )
 
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
@@ -152,8 +125,12 @@ class SpeculativeDecoder(nn.Module):
         with torch.no_grad():
             rows = state.num_rows()
             tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
-            batch, positions = self._decode_batch(
-                state, state.num_cached, self._query_lens(state, state.active), self.k + 1
+            batch, positions = state.decode_batch(
+                state.num_cached,
+                self._query_lens(state, state.active),
+                self.k + 1,
+                page_size=self.page_size,
+                backend=self.decode_backend,
             )
             tokens = tokens.view(-1)
             if chunks is not None:
@@ -169,7 +146,7 @@ class SpeculativeDecoder(nn.Module):
     def _begin_rows(
         self, state: DecodeState, chunks: PromptChunks, hidden: Tensor, positions: Tensor
     ) -> Tensor:
-        """Fill the drafter's cache with the chunks, and make decode rows of those whose prompts end with them.
+        """Fill the drafter's caches with the chunks, and make decode rows of those whose prompts end with them.
 
         hidden, positions: of all tokens, decode rows' first, `[rows * (k + 1) + tokens, ...]`.
 
@@ -177,12 +154,8 @@ class SpeculativeDecoder(nn.Module):
         """
         # Sizes were checked before: a check in a graph, as a write, is where a gather stops climbing.
         rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
-        if self.k > 0:
-            # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a
-            # decode row attends. That of a prompt's last token, whose successor is yet unknown, `advance` writes again.
-            of_chunks = torch.split(hidden, [rows * q_len, chunks.token_ids.shape[0]])[1]
-            batch = MLABatch(prefill=chunks.segment)
-            self.model.forward_mtp(chunks.next_token_ids, of_chunks, chunks.positions, batch)
+        if self.drafter is not None:
+            self.drafter.fill(chunks, torch.split(hidden, [rows * q_len, chunks.token_ids.shape[0]])[1])
         # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
         gather_ids = torch.arange(rows * q_len, device=hidden.device).view(rows, q_len)
         first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
@@ -199,7 +172,9 @@ class SpeculativeDecoder(nn.Module):
         """
         with torch.no_grad():
             position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=logits.device)
-            targets = self._choose(logits, position, state, state.drafts, allowed)
+            targets = choose_tokens(
+                state, logits, position, state.drafts, sampled=self.sampled, allowed=allowed
+            )
             self._tell_logprobs(state, logits, targets)
             return targets
 
@@ -221,14 +196,10 @@ class SpeculativeDecoder(nn.Module):
             accepted = (count - 1).clamp(min=0).long()
             num_cached = state.num_cached + count
             self._count_emitted(state, targets, count)
-            if self.k > 0:
-                batch, positions = self._decode_batch(
-                    state, state.num_cached, self._query_lens(state, active, chunks), q_len
-                )
-                drafted = self.model.forward_mtp(targets.view(-1), hidden, positions, batch)
-                picked = torch.arange(rows, device=accepted.device) * q_len + accepted
-                drafted = torch.index_select(drafted, 0, picked)
-                state.drafts.copy_(self._chain(state, drafted, num_cached, active))
+            if self.drafter is not None:
+                q_lens = self._query_lens(state, active, chunks)
+                verified = Verified(targets, count, hidden, num_cached, active, q_lens)
+                state.drafts.copy_(self.drafter.draft(state, verified))
             last_token = targets.gather(1, accepted[:, None])[:, 0]
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
@@ -243,48 +214,6 @@ class SpeculativeDecoder(nn.Module):
         if chunks is None:
             return q_lens
         return torch.where(chunks.begins, q_lens.clamp(max=1), q_lens)
-
-    def _decode_batch(
-        self, state: DecodeState, num_cached: Tensor, q_lens: Tensor, q_len: int
-    ) -> tuple[MLABatch, Tensor]:
-        segment, positions = decode_segment(
-            num_cached,
-            state.block_table,
-            q_len=q_len,
-            page_size=self.page_size,
-            q_lens=q_lens,
-            backend=self.decode_backend,
-        )
-        return MLABatch(decode=segment), positions
-
-    def _choose(
-        self,
-        logits: Tensor,
-        position: Tensor,
-        state: DecodeState,
-        drafts: Tensor,
-        allowed: Tensor | None = None,
-    ) -> Tensor:
-        """The tokens that take `position` `[rows, n]`, from logits `[rows, n, vocab_size]`.
-
-        drafts: `[rows, m]`, what stands between the emitted text and the last of the n.
-        allowed: bool like the logits. As in vLLM, other ids are ruled out after penalties, before temperature.
-        """
-        if state.in_prompt is not None and state.num_emitted is not None:
-            logits = penalise_after(
-                logits,
-                drafts,
-                state.in_prompt,
-                state.num_emitted,
-                state.repetition_penalty,
-                state.presence_penalty,
-                state.frequency_penalty,
-            )
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        if not self.sampled:
-            return logits.argmax(dim=-1)
-        return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)
 
     def _count_emitted(self, state: DecodeState, tokens: Tensor, count: Tensor) -> None:
         """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, where the state has counts."""
@@ -313,24 +242,3 @@ class SpeculativeDecoder(nn.Module):
         count = torch.where(state.active, torch.minimum(count, first_stop + 1), 0).to(torch.int32)
         ended = stops.any(dim=1) | (state.num_cached + count + 1 >= state.max_len)
         return count, state.active & ~ended
-
-    def _chain(self, state: DecodeState, drafted: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
-        """k drafts for the positions after `num_cached`, int64 `[rows, k]`: the first from the MTP output `drafted`
-        `[rows, hidden_size]`, each further one from a pass of the MTP layer over its own output."""
-        drafts: list[Tensor] = []
-        for j in range(self.k):
-            if j > 0:
-                drafted = self._draft_after(state, drafts[-1], drafted, num_cached + (j - 1), active)
-            position = (num_cached + (1 + j)).long()[:, None]
-            before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
-            drafts.append(self._choose(self.model.logits(drafted)[:, None], position, state, before)[:, 0])
-        return torch.stack(drafts, dim=1)
-
-    def _draft_after(
-        self, state: DecodeState, token: Tensor, hidden: Tensor, position: Tensor, active: Tensor
-    ) -> Tensor:
-        """The MTP layer at one `position` a row, whose successor is `token`: `[rows, hidden_size]`."""
-        # What it drafts takes position + 2, which must be one of the row's.
-        run = (active & (position + 2 < state.max_len)).to(torch.int32)
-        batch, positions = self._decode_batch(state, position, run, 1)
-        return self.model.forward_mtp(token, hidden, positions, batch)

@@ -99,7 +99,9 @@ def test_one_token_takes_no_step_and_has_no_acceptance_length(complete):
     assert len(line["token_ids"]) == 1 and line["acceptance_length"] is None
 
 
-def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer(generate, without_mtp, monkeypatch):
+def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_drafter_is_named(
+    generate, without_mtp, monkeypatch
+):
     drafts, init = [], Engine.__init__
 
     def spied(self, model, **settings):
@@ -109,13 +111,24 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer(generat
     monkeypatch.setattr(Engine, "__init__", spied)
     assert generate("--prompt", "hello").exit_code == 0
     assert generate("--prompt", "hello", "--model", without_mtp).exit_code == 0
-    assert drafts == [3, 0]
+    assert generate("--prompt", "hello", "--model", without_mtp, "--drafter", "ngram").exit_code == 0
+    assert drafts == [3, 0, 3]
 
 
-def test_drafts_without_an_mtp_layer_are_an_error(generate, without_mtp):
-    result = generate("--prompt", "hello", "--model", without_mtp, "--num-speculative-tokens", 2)
+def test_drafts_without_an_mtp_layer_are_looked_up_in_the_text(generate, without_mtp):
+    plain, *drafted = (
+        generate("--prompt", "And the LORD said unto", "--model", without_mtp, *options)
+        for options in ([], ["--num-speculative-tokens", 2], ["--drafter", "ngram"])
+    )
+    assert plain.exit_code == 0
+    assert [result.stdout for result in drafted] == [plain.stdout] * 2
+
+
+def test_the_mtp_drafter_without_an_mtp_layer_is_an_error(generate, without_mtp):
+    result = generate("--prompt", "hello", "--model", without_mtp, "--drafter", "mtp")
     assert result.exit_code == 2 and result.stdout == ""
-    assert "num_speculative_tokens: expected 0 for a model without MTP layers, got 2" in result.stderr
+    expected = "drafter: expected 'ngram' or None for a model without an MTP layer, got 'mtp'"
+    assert expected in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -181,9 +194,11 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
 
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
-    assert "3 if the checkpoint has an MTP layer, else 0" in text
-    flags = "model prompt input output num-speculative-tokens max-new-tokens temperature top-k top-p min-p seed dtype"
-    flags += " repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"
+    assert "3 if the checkpoint has an MTP layer or --drafter is given, else 0" in text
+    flags = "model prompt input output num-speculative-tokens drafter max-new-tokens temperature top-k top-p min-p"
+    flags += (
+        " seed dtype repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"
+    )
     assert all(f"--{flag} " in text for flag in [*flags.split(), "no-compile"])
 
 

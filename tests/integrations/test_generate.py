@@ -338,6 +338,16 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_nothing_is_lost(
     assert torch.equal(generate(model), expected)
 
 
+def test_a_model_without_an_mtp_layer_looks_its_drafts_up() -> None:
+    model = stock_model("youtu")
+    expected = greedy(model, prompts(), STEPS)
+    accelerate(model, num_speculative_tokens=3, compile=False)
+    assert greedy(model, prompts(), STEPS) == expected
+    assert all(completion.acceptance_length is not None for completion in model.mla.completions)
+    with pytest.raises(MLAError, match=r"use_mtp: .*with an MTP layer"):
+        greedy(model, prompts(), STEPS, use_mtp=True)
+
+
 def test_use_mtp_false_turns_the_drafts_off(model: Any, parts: Any) -> None:
     expected = generate(model)
     accelerate(model, num_speculative_tokens=2, mtp=parts[1], compile=False)
@@ -479,6 +489,8 @@ def test_accelerating_twice_and_restoring_twice_are_harmless(model: Any) -> None
         ("num_speculative_tokens", {"num_speculative_tokens": 33}),
         ("mtp", {"mtp": nn.Linear(2, 2)}),
         ("mtp", {"mtp": nn.Linear(2, 2), "num_speculative_tokens": 1}),
+        ("mtp", {"mtp": nn.Linear(2, 2), "num_speculative_tokens": 1, "drafter": "ngram"}),
+        ("drafter", {"drafter": "eagle"}),
         ("page_size", {"page_size": 0}),
         ("max_rows", {"max_rows": 0}),
         ("mode", {"mode": "fast"}),
@@ -503,16 +515,18 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
     biased.model.layers[0].self_attn.kv_b_proj = nn.Linear(32, 224)
     with pytest.raises(MLAError, match="kv_b_proj"):
         accelerate(biased)
-    without_mtp = stock_model("youtu")
-    with pytest.raises(MLAError, match="loaded from a checkpoint"):
-        accelerate(without_mtp, num_speculative_tokens=1)
+    unknown = stock_model("deepseek_v3")
+    with pytest.raises(MLAError, match=r"loaded from a checkpoint.*or drafter='ngram'"):
+        accelerate(unknown, num_speculative_tokens=1)
+    with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a model with recurrent"):
+        accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
 
 
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_a_checkpoint_without_the_mtp_layers_weights_is_named(family: str, tmp_path: Path) -> None:
     stock_model(family).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a checkpoint without"):
+    with pytest.raises(MLAError, match="drafter: expected 'ngram' for a checkpoint without"):
         accelerate(model, num_speculative_tokens=1)
 
 

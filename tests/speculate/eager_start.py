@@ -4,6 +4,8 @@ import torch
 
 from mla_compile import MLABatch, prefill_segment
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.speculate.choice import choose_tokens
+from mla_compile.speculate.drafter import MtpDrafter
 
 
 @torch.no_grad()
@@ -19,12 +21,13 @@ def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[in
     hidden = hidden[-1:]
     state.num_cached[0] = n
     logits = model.logits(hidden)[:, None]
-    first = decoder._choose(logits, torch.tensor([[n]]), state, state.drafts[:, :0])
+    first = choose_tokens(state, logits, torch.tensor([[n]]), state.drafts[:, :0], sampled=decoder.sampled)
     decoder._tell_logprobs(state, logits, first)
     decoder._count_emitted(state, first, torch.ones(1, dtype=torch.int32))
     state.active[0] = bool((first != state.stop_ids).all()) and n + 1 < int(state.max_len[0])
-    if decoder.k > 0:
-        drafted = decoder._draft_after(state, first[:, 0], hidden, state.num_cached - 1, state.active)
-        state.drafts.copy_(decoder._chain(state, drafted, state.num_cached, state.active))
+    if isinstance(decoder.drafter, MtpDrafter):
+        drafter = decoder.drafter
+        drafted = drafter._draft_after(state, first[:, 0], hidden, state.num_cached - 1, state.active)
+        state.drafts.copy_(drafter._chain(state, drafted, state.num_cached, state.active))
     state.last_token.copy_(first[:, 0])
     state.report[:, 0], state.report[:, 1], state.report[:, 2:] = 1, state.active, first

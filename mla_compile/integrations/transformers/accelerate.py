@@ -11,6 +11,7 @@ from mla_compile.integrations.transformers.generation import AcceleratedGenerati
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.requests import Request
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.speculate.drafter import DrafterName, check_drafter
 from mla_compile.speculate.step import check_num_drafts
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -20,6 +21,7 @@ def accelerate(
     model: Model,
     *,
     num_speculative_tokens: int = 0,
+    drafter: DrafterName | None = None,
     mtp: nn.Module | None = None,
     max_rows: int = 1,
     max_model_len: int = 512,
@@ -27,7 +29,7 @@ def accelerate(
     compile: bool = True,
     mode: str | None = "reduce-overhead",
 ) -> Model:
-    """Let `model.generate` run on paged latents through the `mla` backend, with MTP speculation where asked for.
+    """Let `model.generate` run on paged latents through the `mla` backend, with speculation where asked for.
 
     The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Greedy
     and sampled generation, batches padded on the left, streamers, stopping criteria and logits processors work;
@@ -36,8 +38,11 @@ def accelerate(
 
     Args:
         model: a transformers model with MLA attention in every layer, on one device, in evaluation mode.
-        num_speculative_tokens: drafts per step, in [0, 32], from the model's MTP layer. `generate(use_mtp=False)` runs
-            without them.
+        num_speculative_tokens: drafts per step, in [0, 32]; 0 for a model with recurrent layers.
+            `generate(use_mtp=False)` runs without them.
+        drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
+            sequence's own text. None for the MTP layer where the model's config names one or `mtp` is given, else the
+            look-up.
         mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
             checkpoint that the model came from.
         max_rows, max_model_len: sequences at once, and tokens of one, prompt included, that there is room for at first.
@@ -51,10 +56,13 @@ def accelerate(
     """
     drafts = num_speculative_tokens
     check_num_drafts(drafts)
-    if drafts == 0 and mtp is not None:
-        raise MLAError("mtp", "None where num_speculative_tokens is 0", type(mtp).__name__)
-    target = TransformersTarget(model, mtp_layer(model, mtp) if drafts > 0 else None)
-    settings = {"page_size": page_size, "compile": compile, "mode": mode}
+    check_drafter(drafter)
+    reads_mtp = drafts > 0 and drafter != "ngram"
+    if mtp is not None and not reads_mtp:
+        expected = "None where num_speculative_tokens is 0 or drafter is 'ngram'"
+        raise MLAError("mtp", expected, type(mtp).__name__)
+    target = TransformersTarget(model, mtp_layer(model, mtp) if reads_mtp else None)
+    settings = {"drafter": drafter, "page_size": page_size, "compile": compile, "mode": mode}
     accelerated = Accelerated(target, drafts, max_rows, max_model_len, settings)
     restore(model)
     own = type(model)
@@ -108,11 +116,12 @@ class Accelerated:
         """The engine, a roomier one if it must be.
 
         Raises:
-            MLAError: drafts are asked for, and there is no MTP layer.
+            MLAError: the MTP layer is asked for, and there is none.
         """
         use_mtp = request.config.use_mtp
-        if use_mtp and not self._drafts:
-            raise MLAError("use_mtp", "accelerate(model, num_speculative_tokens=...) first", use_mtp)
+        if use_mtp and not self.target.has_mtp:
+            expected = "accelerate(model, num_speculative_tokens=...) first, with an MTP layer"
+            raise MLAError("use_mtp", expected, use_mtp)
         drafts = 0 if use_mtp is False else self._drafts
         _, rows, length = self._sizes
         while rows < len(request.prompts):

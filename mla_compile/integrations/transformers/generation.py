@@ -55,7 +55,7 @@ class AcceleratedGeneration(GenerationMixin):
     ) -> GenerateDecoderOnlyOutput | Tensor:
         """What `use_mtp=True` chooses."""
         if assistant_model is not None:
-            expected = "None: an accelerated model drafts with its own MTP layer"
+            expected = "None: an accelerated model has its own drafter"
             raise MLAError("assistant_model", expected, type(assistant_model).__name__, "leave it out")
         return self._sample(*args, **kwargs)
 

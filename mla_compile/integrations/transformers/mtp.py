@@ -56,10 +56,8 @@ class LongcatMtpLayer(nn.Module):
             for name, parameter in layer.named_parameters():
                 published = _published_name(name)
                 if published not in files.entries:
-                    mend = "set it to 0 or load a checkpoint with the MTP layer's weights"
-                    raise MLAError(
-                        "num_speculative_tokens", f"0 for a checkpoint without {published}", "more", mend
-                    )
+                    mend = "or load a checkpoint with the MTP layer's weights"
+                    raise MLAError("drafter", f"'ngram' for a checkpoint without {published}", "'mtp'", mend)
                 parameter.copy_(files.read(published))
         return layer
 
@@ -96,18 +94,23 @@ def _published_name(ours: str) -> str:
     return f"model.mtp.layers.0.{ours}"
 
 
-def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module:
+def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None:
     """The layer that drafts: out of `mtp`, or from the checkpoint that the model was loaded from.
 
     mtp: a `MtpModel` or a `LongcatMtpLayer`.
 
+    Returns None where the model's config names none.
+
     Raises:
-        MLAError: there is none, or several.
+        MLAError: the config names one that cannot be loaded, or several.
     """
     if mtp is None:
+        if _num_mtp_layers(model) == 0:
+            return None
         if not model.config.name_or_path:
             expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
-            raise MLAError("mtp", expected, "a model without one", "give the layer as mtp")
+            mend = "give the layer as mtp, or drafter='ngram'"
+            raise MLAError("mtp", expected, "a model without one", mend)
         mtp = _load(model)
     if isinstance(mtp, LongcatMtpLayer):
         return mtp
@@ -119,20 +122,28 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module:
     return layer
 
 
+def _num_mtp_layers(model: PreTrainedModel) -> int:
+    """As the config has it; all LongCat-Flash models have one, which their configs do not name."""
+    if isinstance(model, LongcatFlashForCausalLM):
+        return 1
+    config = model.config.get_text_config()
+    return getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None) or 0
+
+
 def _load(model: PreTrainedModel) -> nn.Module:
     if isinstance(model, LongcatFlashForCausalLM):
         return LongcatMtpLayer.from_pretrained(model)
-    config = model.config.get_text_config()
-    count = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None) or 0
+    count = _num_mtp_layers(model)
     if count != 1:
-        expected = "0 for a model without MTP layers" if count == 0 else "0 for one with several MTP layers"
-        raise MLAError("num_speculative_tokens", expected, f"a model whose config names {count}")
+        raise MLAError("drafter", "'ngram' for a model with several MTP layers", f"'mtp', and {count} layers")
     try:
         with _mtp_known(model):
             loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
     except RuntimeError as error:
-        expected = f"0 for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
-        raise MLAError("num_speculative_tokens", expected, error) from error
+        expected = (
+            f"'ngram' for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
+        )
+        raise MLAError("drafter", expected, error) from error
     return loaded.eval()
 
 

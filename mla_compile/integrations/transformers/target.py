@@ -27,10 +27,10 @@ class TransformersTarget(nn.Module):
     """
 
     def __init__(self, model: "PreTrainedModel", mtp_layer: nn.Module | None) -> None:
-        """mtp_layer: called as transformers' `MtpLayer` is; None where nothing drafts.
+        """mtp_layer: called as transformers' `MtpLayer` is; None where no MTP layer drafts.
 
         Raises:
-            MLAError: a model that cannot be run so, or drafts for one with recurrent layers.
+            MLAError: a model that cannot be run so.
         """
         super().__init__()
         check_model(model)
@@ -39,11 +39,6 @@ class TransformersTarget(nn.Module):
         self._trunk = PagedLatentCache(model)
         self._mtp = None if mtp_layer is None else PagedLatentCache(mtp_layer)
         self._states = RecurrentStates(self._trunk) if self._trunk.linear else None
-        if self._states is not None and mtp_layer is not None:
-            expected = (
-                "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"
-            )
-            raise MLAError("num_speculative_tokens", expected, "more")
         modules: list[Any] = list(self.modules())
         # By identity: equal configs are not the same one, and are compared slowly.
         configs: list[Any] = [getattr(module, "config", None) for module in modules]

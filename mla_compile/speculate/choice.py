@@ -1,0 +1,39 @@
+"""Which tokens a state's rows choose from logits: penalties, what is allowed, then the likeliest or a sample."""
+
+import torch
+from torch import Tensor
+
+from mla_compile.speculate.sampling import penalise_after, sample
+from mla_compile.speculate.state import DecodeState
+
+
+def choose_tokens(
+    state: DecodeState,
+    logits: Tensor,
+    position: Tensor,
+    drafts: Tensor,
+    *,
+    sampled: bool,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """The tokens that take `position` `[rows, n]`, int64 `[rows, n]`, from logits `[rows, n, vocab_size]`.
+
+    drafts: `[rows, m]`, what stands between the emitted text and the last of the n.
+    sampled: whether any row samples.
+    allowed: bool like the logits. As in vLLM, other ids are ruled out after penalties, before temperature.
+    """
+    if state.in_prompt is not None and state.num_emitted is not None:
+        logits = penalise_after(
+            logits,
+            drafts,
+            state.in_prompt,
+            state.num_emitted,
+            state.repetition_penalty,
+            state.presence_penalty,
+            state.frequency_penalty,
+        )
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    if not sampled:
+        return logits.argmax(dim=-1)
+    return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)

@@ -1,0 +1,160 @@
+"""What proposes the tokens that a step verifies. Whatever it proposes, the tokens are the target's own."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
+from mla_compile.speculate.choice import choose_tokens
+from mla_compile.speculate.chunks import PromptChunks
+from mla_compile.speculate.ngram import look_up, record
+from mla_compile.speculate.state import DecodeState
+from mla_compile.speculate.target import Target
+
+DrafterName = Literal["mtp", "ngram"]
+"""`MtpDrafter` or `NgramDrafter`."""
+
+
+def check_drafter(name: object) -> None:
+    """Raises `MLAError` for anything but a `DrafterName` and None."""
+    if name is not None and name not in get_args(DrafterName):
+        raise MLAError("drafter", "'mtp', 'ngram' or None", repr(name))
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of a verification, before the state moves on.
+
+    targets: the target's tokens, int64 `[rows, k + 1]`; they take the positions after the state's `num_cached`.
+    count: how many of them a row emits, int32 `[rows]`; 0 for an inactive row.
+    hidden: the trunk's hidden states at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
+    num_cached: the state's from now on, int32 `[rows]`.
+    active: the rows that go on, bool `[rows]`.
+    q_lens: how many of its k + 1 positions a row that goes on has run, int32 `[rows]`; 0 for any other row.
+    """
+
+    targets: Tensor
+    count: Tensor
+    hidden: Tensor
+    num_cached: Tensor
+    active: Tensor
+    q_lens: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes k tokens a row. Its methods are part of the captured step: nothing is read on the host."""
+
+    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+        """Take in prompt chunks, of which the trunk has made `hidden` `[tokens, hidden_size]`."""
+
+    def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+        """Drafts for the k positions behind the newest tokens, int64 `[rows, k]`; anything for inactive rows."""
+
+
+class MtpDrafter(nn.Module):
+    """The model's own MTP layer, k times in turn.
+
+    It has read each token's hidden state beside the token after it. So after an acceptance it catches up on the
+    emitted tokens, k + 1 positions a row as in verification, which gives the first draft; each further one comes from a
+    pass over the output of the one before.
+
+    Args:
+        model: with an MTP layer; its caches have `page_size` tokens a page.
+        num_speculative_tokens: k >= 1.
+        sampled, decode_backend: see `SpeculativeDecoder`.
+    """
+
+    model: Target
+
+    def __init__(
+        self,
+        model: Target,
+        num_speculative_tokens: int,
+        *,
+        page_size: int,
+        sampled: bool,
+        decode_backend: str | None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.k = num_speculative_tokens
+        self.page_size = page_size
+        self.sampled = sampled
+        self.decode_backend = decode_backend
+
+    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+        """Write the layer's latents of the chunks."""
+        # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a decode row
+        # attends. That of a prompt's last token, whose successor is yet unknown, `draft` writes again.
+        batch = MLABatch(prefill=chunks.segment)
+        self.model.forward_mtp(chunks.next_token_ids, hidden, chunks.positions, batch)
+
+    def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+        """See `Drafter`."""
+        q_len = self.k + 1
+        accepted = (verified.count - 1).clamp(min=0).long()
+        hidden = self._run(
+            state, verified.targets.view(-1), verified.hidden, state.num_cached, verified.q_lens, q_len
+        )
+        picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
+        return self._chain(state, torch.index_select(hidden, 0, picked), verified.num_cached, verified.active)
+
+    def _chain(self, state: DecodeState, hidden: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
+        """k drafts for the positions after `num_cached`, int64 `[rows, k]`: the first from the layer's output `hidden`
+        `[rows, hidden_size]`, each further one from a pass over its own output."""
+        drafts: list[Tensor] = []
+        for j in range(self.k):
+            if j > 0:
+                hidden = self._draft_after(state, drafts[-1], hidden, num_cached + (j - 1), active)
+            position = (num_cached + (1 + j)).long()[:, None]
+            before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
+            logits = self.model.logits(hidden)[:, None]
+            drafts.append(choose_tokens(state, logits, position, before, sampled=self.sampled)[:, 0])
+        return torch.stack(drafts, dim=1)
+
+    def _draft_after(
+        self, state: DecodeState, token: Tensor, hidden: Tensor, position: Tensor, active: Tensor
+    ) -> Tensor:
+        """The layer at one `position` a row, whose successor is `token`: `[rows, hidden_size]`."""
+        # What it drafts takes position + 2, which must be one of the row's.
+        run = (active & (position + 2 < state.max_len)).to(torch.int32)
+        return self._run(state, token, hidden, position, run, 1)
+
+    def _run(
+        self,
+        state: DecodeState,
+        next_token_ids: Tensor,
+        hidden: Tensor,
+        num_cached: Tensor,
+        q_lens: Tensor,
+        q_len: int,
+    ) -> Tensor:
+        """The layer at `q_len` positions a row, of which `q_lens` `[rows]` count: `[rows * q_len, hidden_size]`."""
+        batch, positions = state.decode_batch(
+            num_cached, q_lens, q_len, page_size=self.page_size, backend=self.decode_backend
+        )
+        return self.model.forward_mtp(next_token_ids, hidden, positions, batch)
+
+
+class NgramDrafter(nn.Module):
+    """Prompt look-up in `DecodeState.history`, for any model: no weights, no caches.
+
+    num_speculative_tokens: k >= 1.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        super().__init__()
+        self.k = num_speculative_tokens
+
+    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+        """Nothing: a row's history has its whole prompt from the start."""
+
+    def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+        """See `Drafter`; writes the emitted tokens into the history."""
+        if state.history is None:
+            raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
+        record(state.history, state.num_cached + 1, verified.targets, verified.count)
+        return look_up(state.history, verified.num_cached + 1, self.k)
