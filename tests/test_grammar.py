@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -69,11 +70,14 @@ def follows(kind: str, text: str) -> bool:
     return value.keys() == {"a", "b"} and 0 <= value["a"] <= 999 and value["b"] in ("abcd", "cab")
 
 
+@cache
 def grammar(kind: str) -> Grammar:
     if kind == "regex":
         return Grammar.from_regex(REGEX, SMALL)
     if kind == "ebnf":
         return Grammar.from_ebnf(EBNF, SMALL)
+    if kind == "dead":  # `z` is no token, so a text that gets there cannot go on
+        return Grammar.from_regex("cd(abz|bcdz)|dz", SMALL)
     return Grammar.from_json_schema(SCHEMA, SMALL)
 
 
@@ -97,6 +101,20 @@ def run(
     return engine.generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[EOS], grammars=grammars
     )
+
+
+def plain(
+    grammars: Sequence[Grammar | None],
+    sampling: Sequence[SamplingParams] | None,
+    prompts: Sequence[list[int]] = PROMPTS,
+) -> list[Completion]:
+    """`run` without drafts, once for all tests that compare others with it."""
+    return _plain(tuple(grammars), sampling and tuple(sampling), tuple(map(tuple, prompts)))
+
+
+@cache
+def _plain(grammars: tuple, sampling: tuple | None, prompts: tuple) -> list[Completion]:
+    return run(0, grammars, sampling, [list(prompt) for prompt in prompts])
 
 
 def ids(completions: Sequence[Completion]) -> list[list[int]]:
@@ -139,10 +157,10 @@ def test_every_text_follows_the_grammar_and_drafts_change_no_token(
     kind: str, sampling: Sequence[SamplingParams] | None
 ) -> None:
     one = grammar(kind)
-    plain = run(0, one, sampling)
-    assert all(follows(kind, said(completion)) for completion in plain)
+    expected = plain([one] * 3, sampling)
+    assert all(follows(kind, said(completion)) for completion in expected)
     for k in (1, 2, 3):
-        assert ids(run(k, one, sampling)) == ids(plain)
+        assert ids(run(k, one, sampling)) == ids(expected)
 
 
 @pytest.mark.parametrize("sampling", [MIXED, TOLD], ids=["mixed", "penalised"])
@@ -153,11 +171,11 @@ def test_drafts_that_are_accepted_change_no_token_either(
 ) -> None:
     """The tiny model's own drafts are poor ones."""
     grammars = [grammar("json_schema"), None, grammar("ebnf")]
-    plain = run(0, grammars, sampling)
-    guess(monkeypatch, ids(plain), PROMPTS, wrong=wrong)
+    expected = plain(grammars, sampling)
+    guess(monkeypatch, ids(expected), PROMPTS, wrong=wrong)
     drafted = run(k, grammars, sampling)
-    assert ids(drafted) == ids(plain)
-    assert [c.finish_reason for c in drafted] == [c.finish_reason for c in plain]
+    assert ids(drafted) == ids(expected)
+    assert [c.finish_reason for c in drafted] == [c.finish_reason for c in expected]
     if wrong == 1000:
         assert all(c.num_steps <= -(-len(c.token_ids) // (k + 1)) for c in drafted)
 
@@ -168,7 +186,7 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
 ) -> None:
     """Penalised, then ruled out, then filtered and sampled, one token at a time; logprobs are of the raw logits."""
     grammars = [grammar("json_schema"), grammar("regex"), None]
-    guess(monkeypatch, ids(run(0, grammars, TOLD)), PROMPTS, wrong=4)
+    guess(monkeypatch, ids(plain(grammars, TOLD)), PROMPTS, wrong=4)
     scratch = FromScratch(tiny_model())
     for prompt, one, params, completion in zip(PROMPTS, grammars, TOLD, run(k, grammars, TOLD)):
         said: list[int] = []
@@ -188,25 +206,29 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
 
 def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
     one = grammar("regex")
-    plain = ids(run(0, one, SamplingParams()))
-    assert ids(run(0, one, SamplingParams(frequency_penalty=2))) != plain
+    greedy = ids(plain([one] * 3, None))
+    assert ids(run(0, one, SamplingParams(frequency_penalty=2))) != greedy
     warm = SamplingParams(temperature=2, seed=5)
-    assert ids(run(0, one, warm)) != plain
-    assert ids(run(0, one, SamplingParams(temperature=2, seed=5, min_p=1))) == plain
+    assert ids(run(0, one, warm)) != greedy
+    assert ids(run(0, one, SamplingParams(temperature=2, seed=5, min_p=1))) == greedy
 
 
 def test_compiled_steps_give_the_tokens_and_logprobs_of_eager_ones() -> None:
     grammars = [grammar("json_schema"), None, grammar("ebnf")]
-    plain = run(0, grammars, TOLD, dtype=torch.float32)
+    eager = run(0, grammars, TOLD, dtype=torch.float32)
     compiled = run(2, grammars, TOLD, dtype=torch.float32, compile=True)
-    assert ids(compiled) == ids(plain)
-    for mine, expected in zip(compiled, plain):
+    assert ids(compiled) == ids(eager)
+    for mine, expected in zip(compiled, eager):
         for place, other in zip(mine.logprobs, expected.logprobs, strict=True):
             assert list(place) == list(other)
             assert all(place[i].logprob == pytest.approx(other[i].logprob, abs=1e-4) for i in place)
 
 
-@pytest.mark.parametrize("sampling", [None, MIXED, TOLD], ids=["greedy", "mixed", "penalised"])
+@pytest.mark.parametrize(
+    "sampling",
+    [None, pytest.param(MIXED, marks=pytest.mark.slow), TOLD],
+    ids=["greedy", "mixed", "penalised"],
+)
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
     k: int, sampling: list[SamplingParams] | None
@@ -235,7 +257,7 @@ def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted
     """Drafts are masked by what their own row has said, whatever stands before them in the step."""
     grammars = [grammar("json_schema"), None, grammar("ebnf"), grammar("regex")]
     prompts, sampling = [*PROMPTS, [1] * 20], [*TOLD, SAMPLED[0]]
-    expected = [run(0, [one], [params], [p])[0] for one, params, p in zip(grammars, sampling, prompts)]
+    expected = [plain([one], [params], [p])[0] for one, params, p in zip(grammars, sampling, prompts)]
     engine = Engine(
         tiny_model(),
         num_speculative_tokens=k,
@@ -300,7 +322,7 @@ def test_a_grammar_of_nothing_but_the_empty_text_leaves_the_stop_id(k: int) -> N
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_text_that_is_cut_short_is_the_beginning_of_one(k: int) -> None:
-    whole = run(0, grammar("json_schema"))
+    whole = plain([grammar("json_schema")] * 3, None)
     cut = run(k, grammar("json_schema"), max_new_tokens=5)
     assert ids(cut) == [tokens[:5] for tokens in ids(whole)]
     assert {c.finish_reason for c in cut} == {"length"}
@@ -453,9 +475,9 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
 def test_a_dead_end_ends_its_own_row_alone(
     k: int, drafts: str, sampling: list[SamplingParams] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead, one = Grammar.from_regex("cd(abz|bcdz)|dz", SMALL), grammar("json_schema")
-    others = run(0, [None, one, one], sampling)
-    expected = run(0, [None, dead, one], sampling)
+    dead, one = grammar("dead"), grammar("json_schema")
+    others = plain([None, one, one], sampling)
+    expected = plain([None, dead, one], sampling)
     if drafts == "known":
         guess(monkeypatch, ids(expected), PROMPTS, wrong=1000)
     out = run(k, [None, dead, one], sampling, max_rows=4 if drafts == "known" else 2)
@@ -587,14 +609,16 @@ def test_the_shipped_model_follows_grammars_beside_free_text(sampling: list[Samp
             compile=False,
         )
 
-    plain = out(0, grammars)
-    assert [c.finish_reason for c in plain[:2]] == ["stop", "stop"]
-    assert re.fullmatch(regex, plain[0].text)
-    value = json.loads(plain[1].text)
+    expected = out(0, grammars)
+    assert [c.finish_reason for c in expected[:2]] == ["stop", "stop"]
+    assert re.fullmatch(regex, expected[0].text)
+    value = json.loads(expected[1].text)
     assert value["book"] in VERSE["properties"]["book"]["enum"] and 1 <= value["chapter"] <= 150
     assert 2 <= len(value["words"]) <= 3 and all(re.fullmatch("[a-z]{2,8}", word) for word in value["words"])
-    assert plain[2].token_ids == out(0, None)[2].token_ids
+    assert expected[2].token_ids == out(0, None)[2].token_ids
     for k in (1, 3):
         drafted = out(k, grammars)
-        assert ids(drafted) == ids(plain)
-    assert sum(c.num_steps for c in drafted[:2]) < sum(c.num_steps for c in plain[:2]), "drafts are accepted"
+        assert ids(drafted) == ids(expected)
+    assert sum(c.num_steps for c in drafted[:2]) < sum(c.num_steps for c in expected[:2]), (
+        "drafts are accepted"
+    )

@@ -446,7 +446,9 @@ def test_every_append_of_a_speculative_step_is_fused_on_tensors_without_values()
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
+)
 def test_compiled_steps_that_are_fused_give_the_tokens_of_plain_decoding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -461,13 +463,17 @@ def test_compiled_steps_that_are_fused_give_the_tokens_of_plain_decoding(
 
 
 FUSED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3", "mistral4", "youtu")
+LIKE_V3 = ("kimi_k25", "youtu")
+"""What computes the latents as deepseek_v3 does."""
 LEFT = {
     "longcat_flash": f"{NORM}.*computes something else",  # its latents are scaled after the norm
     "kimi_linear": f"{ROTATION}.*reads 0 other tensors",  # has no rotation
 }
 
 
-@pytest.mark.parametrize("family", [*FUSED, *LEFT])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow) if f in LIKE_V3 else f for f in (*FUSED, *LEFT)]
+)
 def test_compiled_steps_of_transformers_models_give_the_stock_logits(
     family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -192,7 +192,7 @@ def serve(runner: Runner, requests: Sequence[Request], size: int, calls: int) ->
         runner.run([queue.pop(0) for row, queue in enumerate(queues) if queue and call >= row // 2])
 
 
-@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 6)), 7])
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_prompts_in_chunks_beside_decode_rows_say_what_each_says_alone(
     model: MLAForCausalLM, oracle: FromScratch, k: int, size: int

@@ -63,8 +63,8 @@ def test_drawn_shapes_and_tiles(data: st.DataObject) -> None:
         data.draw(st.integers(1, 4)),
         experts=experts,
         among=data.draw(st.integers(1, experts)),
-        hidden=data.draw(st.integers(1, 70)),
-        intermediate=data.draw(st.integers(1, 70)),
+        hidden=data.draw(st.integers(1, 40)),
+        intermediate=data.draw(st.integers(1, 40)),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=data.draw(st.integers(0, 99)),
     )

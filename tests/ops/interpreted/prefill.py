@@ -55,10 +55,10 @@ def test_the_widths_of_models(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("context_tokens", [1, 8, 20, 1000])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_context_in_parts_of_every_size(context_tokens: int, page_size: int) -> None:
-    check([(4, 37), (2, 5), (1, 0)], context_tokens, page_size=page_size)
+    check([(4, 19), (2, 5), (1, 0)], context_tokens, page_size=page_size)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5, 16, 39, 40])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 16, 19, 20])
 def test_chunks_of_a_prompt_equal_one_pass(chunk: int) -> None:
-    for start in range(0, 40, chunk):
-        check([(min(chunk, 40 - start), start)])
+    for start in range(0, 20, chunk):
+        check([(min(chunk, 20 - start), start)])
