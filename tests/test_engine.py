@@ -137,6 +137,16 @@ def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
     assert compiled.stats.num_mixed_steps > 0
 
 
+def test_a_progress_bar_goes_to_stderr_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    params = [SamplingParams(n=2), SamplingParams()]
+    plain = engine().generate([[1], [2, 3]], params, max_new_tokens=5)
+    assert capsys.readouterr().err == ""
+    shown = engine().generate([[1], [2, 3]], params, max_new_tokens=5, show_progress=True)
+    assert [c.token_ids for c in shown] == [c.token_ids for c in plain]
+    out, err = capsys.readouterr()
+    assert out == "" and "3/3" in err and "15 tokens" in err
+
+
 def test_streams_side_by_side_have_the_tokens_of_one_list() -> None:
     shared = engine()
     streams = (shared.stream([prompt], max_new_tokens=20) for prompt in PROMPTS)

@@ -20,6 +20,7 @@ from mla_compile.engine.generation import Generation, Progress, TokenChooser
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.launch import Launched, Launcher
 from mla_compile.engine.pages import PagePool
+from mla_compile.engine.progress_bar import with_progress_bar
 from mla_compile.engine.reports import ReportReader
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Chunk, Grant, Plan, Request, Row, Scheduler
@@ -269,12 +270,13 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
         stop_ids: Sequence[int] = (),
         grammars: Grammar | Sequence[Grammar | None] | None = None,
+        show_progress: bool = False,
     ) -> list[Completion]:
-        """Complete every prompt; see `stream`."""
+        """Complete every prompt; see `stream`. show_progress: with a bar on stderr."""
         stream = self.stream(
             prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
         )
-        last = deque(stream, maxlen=1)
+        last = deque(with_progress_bar(stream) if show_progress else stream, maxlen=1)
         return last[0] if last else []
 
     def stream(
