@@ -2,12 +2,14 @@
 
     python -m benchmarks.draft_length --output benchmarks/results/draft_length.json
 
-The shipped model continues held-out Python functions: at temperature 0.1 most of its drafts are accepted ("high"), at
-temperature 2 hardly any ("low"). "turns" is one after the other. An engine for each number of drafts and an adaptive
-one take turns, as other work on the machine slows all of them down; all rows are sampled, so that one kind of step is
-compiled. A first round compiles and is not counted: by then the adaptive engine has measured its steps, as it would
-have in whatever serves for long. Tokens/s are medians of the rounds, prompts included. The ratio, adaptive to the best
-fixed length, is the median of the rounds' own ratios.
+The shipped model continues held-out texts: Python at temperature 0.1, whose drafts are mostly accepted ("high"), prose
+at temperature 0.7, of whose drafts half are ("low"), and the same with noise for the MTP layer's weights, so that none
+is ("none"). All rows are sampled, so that one kind of step is compiled.
+
+An engine for each number of drafts and an adaptive one take turns, as other work on the machine slows all of them down.
+A first round compiles and is not counted: by then the adaptive engine has measured its steps, as it would have in
+whatever serves for long. Tokens/s are medians of the rounds, prompts included. The ratio, adaptive to the best fixed
+length, is the median of the rounds' own ratios.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from benchmarks.acceptance import PROMPTS
 from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.engine.text import SHIPPED_MODEL
 
-TEMPERATURES = {"high": [0.1], "low": [2.0], "turns": [0.1, 2.0]}
+TEXTS = {"high": ("python", 0.1), "low": ("bible", 0.7), "none": ("bible", 0.7)}
+"""The prompts' domain and the temperature."""
 ADAPTIVE = "adaptive"
 
 
@@ -45,20 +48,23 @@ def engines_of(longest: int, rows: int, device: str) -> dict[str, Engine]:
     }
 
 
-def generate(
-    engine: Engine, prompts: list[list[int]], temperatures: list[float], tokens: int
-) -> dict[str, float]:
-    """Continue all prompts at one temperature after the other."""
-    before, num_tokens = engine.stats, 0
-    start = time.perf_counter()
-    for temperature in temperatures:
-        sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(prompts))]
-        completions = engine.generate(prompts, sampling, max_new_tokens=tokens)
-        num_tokens += sum(len(completion.token_ids) for completion in completions)
+def spoil(engine: Engine) -> None:
+    """Noise for the MTP layer's weights."""
+    with torch.no_grad():
+        for weight in engine.model.mtp.parameters():
+            weight.normal_(std=0.02)
+    engine.reset_prefix_cache()
+
+
+def generate(engine: Engine, prompts: list[list[int]], temperature: float, tokens: int) -> dict[str, float]:
+    """What came of continuing all prompts."""
+    sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(prompts))]
+    before, start = engine.stats, time.perf_counter()
+    engine.generate(prompts, sampling, max_new_tokens=tokens)
     seconds, after = time.perf_counter() - start, engine.stats
     num_verified = after.num_verified - before.num_verified
     return {
-        "tokens_per_s": num_tokens / seconds,
+        "tokens_per_s": (after.num_tokens - before.num_tokens) / seconds,
         "acceptance_length": (after.num_verified_tokens - before.num_verified_tokens) / num_verified,
         "draft_length": (after.num_drafts - before.num_drafts) / num_verified,
     }
@@ -71,7 +77,7 @@ def measure(
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for _ in range(1 + rounds):
         for name, engine in engines.items():
-            runs[name].append(generate(engine, prompts, TEMPERATURES[text], tokens))
+            runs[name].append(generate(engine, prompts, TEXTS[text][1], tokens))
     counted = {name: of_engine[1:] for name, of_engine in runs.items()}
 
     def medians(key: str, digits: int) -> dict[str, float]:
@@ -99,7 +105,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--texts", nargs="*", choices=list(TEMPERATURES), default=list(TEMPERATURES))
+    parser.add_argument("--texts", nargs="*", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--longest", type=int, default=3, help="drafts a step, at most")
     parser.add_argument("--tokens", type=int, default=256, help="new ones of each prompt")
@@ -109,7 +115,6 @@ def main() -> None:
     tokenizer = load_tokenizer(SHIPPED_MODEL)
     assert tokenizer is not None
     held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))
-    prompts = [tokenizer(text)["input_ids"] for text in held_out["python"][: max(args.rows)]]
     engines = engines_of(args.longest, max(args.rows), device)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -119,9 +124,13 @@ def main() -> None:
         "rounds": args.rounds,
         "rows": [],
     }
-    for rows in args.rows:
-        for text in args.texts:
-            row = measure(engines, text, prompts[:rows], args.tokens, args.rounds)
+    for text in args.texts:
+        if text == "none":  # the last one, as it spoils the models
+            for engine in engines.values():
+                spoil(engine)
+        for rows in args.rows:
+            prompts = [tokenizer(prompt)["input_ids"] for prompt in held_out[TEXTS[text][0]][:rows]]
+            row = measure(engines, text, prompts, args.tokens, args.rounds)
             print(json.dumps(row), flush=True)
             result["rows"].append(row)
             if args.output:
