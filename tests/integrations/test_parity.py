@@ -21,7 +21,7 @@ def test_greedy_tokens_are_those_of_stock(family):
         assert stock.greedy(model, [prompt], STEPS) == [text]
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
 def test_greedy_tokens_with_drafts_are_those_of_stock(family, k):
     model, mtp, expected = with_mtp(family)
