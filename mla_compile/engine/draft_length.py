@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-MEMORY = 1 / 32
-"""The weight of the newest step in what is known of acceptance: it follows a text within some 32 steps."""
+MEMORY = 1 / 16
+"""The weight of the newest step in what is known of acceptance: it follows a text within some 16 steps."""
 SKIPPED, MEASURED = 2, 3
 """Of a length's first steps in a bucket the first two compile and record it; the median of the next is its time."""
 OUTLIER = 1.25

@@ -381,7 +381,8 @@ class Engine:
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
     ) -> CaptureReport:
-        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows.
+        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows, and
+        of drafts where they vary.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20.
 
