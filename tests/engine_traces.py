@@ -20,6 +20,7 @@ from mla_compile.engine.stop_strings import Found
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.drafter import Drafter, Verified
+from tests.any_length import AnyLength
 from tests.models.small import randomize
 from tests.speculate.prompt_lookup import prompt_lookup
 from tests.toy_engine import Arrival, Trace
@@ -105,6 +106,7 @@ class Outcome:
     num_aborted: int = 0
     num_stopped: int = 0
     num_cut: int = 0
+    num_accepted_adaptively: int = 0
     tokens: list[list[int]] = field(default_factory=list)
 
 
@@ -121,6 +123,7 @@ class EngineRun:
             model(),
             num_speculative_tokens=trace.k,
             drafter=trace.drafter,
+            adaptive_draft_length=trace.adaptive,
             max_rows=trace.max_rows,
             max_model_len=self.max_model_len,
             page_size=trace.page_size,
@@ -129,9 +132,12 @@ class EngineRun:
             compile=False,
         )
         self.engine._reports.lag = trace.lag
-        for decoder in self.engine._launcher._decoders.values():
+        launcher = self.engine._launcher
+        if trace.adaptive:
+            launcher.draft_length = AnyLength(trace.k, trace.seed)
+        for decoder in launcher._decoders.values():
             if decoder.drafter is not None:
-                self._plant(decoder.drafter, trace.k)
+                self._plant(decoder.drafter, decoder.k)
         self._watch()
         self.generations: dict[int, Generation] = {}
 
@@ -228,6 +234,7 @@ class EngineRun:
         outcome.num_steps, outcome.num_mixed_steps = stats.num_steps, stats.num_mixed_steps
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
+        outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
         pool = self.engine._pool
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
         assert not any(pool.references(page) for page in range(pool.num_pages))

@@ -73,7 +73,7 @@ class Graphs:
 
 
 def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
-    return Captures(max_rows, K + 1, device=torch.device("cuda"), budget=budget, why_not=why_not)
+    return Captures(max_rows, device=torch.device("cuda"), budget=budget, why_not=why_not)
 
 
 def test_row_sizes_double_up_to_the_most_rows() -> None:
@@ -110,14 +110,14 @@ def test_any_batches_are_served_and_nothing_is_recorded_beyond_the_budget(
     """batches: numbers of rows and of steps."""
     graphs, captures = Graphs(cost=1), captures_of(max_rows, budget)
     with graphs.instead_of_torch():
-        step = captures.measured("greedy", graphs.step)
+        step = captures.measured("greedy", K + 1, graphs.step)
         for count, steps in batches:
             count = min(count, max_rows)
             before, recorded = captures.report(), set(graphs.recorded)
             begun = {bucket.rows for bucket in before.buckets if bucket.why_not is None}
             assert begun == graphs.warm
             spent = budget is not None and before.num_bytes >= budget
-            rows = captures.rows_for("greedy", count, STOP_IDS)
+            rows = captures.rows_for("greedy", K + 1, count, STOP_IDS)
             own = min(size for size in captures.sizes if size >= count)
             roomy = [size for size in begun if size >= count]
             assert rows == (min(roomy, default=own) if spent else own)
@@ -142,11 +142,11 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
         ("sampled", sampled, ["uncaptured"] * 3),
     ):
         with graphs.instead_of_torch():
-            step = captures.measured(name, graphs.step)
+            step = captures.measured(name, K + 1, graphs.step)
             assert [step(state_of(8)) for _ in range(3)] == expected
-    assert captures.rows_for("greedy", 1, STOP_IDS) == 8
-    assert captures.rows_for("sampled", 1, STOP_IDS) == 1
-    assert captures.rows_for("greedy", 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
+    assert captures.rows_for("greedy", K + 1, 1, STOP_IDS) == 8
+    assert captures.rows_for("sampled", K + 1, 1, STOP_IDS) == 1
+    assert captures.rows_for("greedy", K + 1, 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
 
 
 def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_checked() -> None:
@@ -154,7 +154,7 @@ def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_chec
     graphs.graph = graphs
     other = DecodeState.allocate(4, K, max_pages=1, num_stop_ids=STOP_IDS)
     with graphs.instead_of_torch():
-        step = captures.measured("greedy", graphs.step)
+        step = captures.measured("greedy", K + 1, graphs.step)
         assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]
         assert step(other) == "replayed", "by torch, which knows that the graph is of another state"
         assert graphs.num_replays == 2
@@ -179,16 +179,16 @@ def test_a_bucket_whose_call_failed_serves_no_others() -> None:
 
     with graphs.instead_of_torch():
         with pytest.raises(MemoryError):
-            captures.measured("greedy", out_of_memory)(state_of(4))
-        sampled = captures.measured("sampled", graphs.step)
+            captures.measured("greedy", K + 1, out_of_memory)(state_of(4))
+        sampled = captures.measured("sampled", K + 1, graphs.step)
         assert [sampled(state_of(1)) for _ in range(2)] == ["warm-up", "recorded"], "the budget is spent"
-        assert captures.rows_for("greedy", 2, STOP_IDS) == 2
+        assert captures.rows_for("greedy", K + 1, 2, STOP_IDS) == 2
 
 
 def test_what_torch_refuses_to_record_is_reported_so() -> None:
     graphs, captures = Graphs(cost=1, refused=True), captures_of(4, None)
     with graphs.instead_of_torch():
-        step = captures.measured("greedy", graphs.step)
+        step = captures.measured("greedy", K + 1, graphs.step)
         step(state_of(4))
         assert "when it is called again" in captures.report().buckets[0].outcome
         step(state_of(4))
@@ -197,7 +197,7 @@ def test_what_torch_refuses_to_record_is_reported_so() -> None:
 
 def test_without_cuda_graphs_a_step_is_called_as_it_is() -> None:
     captures = captures_of(4, 0, why_not="the device is cpu")
-    step = captures.measured("greedy", lambda state, *more: (state, *more))
+    step = captures.measured("greedy", K + 1, lambda state, *more: (state, *more))
     for _ in range(3):
         assert step(state_of(4), "hidden") == (state_of(4), "hidden")
     (bucket,) = captures.report().buckets

@@ -10,12 +10,14 @@ from mla_compile.engine import Engine
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
+from tests.any_length import AnyLength
 from tests.cases import Case, make_case, relative_error
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
 
 pytestmark = pytest.mark.gpu
 
+GREEDY = SamplingParams()
 SPENT = "uncaptured: the budget is spent"
 
 
@@ -77,6 +79,22 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
     sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
     captured = Engine(tiny_model(torch.float64).cuda(), num_speculative_tokens=k, **sizes, **settings)
     return captured, Engine(tiny_model(torch.float64).cuda(), compile=False, **sizes)
+
+
+def test_another_number_of_drafts_is_another_recorded_graph_and_the_tokens_stay() -> None:
+    captured, plain = fresh_engines(3, adaptive_draft_length=True)
+    captured._launcher.draft_length = AnyLength(3)
+    report = captured.warm_up()
+    assert {bucket.outcome for bucket in report.buckets} == {"captured"}
+    recorded = recorded_cuda_graphs(torch.cuda.current_device())
+    assert len(recorded) == len(report.buckets) == 4 * 4, "0 to 3 drafts for 1, 2, 4 and 8 rows"
+    for rows in (8, 1, 3, 8):
+        poison_caches(captured.model)
+        assert generate(captured, rows, GREEDY, 100) == generate(plain, rows, GREEDY, 100), f"{rows} rows"
+    assert compile_counters() == {"graphs": 4, "cudagraph_skips": 0}
+    recorded = recorded_cuda_graphs(torch.cuda.current_device())
+    assert len(recorded) == 4 * 4, "nothing was recorded anew"
+    assert not any(recorded), f"tensors copied on each replay: {recorded}"
 
 
 def outcomes(engine: Engine) -> dict[int, str]:

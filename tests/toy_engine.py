@@ -59,6 +59,7 @@ class Trace:
     lag: steps that the host is late by.
     acceptance: with which probability a draft is right.
     vocab_size: of the model; one token of it ends a row.
+    adaptive: steps have any number of drafts, up to k; in the real engine only.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -70,6 +71,7 @@ class Trace:
     lag: int = 1
     acceptance: float = 0.5
     vocab_size: int = 20
+    adaptive: bool = False
     seed: int = 0
 
     @property
@@ -115,6 +117,7 @@ def traces(draw: st.DrawFn) -> Trace:
         lag=draw(st.sampled_from([1, 1, 0, 2])),
         acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
         vocab_size=draw(st.sampled_from([4, 20, 1000])),
+        adaptive=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
 

@@ -31,7 +31,6 @@ class Captures:
 
     Args:
         max_rows: of the largest bucket.
-        q_len: query tokens per row.
         device: of the states.
         budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
             code uncaptured; None for no limit.
@@ -39,14 +38,13 @@ class Captures:
     """
 
     def __init__(
-        self, max_rows: int, q_len: int, *, device: torch.device, budget: int | None, why_not: str | None
+        self, max_rows: int, *, device: torch.device, budget: int | None, why_not: str | None
     ) -> None:
         self.sizes = row_sizes(max_rows)
-        self._q_len = q_len
         self._device = device
         self._budget = budget
         self._why_not = why_not
-        self._buckets: dict[tuple[str, int, int], Bucket] = {}
+        self._buckets: dict[tuple[str, int, int, int], Bucket] = {}
         self._known: list[dict[torch.Size, Callable[..., Any]]] = []
 
     def check_again(self) -> None:
@@ -59,22 +57,24 @@ class Captures:
         buckets = [replace(bucket) for bucket in self._buckets.values()]
         return CaptureReport(buckets, self._budget, self._why_not)
 
-    def rows_for(self, step: str, count: int, num_stop_ids: int) -> int:
+    def rows_for(self, step: str, q_len: int, count: int, num_stop_ids: int) -> int:
         """The rows of the bucket that serves a batch of `count` rows."""
+        kind = step, q_len, num_stop_ids
         recorded = {
             bucket.rows
             for bucket in self._buckets.values()
-            if bucket.why_not is None and (bucket.step, bucket.num_stop_ids) == (step, num_stop_ids)
+            if bucket.why_not is None and (bucket.step, bucket.q_len, bucket.num_stop_ids) == kind
         }  # or about to be: most of the memory is taken by the warm-up
         own = choose_rows(count, self.sizes, recorded, spent=False)
         rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent())
         if rows != own:
-            padded = self._bucket(step, own, num_stop_ids)
+            padded = self._bucket(step, q_len, own, num_stop_ids)
             padded.padded_to, padded.why_not = rows, SPENT
         return rows
 
-    def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled step, or half of one, with its captures within the budget and its first calls measured.
+    def measured(self, name: str, q_len: int, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled step of `q_len` query tokens a row, or half of one, with its captures within the budget and its
+        first calls measured.
 
         It is called with a `DecodeState` and what else `step` takes. Once a bucket's graph is recorded, and it is the
         whole of a call, the graph is replayed without the compiled step until `check_again`: Dynamo's guards and
@@ -92,7 +92,7 @@ class Captures:
             shape = state.stop_ids.shape  # all that tells one bucket of this step from another
             if (call := known.get(shape)) is not None:
                 return call(state, *args)
-            bucket = self._bucket(name, *shape)
+            bucket = self._bucket(name, q_len, *shape)
             if not calls[shape] or bucket.why_not == FAILED:
                 bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
             call = uncaptured if bucket.why_not else captured
@@ -129,9 +129,9 @@ class Captures:
             return False
         return sum(bucket.num_bytes for bucket in self._buckets.values()) >= self._budget
 
-    def _bucket(self, step: str, rows: int, num_stop_ids: int) -> Bucket:
-        key = step, rows, num_stop_ids
-        return self._buckets.setdefault(key, Bucket(step, rows, self._q_len, num_stop_ids))
+    def _bucket(self, step: str, q_len: int, rows: int, num_stop_ids: int) -> Bucket:
+        key = step, q_len, rows, num_stop_ids
+        return self._buckets.setdefault(key, Bucket(step, rows, q_len, num_stop_ids))
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add what it cost to the bucket's sums."""

@@ -16,11 +16,12 @@ import torch
 
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
+from mla_compile.engine.draft_length import AdaptiveLength, Drafting, FixedLength
 from mla_compile.engine.generation import Generation, Progress, TokenChooser
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.launch import Launched, Launcher
 from mla_compile.engine.pages import PagePool
-from mla_compile.engine.reports import ReportReader
+from mla_compile.engine.reports import ReportReader, RowReport
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Chunk, Grant, Plan, Request, Row, Scheduler
 from mla_compile.engine.stats import EngineStats
@@ -49,6 +50,9 @@ class Engine:
         num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
         drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
             request's own text. None for the MTP layer where there is one, else the look-up.
+        adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
+            acceptance and measured step times (`draft_length.py`). Tokens do not depend on it. Each number of drafts is
+            a step of its own, compiled and captured when it is first tried, or by `warm_up`.
         max_rows: requests that run at once; others wait.
         max_model_len: tokens of a request at most, prompt included.
         page_size: tokens per cache page.
@@ -80,6 +84,7 @@ class Engine:
         *,
         num_speculative_tokens: int = 0,
         drafter: DrafterName | None = None,
+        adaptive_draft_length: bool = False,
         max_rows: int = 8,
         max_model_len: int = 2048,
         page_size: int = 16,
@@ -131,8 +136,8 @@ class Engine:
             self.max_tokens_per_step = max_rows * (1 + max_model_len)
         self._launcher = Launcher(
             model,
-            num_speculative_tokens=self.k,
             drafter=self.drafter,
+            draft_length=AdaptiveLength(self.k) if adaptive_draft_length else FixedLength(self.k),
             max_rows=max_rows,
             max_pages=self.pages_per_row,
             page_size=page_size,
@@ -148,7 +153,7 @@ class Engine:
         self._counts = EngineStats(max_rows=max_rows, num_pages=self.num_pages - 1)
         self._generations: dict[Request, Generation] = {}
         self._reports = ReportReader(self.device)
-        self._launched: deque[list[Row]] = deque()  # the rows of the reports that are awaited
+        self._launched: deque[tuple[list[Row], Drafting]] = deque()  # of the reports that are awaited
         self._begin_anew()
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(self.num_pages, page_size)
@@ -171,6 +176,7 @@ class Engine:
         self._launcher.rows.clear()
         self._reports.clear()
         self._launched.clear()
+        self._last_report = 0.0  # when it came
         self._generations.clear()
 
     # --- requests, one by one
@@ -373,7 +379,8 @@ class Engine:
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
     ) -> CaptureReport:
-        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows.
+        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows, and
+        of drafts where they vary.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20.
 
@@ -433,7 +440,7 @@ class Engine:
         self._begin_anew()
         state = self._launcher.launch(plan, generations).state
         self._begin_anew()
-        return self._launcher.step(Variant.of(sampling)), state
+        return self._launcher.step(Variant.of(sampling), self.k), state
 
     # --- inside
 
@@ -521,7 +528,7 @@ class Engine:
             self._begin_anew()
             raise
         self._reports.push(launched.state, launched.rows)
-        self._launched.append(plan.sampled)
+        self._launched.append((plan.sampled, launched.drafting))
         self._counts.num_steps += 1
         self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
         for row in plan.admitted:
@@ -531,7 +538,8 @@ class Engine:
 
     def _collect(self) -> None:
         """Take in the oldest report. A request that its stop string has ended is stopped here, its late tokens cut."""
-        reports, sampled = self._reports.pop(), self._launched.popleft()
+        reports, (sampled, drafting) = self._reports.pop(), self._launched.popleft()
+        self._learn(drafting, sampled, reports)
         self._scheduler.update(reports)
         for row, report in zip(sampled, reports, strict=True):
             generation = self._generations.get(row.request)
@@ -540,10 +548,22 @@ class Engine:
             is_step = not isinstance(row, Chunk)
             self._counts.num_tokens += len(report.tokens)
             self._counts.num_verified += is_step
+            self._counts.num_drafts += is_step * drafting.num_verified
             self._counts.num_verified_tokens += is_step * len(report.tokens)
             generation.extend(report, is_step=is_step)
             if generation.has_ended:
                 self._let_go(generation)
+
+    def _learn(self, drafting: Drafting, sampled: list[Row], reports: list[RowReport]) -> None:
+        """Tell what chooses draft lengths of a launch. Rows that have ended were cut, so they say nothing."""
+        now = time.perf_counter()
+        accepted = [
+            len(report.tokens) - 1
+            for row, report in zip(sampled, reports, strict=True)
+            if report.active and not isinstance(row, Chunk)
+        ]
+        self._launcher.draft_length.learn(drafting, accepted, now - self._last_report)
+        self._last_report = now
 
     def _check_idle(self, name: str) -> None:
         self._check_caches()

@@ -25,7 +25,7 @@ class TokenChooser(Protocol):
 
         Args:
             logits: `[rows, n, vocab_size]`: position j follows the completion's tokens and the row's first j drafts.
-                n is 1 after a prompt, 1 + k in a step; a launch that has both makes two calls.
+                n is 1 after a prompt, 1 + k in a step of k drafts; a launch that has both makes two calls.
             drafts: int64 `[rows, n - 1]`.
             completions: what each row has emitted. `Completion.prompt_index` tells which of the prompts it is.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from mla_compile.backend import resolve_settings
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
+from mla_compile.engine.draft_length import Drafting, DraftLength
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.grammar import allowed_tokens
 from mla_compile.engine.reports import ReportedRow
@@ -42,6 +43,7 @@ class Launched:
     state: DecodeState
     rows: list[ReportedRow]
     on_host: bool
+    drafting: Drafting
 
 
 class Launcher:
@@ -53,8 +55,9 @@ class Launcher:
 
     Args:
         model: whose caches have `page_size` tokens a page.
-        num_speculative_tokens, drafter, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend,
-            capture_budget: see `Engine`.
+        draft_length: says of each launch how many drafts it makes and verifies.
+        drafter, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend, capture_budget: see
+            `Engine`.
         max_pages: of a row.
         pages_per_grant: cache pages that one page of a plan stands for.
 
@@ -66,8 +69,8 @@ class Launcher:
         self,
         model: ServedModel,
         *,
-        num_speculative_tokens: int,
         drafter: DrafterName,
+        draft_length: DraftLength,
         max_rows: int,
         max_pages: int,
         page_size: int,
@@ -79,31 +82,33 @@ class Launcher:
         decode_backend: str | None,
         capture_budget: int | None,
     ) -> None:
-        self._model, self._k = model, num_speculative_tokens
-        self._has_history = self._k > 0 and drafter == "ngram"
+        self._model, self.draft_length = model, draft_length
+        self._longest = draft_length.lengths[-1]
+        self._has_history = self._longest > 0 and drafter == "ngram"
+        self._num_made = 0  # drafts for each row, by the last launch
         self._max_pages, self._page_size = max_pages, page_size
         self._device = model.device
         self._compile, self._mode, self._shadow_check_every = compile, mode, shadow_check_every
         self._compile_mixed = compile and compile_mixed
         self._decoders = {
-            sampled: SpeculativeDecoder(
+            (sampled, length): SpeculativeDecoder(
                 model,
-                self._k,
+                length,
                 page_size=page_size,
                 drafter=drafter,
+                keep_drafter=self._longest > 0,
                 sampled=sampled,
                 decode_backend=decode_backend,
             )
             for sampled in (False, True)
+            for length in draft_length.lengths
         }
         why_not = _why_not_captured(compile, mode, self._device)
-        self._captures = Captures(
-            max_rows, self._k + 1, device=self._device, budget=capture_budget, why_not=why_not
-        )
-        self._steps: dict[Variant, Step] = {}
-        self._mixed_steps: dict[bool, Callable[[DecodeState, PromptChunks], None]] = {}
-        self._verify = self._compiled(VERIFY, self._decoders[False].verify)
-        self._advances: dict[Variant, Callable[..., Any]] = {}
+        self._captures = Captures(max_rows, device=self._device, budget=capture_budget, why_not=why_not)
+        self._steps: dict[tuple[Variant, int], Step] = {}
+        self._mixed_steps: dict[SpeculativeDecoder, Callable[[DecodeState, PromptChunks], None]] = {}
+        self._verifies: dict[int, Callable[..., Any]] = {}
+        self._advances: dict[tuple[Variant, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
         self.rows = Rows(self._state_for, pages_per_grant=pages_per_grant, device=self._device)
 
@@ -116,55 +121,64 @@ class Launcher:
         variant = self.rows.variant
         sampled = [(row, generations[row.request]) for row in plan.sampled]
         on_host = any(generation.is_chosen_on_host for _, generation in sampled)
+        bucket = None if chunks is not None else (variant, state.stop_ids.shape, on_host)
+        length = self.draft_length.choose(bucket)
         if on_host:
-            self._run_in_halves(variant, state, chunks, sampled)
+            self._run_in_halves(variant, length, state, chunks, sampled)
         elif chunks is not None:
-            self._mixed(variant.sampled)(state, chunks)
+            self._mixed(self._decoders[variant.sampled, length])(state, chunks)
         else:
-            self.step(variant)(state)
+            self.step(variant, length)(state)
         rows = [ReportedRow(self.rows[row.slot], g.params.logprobs) for row, g in sampled]
-        return Launched(state, rows, on_host)
+        drafting = Drafting(length, min(length, self._num_made), bucket)
+        self._num_made = length
+        return Launched(state, rows, on_host, drafting)
 
-    def step(self, variant: Variant) -> Step:
-        """The step of rows that all decode."""
-        if variant not in self._steps:
-            step: Step = self._compiled(variant.name, self._decoders[variant.sampled].forward)
+    def step(self, variant: Variant, length: int) -> Step:
+        """The step of rows that all decode, with so many drafts."""
+        if (variant, length) not in self._steps:
+            decoder = self._decoders[variant.sampled, length]
+            step: Step = self._compiled(variant.name, decoder, decoder.forward)
             if self._shadow_check_every is not None:
                 step = shadow_check(step, every=self._shadow_check_every)
-            self._steps[variant] = step
-        return self._steps[variant]
+            self._steps[variant, length] = step
+        return self._steps[variant, length]
 
-    def _mixed(self, sampled: bool) -> Callable[[DecodeState, PromptChunks], None]:
+    def _mixed(self, decoder: SpeculativeDecoder) -> Callable[[DecodeState, PromptChunks], None]:
         """The step of rows that decode and prompts beside them; states tell what else is compiled in."""
-        if sampled not in self._mixed_steps:
-            mixed = self._decoders[sampled].mixed
+        if decoder not in self._mixed_steps:
+            mixed = decoder.mixed
             if self._compile_mixed:
                 mixed = torch.compile(with_own_code(mixed), backend="mla", fullgraph=True)
-            self._mixed_steps[sampled] = mixed
-        return self._mixed_steps[sampled]
+            self._mixed_steps[decoder] = mixed
+        return self._mixed_steps[decoder]
 
     def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
-        """Compile a step, and record it for all numbers of rows, largest first."""
+        """Compile a step for each number of drafts, and record it for all numbers of rows, largest first."""
         self._captures.check_again()
         for size in reversed(self._captures.sizes):
             state = self._state_for(size, variant, num_stop_ids, False)
             state.active.zero_()
-            for _ in range(CALLS_TO_RECORD):
-                self.step(variant)(state)
+            for length in reversed(self.draft_length.lengths):
+                for _ in range(CALLS_TO_RECORD):
+                    self.step(variant, length)(state)
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()
 
-    def _compiled(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, which is traced on its first call."""
+    def _compiled(
+        self, name: str, decoder: SpeculativeDecoder, method: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The decoder's method, which is traced on its first call."""
         if not self._compile:
             return method
         step = torch.compile(with_own_code(method), backend="mla", mode=self._mode, fullgraph=True)
-        return self._captures.measured(name, step)
+        return self._captures.measured(name, decoder.k + 1, step)
 
     def _state_for(self, count: int, variant: Variant, num_stop_ids: int, on_host: bool) -> DecodeState:
         """The state of the bucket for so many rows, always the same one: captured graphs know its addresses."""
-        rows = self._captures.rows_for(VERIFY if on_host else variant.name, count, num_stop_ids)
+        name = VERIFY if on_host else variant.name
+        rows = self._captures.rows_for(name, self._longest + 1, count, num_stop_ids)
         num_logprobs = variant.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self._model.vocab_size)
@@ -172,7 +186,8 @@ class Launcher:
         if key not in self._states:
             self._states[key] = DecodeState.allocate(
                 rows,
-                self._k,
+                self._longest,
+                varying_drafts=len(self.draft_length.lengths) > 1,
                 max_pages=self._max_pages,
                 num_stop_ids=num_stop_ids,
                 penalised_vocab=self._model.vocab_size if variant.penalised else None,
@@ -189,24 +204,28 @@ class Launcher:
     def _run_in_halves(
         self,
         variant: Variant,
+        length: int,
         state: DecodeState,
         chunks: PromptChunks | None,
         sampled: list[tuple[Row, Generation]],
     ) -> None:
         """A step whose tokens the host has a say in, between its halves."""
-        decoder = self._decoders[variant.sampled]
+        decoder = self._decoders[variant.sampled, length]
         if chunks is not None:
             logits, hidden = decoder.verify(state, chunks)
             decoder.advance(state, self._choose(decoder, state, logits, sampled), hidden, chunks)
             return
-        logits, hidden = self._verify(state)
+        if length not in self._verifies:
+            self._verifies[length] = self._compiled(VERIFY, decoder, decoder.verify)
+        logits, hidden = self._verifies[length](state)
         targets = self._choose(decoder, state, logits, sampled)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
         for given in (targets, hidden):
             mark_rows(given)
-        if variant not in self._advances:
-            self._advances[variant] = self._compiled(f"advance, {variant.name}", decoder.advance)
-        self._advances[variant](state, targets, hidden)
+        if (variant, length) not in self._advances:
+            advance = self._compiled(f"advance, {variant.name}", decoder, decoder.advance)
+            self._advances[variant, length] = advance
+        self._advances[variant, length](state, targets, hidden)
 
     def _choose(
         self,
@@ -218,18 +237,18 @@ class Launcher:
         """The target's tokens, int64 `[rows, k + 1]`: among those that grammars allow, or those of a `TokenChooser`."""
         grammars = {self.rows[row.slot]: g.grammar for row, g in sampled if g.grammar is not None}
         first = {self.rows[row.slot] for row, _ in sampled if isinstance(row, Chunk)}
-        allowed = None
+        guesses, allowed = state.drafts[:, : decoder.k], None
         if grammars:
-            allowed = allowed_tokens(grammars, state.drafts, vocab_size=self._model.vocab_size, first=first)
+            allowed = allowed_tokens(grammars, guesses, vocab_size=self._model.vocab_size, first=first)
         targets = decoder.choose_targets(state, logits, allowed)
         choosers = {g.choose: None for _, g in sampled if g.choose is not None}
         for choose in choosers:
             asked = {self.rows[row.slot]: g.completion for row, g in sampled if g.choose is choose}
             # A first token follows no drafts.
-            for n, rows in ((1, asked.keys() & first), (self._k + 1, asked.keys() - first)):
+            for n, rows in ((1, asked.keys() & first), (decoder.k + 1, asked.keys() - first)):
                 if rows:
                     index = torch.tensor(sorted(rows), device=self._device)
-                    drafts, completions = state.drafts[index, : n - 1], [asked[row] for row in sorted(rows)]
+                    drafts, completions = guesses[index, : n - 1], [asked[row] for row in sorted(rows)]
                     targets[index, :n] = choose(logits[index, :n], drafts, completions)
         return targets
 

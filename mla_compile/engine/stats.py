@@ -12,6 +12,7 @@ class EngineStats:
     num_prompt_tokens: of the prompts that began to run, and of what preempted ones had emitted; num_reused_tokens: of
         these, the ones that were in the cache already.
     num_verified, num_verified_tokens: rows that verification ran for, and the tokens that they emitted.
+    num_drafts: that were verified in these rows.
     num_preemptions: requests that lost their pages and run again.
     step_seconds: of the last call of `Engine.step` that launched something; total_step_seconds: of all of them.
 
@@ -27,6 +28,7 @@ class EngineStats:
     num_reused_tokens: int = 0
     num_verified: int = 0
     num_verified_tokens: int = 0
+    num_drafts: int = 0
     num_preemptions: int = 0
     step_seconds: float = 0.0
     total_step_seconds: float = 0.0
@@ -40,3 +42,8 @@ class EngineStats:
     def acceptance_length(self) -> float | None:
         """Mean tokens emitted per row and verify step, 1..k+1; None before the first."""
         return self.num_verified_tokens / self.num_verified if self.num_verified else None
+
+    @property
+    def draft_length(self) -> float | None:
+        """Mean drafts verified per row and verify step, 0..k; None before the first."""
+        return self.num_drafts / self.num_verified if self.num_verified else None

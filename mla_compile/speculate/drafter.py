@@ -63,7 +63,7 @@ class MtpDrafter(nn.Module):
 
     Args:
         model: with an MTP layer; its caches have `page_size` tokens a page.
-        num_speculative_tokens: k >= 1.
+        num_speculative_tokens: k >= 0.
         sampled, decode_backend: see `SpeculativeDecoder`.
     """
 
@@ -99,6 +99,9 @@ class MtpDrafter(nn.Module):
         hidden = self._run(
             state, verified.targets.view(-1), verified.hidden, state.num_cached, verified.q_lens, q_len
         )
+        if self.k == 0:
+            # Nobody reads what the layer gave, so in a graph it comes down to the latents, as in `fill`.
+            return state.drafts[:, :0]
         picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
         return self._chain(state, torch.index_select(hidden, 0, picked), verified.num_cached, verified.active)
 
@@ -142,7 +145,7 @@ class MtpDrafter(nn.Module):
 class NgramDrafter(nn.Module):
     """Prompt look-up in `DecodeState.history`, for any model: no weights, no caches.
 
-    num_speculative_tokens: k >= 1.
+    num_speculative_tokens: k >= 0.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:

@@ -20,6 +20,7 @@ class DecodeState:
     num_cached: tokens whose latents are in the trunk's cache, int32 `[rows]`. The last token is not among them.
     last_token: the newest token, at position `num_cached`, int64 `[rows]`.
     drafts: proposed tokens for the k positions after it, int64 `[rows, k]`.
+    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`. None where all steps make k.
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
     stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
@@ -59,6 +60,7 @@ class DecodeState:
     logprobs: Tensor | None = None
     logprob_ids: Tensor | None = None
     history: Tensor | None = None
+    num_drafts: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -71,6 +73,7 @@ class DecodeState:
         penalised_vocab: int | None = None,
         num_logprobs: int | None = None,
         history_len: int | None = None,
+        varying_drafts: bool = False,
         device: torch.device | str = "cpu",
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
@@ -78,6 +81,7 @@ class DecodeState:
         penalised_vocab: the vocabulary's size, where rows may have penalties.
         num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
         history_len: tokens of a row at most, where an n-gram drafter reads them.
+        varying_drafts: whether steps of different numbers of drafts, `num_speculative_tokens` at most, take turns.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
         number of rows that varies (one compiled graph serves every bucket).
@@ -93,6 +97,7 @@ class DecodeState:
                 penalised_vocab,
                 num_logprobs,
                 history_len,
+                varying_drafts,
                 device,
             )
         for tensor in state.tensors():
@@ -109,6 +114,7 @@ class DecodeState:
         vocab: int | None,
         num_logprobs: int | None,
         history_len: int | None,
+        varying_drafts: bool,
         device: torch.device | str,
     ) -> "DecodeState":
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -123,6 +129,8 @@ class DecodeState:
             optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
         if history_len is not None:
             optional["history"] = zeros(rows, history_len, dtype=torch.int32)
+        if varying_drafts:
+            optional["num_drafts"] = zeros(rows, dtype=torch.int32)
         return cls(
             num_cached=zeros(rows, dtype=torch.int32),
             last_token=zeros(rows),

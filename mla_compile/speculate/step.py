@@ -59,8 +59,10 @@ class SpeculativeDecoder(nn.Module):
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
-        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step.
+        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States may have room for more, for
+            steps that take turns, and then have `num_drafts`.
         drafter: "mtp" for a model with an MTP layer, "ngram" for any; states need a `history` for it.
+        keep_drafter: whether others of these steps draft, so that one of k = 0 keeps up what its drafter reads.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
@@ -75,6 +77,7 @@ class SpeculativeDecoder(nn.Module):
         *,
         page_size: int,
         drafter: DrafterName = "mtp",
+        keep_drafter: bool = False,
         sampled: bool = False,
         decode_backend: str | None = None,
     ) -> None:
@@ -86,9 +89,10 @@ class SpeculativeDecoder(nn.Module):
         self.sampled = sampled
         self.decode_backend = decode_backend
         self.drafter: Drafter | None = None
-        if self.k > 0 and drafter == "ngram":
+        keep_drafter = keep_drafter or self.k > 0
+        if keep_drafter and drafter == "ngram":
             self.drafter = NgramDrafter(self.k)
-        elif self.k > 0:
+        elif keep_drafter:
             self.drafter = MtpDrafter(
                 model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
             )
@@ -124,7 +128,7 @@ class SpeculativeDecoder(nn.Module):
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
             rows = state.num_rows()
-            tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
+            tokens = torch.cat([state.last_token[:, None], state.drafts[:, : self.k]], dim=1)
             batch, positions = state.decode_batch(
                 state.num_cached,
                 self._query_lens(state, state.active),
@@ -173,7 +177,7 @@ class SpeculativeDecoder(nn.Module):
         with torch.no_grad():
             position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=logits.device)
             targets = choose_tokens(
-                state, logits, position, state.drafts, sampled=self.sampled, allowed=allowed
+                state, logits, position, state.drafts[:, : self.k], sampled=self.sampled, allowed=allowed
             )
             self._tell_logprobs(state, logits, targets)
             return targets
@@ -199,18 +203,23 @@ class SpeculativeDecoder(nn.Module):
             if self.drafter is not None:
                 q_lens = self._query_lens(state, active, chunks)
                 verified = Verified(targets, count, hidden, num_cached, active, q_lens)
-                state.drafts.copy_(self.drafter.draft(state, verified))
+                state.drafts[:, : self.k].copy_(self.drafter.draft(state, verified))
             last_token = targets.gather(1, accepted[:, None])[:, 0]
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
-            state.report.copy_(torch.cat([count[:, None], active[:, None], targets], dim=1))
+            if state.num_drafts is not None:
+                state.num_drafts.fill_(self.k)
+            report = torch.cat([count[:, None], active[:, None], targets], dim=1)
+            state.report[:, : report.shape[1]].copy_(report)
 
     def _query_lens(self, state: DecodeState, active: Tensor, chunks: PromptChunks | None = None) -> Tensor:
         """How many of a row's k + 1 positions count, int32 `[rows]`: of a row that begins with `chunks`, one."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
         q_lens = torch.where(active, room.clamp(0, self.k + 1), 0)
+        if state.num_drafts is not None:
+            q_lens = torch.minimum(q_lens, state.num_drafts + 1)
         if chunks is None:
             return q_lens
         return torch.where(chunks.begins, q_lens.clamp(max=1), q_lens)
@@ -235,7 +244,7 @@ class SpeculativeDecoder(nn.Module):
         """How many of `targets` each row emits, int32 `[rows]`, and which rows go on."""
         index = torch.arange(self.k + 1, device=targets.device)
         # A draft counts only where its own position was run and a token can be sampled after it.
-        agrees = (state.drafts == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
+        agrees = (state.drafts[:, : self.k] == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
         count = 1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1)
         stops = (targets[..., None] == state.stop_ids[:, None]).any(dim=-1) & (index < count[:, None])
         first_stop = torch.where(stops, index, self.k + 1).amin(dim=1)

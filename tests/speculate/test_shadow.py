@@ -292,8 +292,8 @@ def test_an_engine_checks_its_own_streams() -> None:
     checked = engine(shadow_check_every=2)
     poison_caches(checked.model)
     assert checked.generate(PROMPTS, max_new_tokens=12) == plain
-    accept = checked._launcher._decoders[False]._accept
-    checked._launcher._decoders[False]._accept = lambda state, tokens, lens: accept(
+    accept = checked._launcher._decoders[False, checked.k]._accept
+    checked._launcher._decoders[False, checked.k]._accept = lambda state, tokens, lens: accept(
         state, tokens.random_(40), lens
     )
     with pytest.raises(ShadowCheckError, match="tokens: row 0"):

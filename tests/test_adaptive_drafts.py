@@ -1,0 +1,249 @@
+"""Draft lengths that change from step to step, in the engine: the same tokens, and drafts as good as from scratch."""
+
+import copy
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mla_compile import Engine, SamplingParams
+from mla_compile.engine import Completion, Generation
+from mla_compile.engine.draft_length import AdaptiveLength
+from mla_compile.models import MLAForCausalLM
+from mla_compile.torch_internals import compile_counters
+from tests.any_length import AnyLength
+from tests.models_for_tests import poison_caches, tiny_model
+from tests.speculate.from_scratch import PAGE, FromScratch, greedy, sampler
+from tests.speculate.prompt_lookup import prompt_lookup
+
+K = 3
+SHARED = [7, 8, 9, 10, 11, 12, 13, 14, 15]
+PROMPTS = [[*SHARED, 1], [2, 3], [*SHARED, 4, 5], [6], [16, 17, 18, 19, 20, 21, 22]]
+KINDS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=1.1, seed=5, top_p=0.9),
+    "penalised": SamplingParams(temperature=0.9, seed=2, frequency_penalty=0.8, logprobs=2),
+}
+
+
+def engine(model: MLAForCausalLM, policy: AnyLength | None = None, **settings: object) -> Engine:
+    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": PAGE, "compile": False}
+    drafts = {"num_speculative_tokens": K, "adaptive_draft_length": True}
+    made = Engine(model, **{**sizes, **drafts, **settings})
+    if policy is not None:
+        made._launcher.draft_length = policy
+    poison_caches(model)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> MLAForCausalLM:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def oracle(model: MLAForCausalLM) -> FromScratch:
+    return FromScratch(copy.deepcopy(model))
+
+
+def plain(params: SamplingParams, count: int = 24) -> list[Completion]:
+    """One token a step."""
+    made = Engine(tiny_model(), max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
+    return made.generate(PROMPTS, params, max_new_tokens=count)
+
+
+def serve(of: Engine, params: SamplingParams, check: object = None) -> list[Generation]:
+    """Requests that arrive one after the other; `check` looks at the engine after each of its steps."""
+    generations: list[Generation] = []
+    while of.has_work() or len(generations) < len(PROMPTS):
+        if len(generations) < len(PROMPTS) and of.stats.num_steps >= 3 * len(generations):
+            generations.append(of.add(PROMPTS[len(generations)], params, max_new_tokens=24))
+        of.step()
+        if callable(check):
+            check()
+    return generations
+
+
+@pytest.mark.parametrize("few_pages", [False, True])
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_plain_ones_and_drafts_those_from_scratch_whatever_the_lengths(
+    model: MLAForCausalLM, oracle: FromScratch, seed: int, kind: str, few_pages: bool
+) -> None:
+    """With prompts in chunks beside rows that decode, pages that prompts share, rows that move to other states and,
+    where there are few pages, preemption."""
+    params, policy = KINDS[kind], AnyLength(K, seed)
+    of = engine(model, policy, num_pages=19 if few_pages else None, max_tokens_per_step=4 * (1 + K) + 3)
+    choose, rows = greedy if kind == "greedy" else sampler(params), of._launcher.rows
+    num_checked = 0
+
+    def check() -> None:
+        nonlocal num_checked
+        length = policy.learned[-1][0].length
+        for slot, generation in rows._live.items():
+            row = rows[slot]
+            if generation.has_ended or not generation.completion.token_ids or not rows._state.active[row]:
+                continue
+            text = [*generation.prompt, *generation.completion.token_ids]
+            count = min(length, generation.max_len - len(text))  # what is behind the row's end is not drafted
+            drafts = rows._state.drafts[row, :count].tolist()
+            assert not count or drafts == oracle.drafts(text, count, choose), f"{length} drafts after {text}"
+            num_checked += count > 0
+
+    generations = serve(of, params, check)
+    assert [g.completion.token_ids for g in generations] == [c.token_ids for c in plain(params)]
+    stats = of.stats
+    assert num_checked > 50 and stats.num_reused_tokens > 0 and stats.num_mixed_steps > 0
+    assert (stats.num_preemptions > 0) == few_pages
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_each_row_may_have_its_own_number_of_drafts(
+    model: MLAForCausalLM, oracle: FromScratch, kind: str
+) -> None:
+    """In one step, and right drafts beyond a row's number are not accepted."""
+    params, dice = KINDS[kind], random.Random(0)
+    of = engine(model)
+    expected = [completion.token_ids for completion in plain(params)]
+    step, state = of.start(PROMPTS[:4], 24, [params] * 4, [])
+    texts = [[token] for token in state.last_token.tolist()]
+    while state.active.any():
+        assert state.num_drafts is not None
+        counts = [dice.randint(0, K) for _ in texts]
+        state.num_drafts.copy_(torch.tensor(counts))
+        for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
+            count = min(K, 24 - len(text))
+            if state.active[row] and count:
+                drafts = oracle.drafts(
+                    [*prompt, *text], count, greedy if kind == "greedy" else sampler(params)
+                )
+                assert state.drafts[row, :count].tolist() == drafts
+                state.drafts[row, :count] = torch.tensor(expected[row][len(text) : len(text) + count])
+        step(state)
+        for text, count, (emitted, _, *tokens) in zip(texts, counts, state.report.tolist()):
+            assert emitted in (0, min(1 + count, 24 - len(text)))
+            text += tokens[:emitted]
+    assert texts == expected[:4]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_n_gram_drafts_are_those_of_the_whole_text_whatever_the_lengths(
+    model: MLAForCausalLM, seed: int
+) -> None:
+    policy = AnyLength(K, seed)
+    of = engine(model, policy, drafter="ngram")
+    num_checked = 0
+
+    def check() -> None:
+        nonlocal num_checked
+        length, rows = policy.learned[-1][0].length, of._launcher.rows
+        for slot, generation in rows._live.items():
+            if generation.has_begun and not generation.has_ended:
+                text = [*generation.prompt, *generation.completion.token_ids]
+                assert rows._state.drafts[rows[slot], :length].tolist() == prompt_lookup(text, length)
+                num_checked += length > 0
+
+    generations = serve(of, SamplingParams(), check)
+    assert [g.completion.token_ids for g in generations] == [c.token_ids for c in plain(SamplingParams())]
+    assert num_checked > 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_penalties_and_log_probabilities_do_not_depend_on_lengths(model: MLAForCausalLM, seed: int) -> None:
+    of = engine(model, AnyLength(K, seed))
+    for generation, alone in zip(serve(of, KINDS["penalised"]), plain(KINDS["penalised"]), strict=True):
+        assert generation.completion.token_ids == alone.token_ids
+        assert generation.completion.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-4)
+
+
+def test_a_step_verifies_no_more_drafts_than_the_one_before_made(model: MLAForCausalLM) -> None:
+    """Though more stand in the state, and are right."""
+    params, (expected, *_) = SamplingParams(), plain(SamplingParams())
+    policy = AnyLength(K, first=[1, 3, 0, 2, 3, 3])
+    of = engine(model, policy)
+    generation = of.add(PROMPTS[0], params, max_new_tokens=24)
+    emitted = []
+    for _ in range(6):
+        known = len(generation.completion.token_ids)
+        if known:
+            state = of._launcher.rows._state
+            state.drafts[0] = torch.tensor(expected.token_ids[known : known + K])
+        of.step()
+        emitted.append(len(generation.completion.token_ids) - known)
+    assert emitted == [1, 1 + 1, 1, 1 + 0, 1 + 2, 1 + 3]
+    assert generation.completion.token_ids == expected.token_ids[: sum(emitted)]
+    assert [(d.length, d.num_verified, a) for d, a in policy.learned] == [
+        (1, 0, []),
+        *((3, 1, [1]), (0, 0, [0]), (2, 0, [0]), (3, 2, [2]), (3, 3, [3])),
+    ]
+    stats = of.stats
+    assert (stats.num_drafts, stats.num_verified, stats.draft_length) == (6, 5, 6 / 5)
+    assert stats.acceptance_length == 11 / 5
+    generation.abort()
+
+
+def test_a_token_chosen_on_the_host_is_asked_for_behind_the_drafts_of_this_step(
+    model: MLAForCausalLM,
+) -> None:
+    widths = []
+
+    def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
+        assert logits.shape[1] == drafts.shape[1] + 1
+        widths.append(drafts.shape[1])
+        return logits.argmax(dim=-1)
+
+    of = engine(model, AnyLength(K, first=[2, 3, 0, 1]), max_rows=len(PROMPTS))
+    *_, completions = of.stream(PROMPTS, max_new_tokens=24, choose=choose)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in plain(SamplingParams())]
+    assert widths[:4] == [0, 3, 0, 1], "first tokens follow no draft"
+
+
+def test_without_drafts_to_make_an_engine_is_a_plain_one(model: MLAForCausalLM) -> None:
+    of = Engine(model, adaptive_draft_length=True, max_rows=4, max_model_len=64, compile=False)
+    assert of.generate(PROMPTS, max_new_tokens=24) == plain(SamplingParams())
+    assert of.stats.draft_length == 0
+
+
+def test_a_fixed_length_needs_nothing_more_of_a_state() -> None:
+    of = Engine(tiny_model(), num_speculative_tokens=2, max_rows=4, max_model_len=64, compile=False)
+    _, state = of.start(PROMPTS[:1], 4, [SamplingParams()], [])
+    assert state.num_drafts is None
+
+
+def test_lengths_are_compiled_once_for_all_rows_and_checked_like_any_step() -> None:
+    """Each step against its eager twin."""
+    torch._dynamo.utils.counters.clear()
+    policy = AnyLength(1)
+    of = engine(
+        tiny_model(torch.float32),
+        policy,
+        num_speculative_tokens=1,
+        compile=True,
+        max_rows=2,
+        shadow_check_every=1,
+    )
+    report = of.warm_up()
+    assert compile_counters()["graphs"] == 2
+    assert [(bucket.rows, bucket.q_len) for bucket in report.buckets] == [(2, 2), (2, 1), (1, 2), (1, 1)]
+    expected = [c.token_ids for c in plain(SamplingParams())]
+    for count in (1, 2, 5):
+        completions = of.generate(PROMPTS[:count], max_new_tokens=24)
+        assert [c.token_ids for c in completions] == expected[:count]
+    assert {drafting.length for drafting, _ in policy.learned} == {0, 1}
+    assert compile_counters()["graphs"] == 2, "changing the length compiles nothing"
+
+
+def test_an_adaptive_engine_stops_drafting_where_nothing_is_accepted(
+    model: MLAForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with the tiny model's drafts, if a draft makes a step longer by 0.3 seconds."""
+    of = engine(model, max_model_len=256)
+    policy = of._launcher.draft_length
+    assert isinstance(policy, AdaptiveLength)
+    learn = policy.learn
+    monkeypatch.setattr(
+        policy, "learn", lambda drafting, accepted, _: learn(drafting, accepted, 1 + 0.3 * drafting.length)
+    )
+    of.generate([[1, 2, 3]], max_new_tokens=200)
+    assert of.stats.draft_length is not None and of.stats.draft_length < 0.5
