@@ -160,7 +160,7 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
 
 
 def measure(
-    name: str, rows: int, prompt_length: int, drafts: list[int], budgets: list[int]
+    name: str, rows: int, prompt_length: int, drafts: list[int], budgets: list[int], compile_mixed: bool
 ) -> Iterator[dict[str, Any]]:
     for k in drafts:
         with served(name, k, prompt_length + 1024) as model:
@@ -169,10 +169,12 @@ def measure(
                 engine = Engine(
                     model,
                     num_speculative_tokens=k,
-                    max_rows=2 * rows,
+                    max_rows=rows + LONG_PROMPTS,
                     max_model_len=prompt_length + 1024,
-                    max_tokens_per_step=2 * rows * (1 + k) + budget,
+                    max_tokens_per_step=(rows + LONG_PROMPTS) * (1 + k) + budget,
                     page_size=64,
+                    prefix_caching=False,  # or the prompts of the first trace would be there in the second
+                    compile_mixed=compile_mixed,
                 )
                 trace(engine, rows, prompt_length)  # compiles and captures
                 row = {
@@ -181,6 +183,7 @@ def measure(
                     "rows": rows,
                     "prompt": prompt_length,
                     "prompt_tokens_a_step": budget,
+                    "mixed_steps_are": "compiled" if compile_mixed else "eager",
                 }
                 yield row | trace(engine, rows, prompt_length)
 
@@ -281,6 +284,7 @@ def main() -> None:
     parser.add_argument(
         "--stock", nargs="*", choices=["dynamic", "static"], default=["dynamic", "static"], help="its caches"
     )
+    parser.add_argument("--eager-mixed", action="store_true", help="steps with prompts in them uncompiled")
     args = parser.parse_args()
     report: dict[str, Any] = {"torch": torch.__version__, "scheduler_us_256_rows": round(scheduler_us())}
     if torch.cuda.is_available():
@@ -290,7 +294,8 @@ def main() -> None:
     for name in args.models:
         length = PROMPT_LENGTHS[name]
         stock = measure_stock(name, args.rows, length, args.stock) if args.stock else []
-        for row in chain(stock, measure(name, args.rows, length, args.k, args.budgets)):
+        ours = measure(name, args.rows, length, args.k, args.budgets, not args.eager_mixed)
+        for row in chain(stock, ours):
             print(json.dumps(row), flush=True)
             report["rows"].append(row)
             if args.output:
