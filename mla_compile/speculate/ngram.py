@@ -37,8 +37,10 @@ def look_up(history: Tensor, num_tokens: Tensor, k: int) -> Tensor:
     place = torch.arange(places, device=history.device)
     # Where nothing agrees, the place before the last one is the latest.
     best = torch.where(place < last, length * places + place, -1).amax(dim=1, keepdim=True) % places
-    following = best + 1 + torch.arange(k, device=history.device) % (last - best)
-    return history.gather(1, following).long()
+    period, offset = last - best, torch.arange(k, device=history.device)
+    # Not `%`: Inductor's vectors for CPUs end in lanes of zeros, and it refuses to divide integers by them.
+    offset = offset - (offset / period).long() * period
+    return history.gather(1, best + 1 + offset).long()
 
 
 def record(history: Tensor, start: Tensor, tokens: Tensor, count: Tensor) -> None:

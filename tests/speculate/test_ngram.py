@@ -82,6 +82,14 @@ def test_the_longest_and_then_the_latest_match_is_followed(text: list[int], draf
     assert look_up(history, torch.tensor([len(text)]), 4).tolist() == [drafts]
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_compiled_look_up_finds_the_same(k: int) -> None:
+    history = torch.randint(5, (3, 40), dtype=torch.int32)
+    lengths = torch.tensor([5, 30, 40], dtype=torch.int32)
+    compiled = torch.compile(look_up, fullgraph=True)
+    assert torch.equal(compiled(history, lengths, k), look_up(history, lengths, k))
+
+
 def test_a_row_that_emits_nothing_records_nothing_wherever_it_stands() -> None:
     history = torch.arange(24, dtype=torch.int32).view(4, 6)
     expected = history.clone()
