@@ -99,7 +99,7 @@ def moved_rows_leave_their_history_behind(patch: pytest.MonkeyPatch) -> None:
         pytest.param(penalties_forget_what_a_preempted_row_has_said, marks=pytest.mark.slow),
         ended_requests_keep_their_pages,
         pytest.param(tokens_behind_a_stop_string_stay, marks=pytest.mark.slow),
-        pages_are_shared_one_token_early,
+        pytest.param(pages_are_shared_one_token_early, marks=pytest.mark.slow),
         one_draft_too_many_is_accepted,
         moved_rows_leave_their_history_behind,
     ],

@@ -36,22 +36,22 @@ def run(case: DecodeCase, **plan) -> None:
     check_decode(case, decode_triton(*case.args(), **plan))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rank", "rope", "heads"), [(512, 64, 20), (256, 64, 32), (256, 32, 40), (48, 16, 5)]
 )
-def test_widths_and_heads_of_real_models(rank: int, rope: int, heads: int, dtype: torch.dtype) -> None:
-    run(decode_case([130, 3], rank=rank, rope=rope, heads=heads, page_size=64, dtype=dtype))
+def test_widths_and_heads_of_real_models(rank: int, rope: int, heads: int) -> None:
+    run(decode_case([70, 3], rank=rank, rope=rope, heads=heads, page_size=64, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("seq_len", [31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129])
-def test_lengths_about_the_borders_of_many_splits(seq_len: int) -> None:
-    run(decode_case([seq_len, 128], q_len=2, heads=20), tiles=SMALL, splits=4, min_keys=32)
+@pytest.mark.parametrize("around", [32, 64, 96, 128])
+def test_lengths_about_the_borders_of_many_splits(around: int) -> None:
+    lengths = [around - 1, around, around + 1, 128]
+    run(decode_case(lengths, q_len=2, heads=4), tiles=SMALL, splits=4, min_keys=32)
 
 
 def test_ragged_rows_in_many_splits() -> None:
     run(decode_case([9, 40, 2, 17, 33], q_len=4, q_lens=[4, 1, 3, 0, 2]), tiles=SMALL, splits=3, min_keys=16)
-    run(decode_case([600, 1, 2, 300], heads=20), tiles=SMALL, splits=8, min_keys=32)
+    run(decode_case([300, 1, 2, 170], heads=4), tiles=SMALL, splits=8, min_keys=32)
 
 
 def test_an_inactive_row_is_not_read_whatever_its_state_holds() -> None:
@@ -62,8 +62,8 @@ def test_an_inactive_row_is_not_read_whatever_its_state_holds() -> None:
 
 def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
     lengths = [70, 33, 0, 5]
-    case = decode_case(lengths, q_len=2, heads=20)
-    alone = decode_case([n if row == 1 else 0 for row, n in enumerate(lengths)], q_len=2, heads=20, columns=5)
+    case = decode_case(lengths, q_len=2, heads=9)
+    alone = decode_case([n if row == 1 else 0 for row, n in enumerate(lengths)], q_len=2, heads=9, columns=5)
     pages = case.block_table[1].clone()
     alone.block_table[1] = pages
     for name in ("q_latent", "q_pe"):
@@ -74,7 +74,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
         assert all(torch.equal(a[2:4], b[2:4]) for a, b in zip(together, by_itself))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.data())
 def test_drawn_batches_and_plans(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 4))
@@ -85,7 +85,7 @@ def test_drawn_batches_and_plans(data: st.DataObject) -> None:
         lengths,
         q_len=q_len,
         q_lens=q_lens,
-        heads=data.draw(st.integers(1, 20)),
+        heads=data.draw(st.integers(1, 9)),
         rank=16 * data.draw(st.integers(1, 4)),
         rope=16 * data.draw(st.integers(1, 2)),
         page_size=data.draw(st.sampled_from([1, 3, 16, 64])),
