@@ -226,7 +226,7 @@ def test_compiled_steps_give_the_tokens_and_logprobs_of_eager_ones() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [None, pytest.param(MIXED, marks=pytest.mark.slow), TOLD],
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), TOLD],
     ids=["greedy", "mixed", "penalised"],
 )
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])

@@ -22,7 +22,7 @@ def test_greedy_tokens_are_those_of_stock(family):
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.slow)])
 def test_greedy_tokens_with_drafts_are_those_of_stock(family, k):
     model, mtp, expected = with_mtp(family)
     accelerate(model, num_speculative_tokens=k, mtp=mtp, compile=False)
@@ -31,7 +31,7 @@ def test_greedy_tokens_with_drafts_are_those_of_stock(family, k):
         assert stock.greedy(model, [prompt], STEPS) == [text]
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_drafts_are_those_of_the_checkpoints_mtp_layer(family, k, tmp_path):
     model, mtp, expected = with_mtp(family)
@@ -103,7 +103,7 @@ def test_greedy_tokens_of_a_compiled_model_are_those_of_stock(family):
 
 @pytest.mark.parametrize(
     "family",
-    ["glm4_moe_lite", *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v2", "deepseek_v3"))],
+    [pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")],
 )
 def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_of_stock(family, caplog):
     model = stock_model(family, n_group=1, topk_group=1, num_hidden_layers=2)

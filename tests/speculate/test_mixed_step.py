@@ -432,7 +432,7 @@ def mixes(draw: st.DrawFn) -> tuple[int, list[Request], list[list[Part]]]:
     return k, requests, calls
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(mixes())
 def test_any_mix_of_chunks_and_decode_rows_says_what_each_row_says_alone(
     mix: tuple[int, list[Request], list[list[Part]]],
@@ -497,6 +497,7 @@ def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
     assert compile_counters()["graphs"] == 1
 
 
+@pytest.mark.slow
 def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> None:
     """For tokens that are chosen on the host."""
     torch._dynamo.utils.counters.clear()
@@ -520,7 +521,7 @@ def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> 
     assert compile_counters()["graphs"] == 2
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalLM, k: int) -> None:
     runner = Runner(model, k, 2)
     runner.admit(0, Request(PROMPTS[0]))

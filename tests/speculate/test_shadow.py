@@ -61,7 +61,9 @@ def test_healthy_eager_steps_pass(k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "dtype", "temperature"), [(1, torch.float64, 1.0), (3, torch.float32, 0.0)], ids=str
+    ("k", "dtype", "temperature"),
+    [pytest.param(1, torch.float64, 1.0, marks=pytest.mark.slow), (3, torch.float32, 0.0)],
+    ids=str,
 )
 def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
     k: int, dtype: torch.dtype, temperature: float
