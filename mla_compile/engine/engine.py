@@ -53,7 +53,8 @@ class Engine:
             request's own text. None for the MTP layer where there is one, else the look-up.
         adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
             acceptance and measured step times (`draft_length.py`). Tokens do not depend on it. Each number of drafts is
-            a step of its own, compiled and captured when it is first tried, or by `warm_up`.
+            a step of its own, compiled and captured when it is first tried, or by `warm_up`. Steps with prompts in them
+            keep the number of the last one without.
         max_rows: requests that run at once; others wait.
         max_model_len: tokens of a request at most, prompt included.
         page_size: tokens per cache page.
@@ -107,6 +108,12 @@ class Engine:
             num_pages=num_pages,
             max_tokens_per_step=max_tokens_per_step,
             shadow_check_every=shadow_check_every,
+        )
+        _check_booleans(
+            adaptive_draft_length=adaptive_draft_length,
+            prefix_caching=prefix_caching,
+            compile=compile,
+            compile_mixed=compile_mixed,
         )
         if capture_budget is not None and (type(capture_budget) is not int or capture_budget < 0):
             raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(capture_budget))
@@ -587,6 +594,12 @@ def _check_integers(**values: int | None) -> None:
         required = name in ("max_rows", "max_model_len", "page_size", "max_new_tokens")
         if (required or value is not None) and (type(value) is not int or value < 1):
             raise MLAError(name, "an integer >= 1", repr(value))
+
+
+def _check_booleans(**values: object) -> None:
+    for name, value in values.items():
+        if type(value) is not bool:
+            raise MLAError(name, "True or False", repr(value))
 
 
 def _checked_drafter(name: DrafterName | None, k: int, model: ServedModel) -> DrafterName:

@@ -195,7 +195,7 @@ class Launcher:
                 num_stop_ids=num_stop_ids,
                 penalised_vocab=self._model.vocab_size if variant.penalised else None,
                 num_logprobs=num_logprobs,
-                history_len=self._max_pages * self._page_size if self._has_history else None,
+                history_len=max(2, self._max_pages * self._page_size) if self._has_history else None,
                 device=self._device,
             )
         return self._states[key]

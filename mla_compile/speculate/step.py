@@ -35,7 +35,14 @@ from torch import Tensor, nn
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.drafter import Drafter, DrafterName, MtpDrafter, NgramDrafter, Verified
+from mla_compile.speculate.drafter import (
+    Drafter,
+    DrafterName,
+    MtpDrafter,
+    NgramDrafter,
+    Verified,
+    check_drafter,
+)
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
@@ -83,6 +90,7 @@ class SpeculativeDecoder(nn.Module):
     ) -> None:
         super().__init__()
         check_num_drafts(num_speculative_tokens)
+        check_drafter(drafter)
         self.model = model
         self.k = num_speculative_tokens
         self.page_size = page_size

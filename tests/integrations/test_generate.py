@@ -343,7 +343,7 @@ def test_a_model_without_an_mtp_layer_looks_its_drafts_up() -> None:
     expected = greedy(model, prompts(), STEPS)
     accelerate(model, num_speculative_tokens=3, compile=False)
     assert greedy(model, prompts(), STEPS) == expected
-    assert all(completion.acceptance_length is not None for completion in model.mla.completions)
+    assert max(completion.acceptance_length for completion in model.mla.completions) > 1
     with pytest.raises(MLAError, match=r"use_mtp: .*with an MTP layer"):
         greedy(model, prompts(), STEPS, use_mtp=True)
 

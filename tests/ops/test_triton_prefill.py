@@ -21,7 +21,7 @@ def test_the_kernel_equals_the_definition_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("model", WIDTHS)
 @pytest.mark.parametrize("capability", [86, 90])
-def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
+def test_compiled_code_fits_the_gpu_and_spills_little(
     capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")

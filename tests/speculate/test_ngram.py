@@ -221,9 +221,16 @@ def test_the_drafter_is_the_mtp_layer_where_there_is_one() -> None:
     assert engine(without_mtp(), 0, drafter="mtp").k == 0
 
 
+def test_requests_of_one_token_have_a_history_of_two_places() -> None:
+    one = engine(without_mtp(), 1, drafter="ngram", max_model_len=1, page_size=1, num_pages=None)
+    assert one.warm_up().why_not == "compile=False"
+
+
 def test_what_cannot_draft_is_refused_by_name() -> None:
     with pytest.raises(MLAError, match="drafter: expected 'mtp', 'ngram' or None, got 'eagle'"):
         engine(without_mtp(), 3, drafter="eagle")
+    with pytest.raises(MLAError, match="drafter: expected 'mtp', 'ngram' or None, got 'eagle'"):
+        SpeculativeDecoder(without_mtp(), 3, page_size=4, drafter="eagle")
     message = "drafter: expected 'ngram' or None for a model without an MTP layer, got 'mtp'"
     with pytest.raises(MLAError, match=message):
         engine(without_mtp(), 3, drafter="mtp")

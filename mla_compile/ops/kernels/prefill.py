@@ -22,7 +22,7 @@ CONTEXT_TOKENS = 16_384
 @triton.jit
 def _attend(
     query,  # [BLOCK_M, NOPE_HEAD]
-    query_tail,  # [BLOCK_M, NOPE_TAIL]
+    query_tail,  # [BLOCK_M, NOPE_TAIL]; unread where that is 0
     query_pe,  # [BLOCK_M, ROPE]
     k_nope,
     k_pe,
