@@ -1,6 +1,6 @@
 """Adaptive draft length against every fixed one, on texts whose drafts are accepted and on texts whose are not.
 
-    python -m benchmarks.draft_length --output benchmarks/results/draft_length.json  # draft_length.cpu.json without a GPU
+    python -m benchmarks.draft_length --output benchmarks/results/draft_length.cpu.json  # where there is no GPU
 
 The shipped model continues held-out texts: Python at temperature 0.1, whose drafts are mostly accepted ("high"), prose
 at temperature 0.7, of whose drafts half are ("low"), and the same with noise for the MTP layer's weights, so that none
