@@ -125,12 +125,29 @@ def test_compiling_and_a_single_slow_step_are_not_taken_for_a_lengths_time() -> 
     assert times[3] < 1.05
 
 
-def test_launches_with_prompts_keep_the_length_and_say_nothing_of_its_time() -> None:
+def test_one_length_serves_buckets_that_take_turns() -> None:
+    """A draft, accepted three times in ten, pays beside prompts only; launches with prompts are many, then few."""
     policy = AdaptiveLength(3)
-    for _ in range(20):
-        assert policy.choose(None) == 3
-        policy.learn(Drafting(3, 3, None), [0, 0], 1e-9)
-    assert policy.choose("bucket") == 3, "not measured yet"
+    for share in (0.9, 0.1):
+        dice = random.Random(0)
+        chosen = []
+        for _ in range(600):
+            bucket = "prompts" if dice.random() < share else "decode"
+            chosen.append(policy.choose(bucket))
+            seconds = 3.0 if bucket == "prompts" else 1.0 + 0.5 * chosen[-1]
+            accepted = min(int(dice.random() < 0.3), chosen[-1])
+            policy.learn(Drafting(chosen[-1], chosen[-1], bucket), [accepted], seconds)
+        drafting = sum(length > 0 for length in chosen[300:])
+        assert drafting > 250 if share == 0.9 else drafting < 100
+
+
+def test_time_that_a_caller_took_is_not_spent_on_probes() -> None:
+    policy = AdaptiveLength(1)
+    for _ in range(10):
+        length = policy.choose("bucket")
+        policy.learn(Drafting(length, length, "bucket"), [0], 1.0 + length)
+    policy.learn(Drafting(0, 0, "bucket"), [0], 3600.0)
+    assert [policy.choose("bucket") for _ in range(20)] == [0] * 20
 
 
 def test_a_new_bucket_is_measured_when_it_is_first_met() -> None:

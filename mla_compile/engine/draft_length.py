@@ -37,12 +37,12 @@ class Drafting:
 
     length: how many it has made for each row.
     num_verified: how many of each row it has verified: no more than the launch before has made.
-    bucket: what its time depends on besides; None where prompts took part of the time.
+    bucket: what its time depends on besides.
     """
 
     length: int
     num_verified: int
-    bucket: Hashable | None
+    bucket: Hashable
 
 
 class DraftLength(Protocol):
@@ -51,8 +51,8 @@ class DraftLength(Protocol):
     lengths: list[int]
     """All that `choose` may say, ascending."""
 
-    def choose(self, bucket: Hashable | None) -> int:
-        """For the next launch, which has prompts in it where `bucket` is None."""
+    def choose(self, bucket: Hashable) -> int:
+        """For the next launch."""
 
     def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
         """Take in a launch's report, in the order of the launches.
@@ -68,7 +68,7 @@ class FixedLength:
     def __init__(self, length: int) -> None:
         self.lengths = [length]
 
-    def choose(self, bucket: Hashable | None) -> int:
+    def choose(self, bucket: Hashable) -> int:
         return self.lengths[0]
 
     def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
@@ -80,22 +80,25 @@ class AdaptiveLength:
 
     In a new bucket each length runs until it has been measured. From then on the best one runs, and within a share of
     the time the next longer and the next shorter one in turn, which shows whether acceptance or times have changed.
+    Where buckets take turns, decode steps and those with prompts, one length is best for all: a launch verifies no
+    more drafts than the one before has made. Its time is the mean over the launches of late.
     """
 
     def __init__(self, longest: int) -> None:
         self.lengths = draft_lengths(longest)
         self._acceptance = Acceptance(longest)
         self._times: dict[Hashable, StepTimes] = {}
+        self._shares: dict[Hashable, float] = {}  # of the launches of late
         self._current = longest
         self._num_left = 0  # launches until the length may change
         self._credit = 0.0  # seconds that a probe may cost
         self._probes_longer = True
 
-    def choose(self, bucket: Hashable | None) -> int:
+    def choose(self, bucket: Hashable) -> int:
         """See `DraftLength`."""
-        if bucket is None:
-            return self._current
         times = self._times.setdefault(bucket, StepTimes())
+        self._shares = {known: (1 - MEMORY) * share for known, share in self._shares.items()}
+        self._shares[bucket] = self._shares.get(bucket, 0.0) + MEMORY
         unmeasured = [length for length in self.lengths if length not in times]
         if unmeasured:
             # At its end the best one is chosen at once.
@@ -103,17 +106,28 @@ class AdaptiveLength:
         elif self._num_left > 0:
             self._num_left -= 1
         else:
-            self._decide(times)
+            self._decide(self._mean_times())
         return self._current
 
     def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
         """See `DraftLength`."""
         self._acceptance.learn(drafting.num_verified, accepted)
-        if drafting.bucket is not None:
-            self._times[drafting.bucket].learn(drafting.length, seconds)
-            self._credit += PROBE_SHARE * seconds
+        times = self._times[drafting.bucket]
+        if drafting.length in times:  # what compiles, or waits for its caller, earns nothing
+            self._credit += PROBE_SHARE * min(seconds, OUTLIER * times[drafting.length])
+        times.learn(drafting.length, seconds)
 
-    def _decide(self, times: "StepTimes") -> None:
+    def _mean_times(self) -> dict[int, float]:
+        """Seconds of a step of each length, over the launches of late in buckets where all have been measured."""
+        measured = [
+            (share, self._times[bucket])
+            for bucket, share in self._shares.items()
+            if all(length in self._times[bucket] for length in self.lengths)
+        ]
+        total = sum(share for share, _ in measured)
+        return {n: sum(share * times[n] for share, times in measured) / total for n in self.lengths}
+
+    def _decide(self, times: dict[int, float]) -> None:
         speeds = {n: self._acceptance.tokens(n) / times[n] for n in self.lengths}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > MARGIN * speeds[self._current]:
@@ -124,7 +138,7 @@ class AdaptiveLength:
         if around:
             self._probe(around[-1 if self._probes_longer else 0], speeds[self._current], times)
 
-    def _probe(self, length: int, speed: float, times: "StepTimes") -> None:
+    def _probe(self, length: int, speed: float, times: dict[int, float]) -> None:
         """Try another length, if there has been time enough for what that may cost.
 
         speed: tokens a second and row of the current one.

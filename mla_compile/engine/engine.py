@@ -53,8 +53,7 @@ class Engine:
             request's own text. None for the MTP layer where there is one, else the look-up.
         adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
             acceptance and measured step times (`draft_length.py`). Tokens do not depend on it. Each number of drafts is
-            a step of its own, compiled and captured when it is first tried, or by `warm_up`. Steps with prompts in them
-            keep the number of the last one without.
+            a step of its own, compiled and captured when it is first tried, or by `warm_up`.
         max_rows: requests that run at once; others wait.
         max_model_len: tokens of a request at most, prompt included.
         page_size: tokens per cache page.

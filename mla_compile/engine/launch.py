@@ -122,7 +122,7 @@ class Launcher:
         variant = self.rows.variant
         sampled = [(row, generations[row.request]) for row in plan.sampled]
         on_host = any(generation.is_chosen_on_host for _, generation in sampled)
-        bucket = None if chunks is not None else (variant, state.stop_ids.shape, on_host)
+        bucket = variant, state.stop_ids.shape, on_host, chunks is not None
         length = self.draft_length.choose(bucket)
         if on_host:
             self._run_in_halves(variant, length, state, chunks, sampled)
