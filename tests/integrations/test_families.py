@@ -19,6 +19,7 @@ from tests.integrations.mtp import (
 STEPS = 64
 
 
+@pytest.mark.slow  # of the models that other tests use, which do not change
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_varied_and_far_from_ties_and_the_same_without_padding_and_cache(family):
     model = stock_model(family)
@@ -84,6 +85,7 @@ def proposals(monkeypatch) -> list[tuple[list[int], list[int]]]:
     return seen
 
 
+@pytest.mark.slow  # likewise
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_every_number_of_drafts_is_accepted_somewhere(family):
     k, model = 3, stock_model(family)
