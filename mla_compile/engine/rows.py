@@ -128,13 +128,6 @@ class Rows:
         texts = [(row, g) for row, g in admitted if g.params.penalised]
         prompts = [(row, token) for row, g in texts for token in set(g.prompt)]
         emitted = [(row, token) for row, g in texts for token in g.completion.token_ids]
-        history: list[tuple[int, int, int]] = []
-        if state.history is not None:
-            history = [
-                (row, position, token)
-                for row, g in admitted
-                for position, token in enumerate(chain(g.prompt, g.completion.token_ids))
-            ]
         columns = [
             inactive,
             [row for row, _ in admitted],
@@ -142,9 +135,11 @@ class Rows:
             [g.params.seed for _, g in admitted],
             [g.params.top_k for _, g in admitted],
             list(chain(*stop_ids)),
-            *([triple[i] for triple in triples] for triples in (pages, history) for i in range(3)),
+            *([place[i] for place in pages] for i in range(3)),
             *([pair[i] for pair in pairs] for pairs in (prompts, emitted) for i in range(2)),
         ]
+        if state.history is not None:
+            columns += ([*g.prompt, *g.completion.token_ids] for _, g in admitted)
         off, rows, max_len, seed, top_k, stops, *places = upload(columns, torch.int64, self._device)
         if inactive:
             state.active.index_fill_(0, off, False)
@@ -158,13 +153,14 @@ class Rows:
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))
-        at, index, page, text_row, position, token, *pairs = places
+        (at, index, page), pairs, histories = places[:3], places[3:7], places[7:]
         if pages:
             state.block_table.index_put_((at, index), page.to(torch.int32))
         if admitted and state.in_prompt is not None and state.num_emitted is not None:
             _write_texts(state.in_prompt, state.num_emitted, rows, *pairs)
-        if history and state.history is not None:
-            state.history.index_put_((text_row, position), token.to(torch.int32))
+        if state.history is not None:
+            for (row, _), text in zip(admitted, histories, strict=True):
+                state.history[row, : len(text)] = text
 
     def _pages(self, grant: Grant) -> list[int]:
         n = self._pages_per_grant
