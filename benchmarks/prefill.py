@@ -40,7 +40,7 @@ def inputs(model: str, rows: int, new: int, cached: int) -> tuple[Any, ...]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    host_lens = torch.tensor([[new] * rows, [new + cached] * rows], dtype=torch.int32)
+    host_lens = torch.tensor([[new, new + cached]] * rows, dtype=torch.int32)
     return (
         *(randn(rows * new, heads, width) for width in (nope, ROPE, nope)),
         randn(rows * new, ROPE),
@@ -49,7 +49,7 @@ def inputs(model: str, rows: int, new: int, cached: int) -> tuple[Any, ...]:
         randn(heads, nope, RANK) * RANK**-0.5,
         randn(heads, RANK, v) * RANK**-0.5,
         torch.arange(rows + 1, dtype=torch.int32, device="cuda") * new,
-        host_lens[1].cuda(),
+        host_lens[:, 1].contiguous().cuda(),
         torch.randperm(rows * columns, device="cuda").int().view(rows, columns),
         host_lens,
         (nope + ROPE) ** -0.5,

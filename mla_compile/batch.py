@@ -41,7 +41,7 @@ class PrefillSegment:
     seq_lens: context and chunk together, int32 `[rows]`.
     block_table: int32 `[rows, max_pages]`.
     slot_mapping: int64 `[tokens]`.
-    host_lens: int32 `[2, rows]` on the CPU: the chunks' lengths, then `seq_lens`.
+    host_lens: int32 `[rows, 2]` on the CPU: a chunk's length and its `seq_lens`.
     """
 
     cu_seqlens_q: Tensor
@@ -107,14 +107,15 @@ def prefill_segment(
     device = block_table.device
     host = torch.tensor([chunk_lens, [c + n for c, n in zip(chunk_lens, num_cached, strict=True)]])
     host = host.to(torch.int32)
-    lens = copied_to(device, host)
+    q_lens, seq_lens = copied_to(device, host)
     row_of_token = copied_to(device, torch.repeat_interleave(torch.arange(rows), host[0]))
-    cu_seqlens_q = torch.nn.functional.pad(lens[0].cumsum(0), (1, 0)).to(torch.int32)
+    cu_seqlens_q = torch.nn.functional.pad(q_lens.cumsum(0), (1, 0)).to(torch.int32)
     index = torch.arange(row_of_token.shape[0], device=device) - cu_seqlens_q[row_of_token]
-    positions = index + (lens[1] - lens[0])[row_of_token]
+    positions = index + (seq_lens - q_lens)[row_of_token]
     slots = slots_of(block_table[row_of_token], positions[:, None], page_size)
     # No field may be a view of another: Dynamo would guard on their common base, and compile anew for each batch.
-    segment = PrefillSegment(cu_seqlens_q, lens[1].clone(), block_table, slots.flatten(), host)
+    host_lens = torch.stack([host[0], host[1]], dim=1)
+    segment = PrefillSegment(cu_seqlens_q, seq_lens.clone(), block_table, slots.flatten(), host_lens)
     return segment, positions
 
 

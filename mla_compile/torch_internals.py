@@ -121,11 +121,6 @@ def mark_rows(tensor: torch.Tensor) -> None:
     torch._dynamo.decorators.mark_unbacked(tensor, 0)
 
 
-def mark_columns(tensor: torch.Tensor) -> None:
-    """The same of the second dimension."""
-    torch._dynamo.decorators.mark_unbacked(tensor, 1)
-
-
 def mark_cache(tensor: torch.Tensor) -> None:
     """Tell the compiler of a cache what it takes for granted of a module's buffers: it stays, and keeps its sizes."""
     torch._dynamo.mark_static_address(tensor, guard=False)

@@ -205,13 +205,13 @@ def test_weights_that_moved_between_streams_are_noticed() -> None:
 
 @pytest.mark.parametrize("compile_mixed", [False, True], ids=["mixed steps eager", "mixed steps compiled"])
 def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(compile_mixed: bool) -> None:
-    """The second time nothing is compiled, and a wait of the host for the device would be an error."""
+    """The third time nothing is compiled or recorded, and a wait of the host for the device would be an error."""
     lengths = (3, 90, 4, 17, 150, 1, 40, 5, 33, 8)
     prompts = [[1 + (7 * i + 3 * j * j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
     captured, plain = fresh_engines(3, compile_mixed=compile_mixed, max_tokens_per_step=48)
     expected = [plain.generate([prompt], max_new_tokens=60)[0].token_ids for prompt in prompts]
     poison_caches(captured.model)
-    for mode in ("default", "error"):
+    for mode in ("default", "default", "error"):
         captured.reset_prefix_cache()
         mixed, generations = captured.stats.num_mixed_steps, []
         torch.cuda.set_sync_debug_mode(mode)
@@ -226,3 +226,7 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(compile_
             torch.cuda.set_sync_debug_mode("default")
         assert [generation.completion.token_ids for generation in generations] == expected
         assert captured.stats.num_mixed_steps > mixed + 5
+    in_parts = [bucket for bucket in captured.capture_report().buckets if bucket.prompt_tokens]
+    assert bool(in_parts) is compile_mixed
+    for bucket in in_parts:
+        assert bucket.num_graphs > len(captured.model.layers), f"recorded around the prefill calls: {bucket}"

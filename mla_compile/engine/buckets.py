@@ -23,13 +23,23 @@ def choose_rows(count: int, sizes: Sequence[int], recorded: Container[int], *, s
     return next((size for size in larger if size in recorded), own)
 
 
+def padded_prompt_tokens(count: int) -> int:
+    """The least size of a mixed step's prompts that has room for `count` tokens.
+
+    Each size is captured by itself. There are few, four for a factor of two, and below 128 the multiples of 16.
+    """
+    unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
+    return -(-count // unit) * unit
+
+
 @dataclass
 class Bucket:
-    """One captured shape of one step, and what came of it; `rows * q_len` tokens.
+    """One captured shape of one step, and what came of it; `rows * q_len + prompt_tokens` tokens.
 
-    step: "greedy" or "sampled", with what else is compiled in ("greedy, penalties, 5 logprobs"); where tokens are
-        chosen on the host its halves, "verify" and "advance, greedy", ....
+    step: "greedy" or "sampled", with what else is compiled in ("greedy, penalties, 5 logprobs"); "mixed, greedy" with
+        prompts; where tokens are chosen on the host its halves, "verify" and "advance, greedy", ....
     num_stop_ids: places for stop ids in a row, which are compiled in.
+    prompt_tokens: of a mixed step, padding included.
     num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
     num_bytes: by which its recording made the graphs' memory pool and the driver's own memory grow. A bucket fits in
         the pool of a larger one that was recorded before it. Of the driver's memory only what the whole device uses
@@ -45,6 +55,7 @@ class Bucket:
     rows: int
     q_len: int
     num_stop_ids: int
+    prompt_tokens: int = 0
     num_graphs: int = 0
     num_bytes: int = 0
     compile_seconds: float = 0.0
@@ -88,16 +99,27 @@ class CaptureReport:
 
     def __str__(self) -> str:
         width = max(18, *(len(bucket.step) + 1 for bucket in self.buckets), 0)
-        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
-        names = "step", "rows", "q_len", "stop ids", "compile s", "capture s", "graphs", "MiB", "outcome"
+        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
+        names = (
+            "step",
+            "rows",
+            "q_len",
+            "prompt",
+            "stop ids",
+            "compile s",
+            "capture s",
+            "graphs",
+            "MiB",
+            "outcome",
+        )
         lines = [form.format(*names)]
         for bucket in self.buckets:
-            shape = bucket.step, bucket.rows, bucket.q_len, bucket.num_stop_ids
+            shape = bucket.step, bucket.rows, bucket.q_len, bucket.prompt_tokens, bucket.num_stop_ids
             lines.append(form.format(*shape, *_costs(bucket), bucket.outcome))
         captured = sum(bucket.num_graphs > 0 for bucket in self.buckets)
         limit = "" if self.budget is None else f", budget {self.budget / MIB:.1f} MiB"
         outcome = self.why_not or f"{captured} of {len(self.buckets)} captured{limit}"
-        return "\n".join([*lines, form.format("total", "", "", "", *_costs(self), outcome)])
+        return "\n".join([*lines, form.format("total", "", "", "", "", *_costs(self), outcome)])
 
 
 def _costs(of: Bucket | CaptureReport) -> tuple[str, str, int, str]:

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
-from mla_compile.speculate import DecodeState
+from mla_compile.speculate import DecodeState, PromptChunks
 from mla_compile.torch_internals import (
     compile_seconds,
     cuda_graph_usage,
     last_cuda_graph,
     recording_cuda_graphs,
 )
+
+_Shape = tuple[int, int, int]
+"""Rows, places for stop ids, prompt tokens."""
 
 CALLS_TO_RECORD = 2
 """Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""
@@ -44,8 +47,8 @@ class Captures:
         self._device = device
         self._budget = budget
         self._why_not = why_not
-        self._buckets: dict[tuple[str, int, int, int], Bucket] = {}
-        self._known: list[dict[torch.Size, Callable[..., Any]]] = []
+        self._buckets: dict[tuple[str, int, int, int, int], Bucket] = {}
+        self._known: list[dict[_Shape, Callable[..., Any]]] = []
 
     def check_again(self) -> None:
         """Let each bucket's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
@@ -68,7 +71,7 @@ class Captures:
         own = choose_rows(count, self.sizes, recorded, spent=False)
         rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent())
         if rows != own:
-            padded = self._bucket(step, q_len, own, num_stop_ids)
+            padded = self._bucket(step, q_len, (own, num_stop_ids, 0))
             padded.padded_to, padded.why_not = rows, SPENT
         return rows
 
@@ -76,23 +79,26 @@ class Captures:
         """A compiled step of `q_len` query tokens a row, or half of one, with its captures within the budget and its
         first calls measured.
 
-        It is called with a `DecodeState` and what else `step` takes. Once a bucket's graph is recorded, and it is the
-        whole of a call, the graph is replayed without the compiled step until `check_again`: Dynamo's guards and
-        torch's checks take longer than the launch. What the model does on the host is not repeated then.
+        It is called with a `DecodeState` and what else `step` takes, a mixed step's `PromptChunks` first. Once a
+        bucket's graph is recorded, and it is the whole of a call, the graph is replayed without the compiled step until
+        `check_again`: Dynamo's guards and torch's checks take longer than the launch. What the model does on the host
+        is not repeated then.
         """
         uncaptured = step if self._why_not else _recording(step, False)
         captured = _recording(step, True)
-        known: dict[torch.Size, Callable[..., Any]] = {}
+        known: dict[_Shape, Callable[..., Any]] = {}
         self._known.append(known)
-        calls: Counter[torch.Size] = Counter()
+        calls: Counter[_Shape] = Counter()
 
         # With the compiled step's attributes, by which `shadow_check` finds the eager one.
         @functools.wraps(step)
         def run(state: DecodeState, *args: Any) -> Any:
-            shape = state.stop_ids.shape  # all that tells one bucket of this step from another
+            rows, num_stop_ids = state.stop_ids.shape
+            prompt_tokens = len(args[0].token_ids) if args and isinstance(args[0], PromptChunks) else 0
+            shape = rows, num_stop_ids, prompt_tokens  # all that tells one bucket of this step from another
             if (call := known.get(shape)) is not None:
                 return call(state, *args)
-            bucket = self._bucket(name, q_len, *shape)
+            bucket = self._bucket(name, q_len, shape)
             if not calls[shape] or bucket.why_not == FAILED:
                 bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
             call = uncaptured if bucket.why_not else captured
@@ -107,7 +113,8 @@ class Captures:
             if bucket.why_not:
                 known[shape] = uncaptured
             elif calls[shape] >= CALLS_TO_RECORD:
-                known[shape] = self._replaying(step, state)
+                # A mixed step is more than its graphs: its prefill calls run between them.
+                known[shape] = step if prompt_tokens else self._replaying(step, state)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
 
@@ -129,9 +136,10 @@ class Captures:
             return False
         return sum(bucket.num_bytes for bucket in self._buckets.values()) >= self._budget
 
-    def _bucket(self, step: str, q_len: int, rows: int, num_stop_ids: int) -> Bucket:
-        key = step, q_len, rows, num_stop_ids
-        return self._buckets.setdefault(key, Bucket(step, rows, q_len, num_stop_ids))
+    def _bucket(self, step: str, q_len: int, shape: _Shape) -> Bucket:
+        rows, num_stop_ids, prompt_tokens = shape
+        key = step, q_len, *shape
+        return self._buckets.setdefault(key, Bucket(step, rows, q_len, num_stop_ids, prompt_tokens))
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add what it cost to the bucket's sums."""

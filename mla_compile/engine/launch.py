@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.backend import resolve_settings
-from mla_compile.engine.buckets import CaptureReport
+from mla_compile.engine.buckets import CaptureReport, padded_prompt_tokens
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.draft_length import Drafting, DraftLength
 from mla_compile.engine.generation import Generation
@@ -51,8 +51,8 @@ class Launcher:
     """Launches the steps that plans ask for.
 
     A step is one compiled call where all rows decode, captured if it can be. With prompt chunks in it it runs eagerly,
-    or compiled but never captured, as its sizes change with every plan. Where tokens are chosen on the host it is a
-    call for each half.
+    or compiled and captured around the prefill calls, its prompts padded to one of a few sizes. Where tokens are chosen
+    on the host it is a call for each half.
 
     Args:
         model: whose caches have `page_size` tokens a page.
@@ -105,9 +105,10 @@ class Launcher:
             for length in draft_length.lengths
         }
         why_not = _why_not_captured(compile, mode, self._device)
+        self._pads_prompts = self._compile_mixed and why_not is None
         self._captures = Captures(max_rows, device=self._device, budget=capture_budget, why_not=why_not)
         self._steps: dict[tuple[Variant, int], Step] = {}
-        self._mixed_steps: dict[SpeculativeDecoder, Callable[[DecodeState, PromptChunks], None]] = {}
+        self._mixed_steps: dict[tuple[Variant, int], Callable[[DecodeState, PromptChunks], None]] = {}
         self._verifies: dict[int, Callable[..., Any]] = {}
         self._advances: dict[tuple[Variant, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
@@ -118,16 +119,16 @@ class Launcher:
         if plan.admitted:
             self._captures.check_again()
         state = self.rows.prepare(plan, generations)
-        chunks = self._packed(plan, state) if plan.chunks else None
         variant = self.rows.variant
         sampled = [(row, generations[row.request]) for row in plan.sampled]
         on_host = any(generation.is_chosen_on_host for _, generation in sampled)
+        chunks = self._packed(plan, state, pad=self._pads_prompts and not on_host) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
         length = self.draft_length.choose(bucket)
         if on_host:
             self._run_in_halves(variant, length, state, chunks, sampled)
         elif chunks is not None:
-            self._mixed(self._decoders[variant.sampled, length])(state, chunks)
+            self._mixed(variant, length)(state, chunks)
         else:
             self.step(variant, length)(state)
         rows = [self.rows[row.slot] for row, _ in sampled]
@@ -147,14 +148,15 @@ class Launcher:
             self._steps[variant, length] = step
         return self._steps[variant, length]
 
-    def _mixed(self, decoder: SpeculativeDecoder) -> Callable[[DecodeState, PromptChunks], None]:
-        """The step of rows that decode and prompts beside them; states tell what else is compiled in."""
-        if decoder not in self._mixed_steps:
+    def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PromptChunks], None]:
+        """The step of rows that decode and prompts beside them."""
+        if (variant, length) not in self._mixed_steps:
+            decoder = self._decoders[variant.sampled, length]
             mixed = decoder.mixed
             if self._compile_mixed:
-                mixed = torch.compile(with_own_code(mixed), backend="mla", fullgraph=True)
-            self._mixed_steps[decoder] = mixed
-        return self._mixed_steps[decoder]
+                mixed = self._compiled(f"mixed, {variant.name}", decoder, mixed)
+            self._mixed_steps[variant, length] = mixed
+        return self._mixed_steps[variant, length]
 
     def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
         """Compile a step for each number of drafts, and record it for all numbers of rows, largest first."""
@@ -200,9 +202,10 @@ class Launcher:
             )
         return self._states[key]
 
-    def _packed(self, plan: Plan, state: DecodeState) -> PromptChunks:
+    def _packed(self, plan: Plan, state: DecodeState, *, pad: bool) -> PromptChunks:
         chunks = [PromptChunk(self.rows[c.slot], c.request.tokens, c.start, c.end) for c in plan.chunks]
-        return PromptChunks.pack(chunks, state, page_size=self._page_size)
+        num_tokens = padded_prompt_tokens(sum(c.length for c in plan.chunks)) if pad else 0
+        return PromptChunks.pack(chunks, state, page_size=self._page_size, num_tokens=num_tokens)
 
     def _run_in_halves(
         self,

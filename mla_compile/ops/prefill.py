@@ -108,7 +108,8 @@ def prefill_torch(
     if tokens == 0:
         return v.new_empty(v.shape)
     accumulate = accumulate_dtype(q_nope.dtype)
-    max_q, max_context = int(host_lens[0].max()), int((host_lens[1] - host_lens[0]).max())
+    lens = host_lens.tolist()
+    max_q, max_context = max(n for n, _ in lens), max(end - n for n, end in lens)
     q_lens = cu_seqlens_q.diff()
     offset = torch.arange(max_q, device=q_nope.device)
     # Ragged -> padded: row r's token j is packed token cu[r] + j; positions past its end repeat the last token.
@@ -189,7 +190,7 @@ def mla_prefill(
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
         seq_lens: int32 `[rows]`, context and chunk together; block_table: int32 `[rows, max_pages]`.
-        host_lens: int32 `[2, rows]` on the CPU: query lengths, sequence lengths (sizes are read from it).
+        host_lens: int32 `[rows, 2]` on the CPU: query length, sequence length (sizes are read from it).
         softmax_scale: multiplies the scores.
 
     Returns:

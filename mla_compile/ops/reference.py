@@ -62,6 +62,6 @@ def _tokens(batch: MLABatch) -> list[tuple[Tensor, int]]:
                 keys = max(0, seq_len - (valid - 1 - j)) if j < valid else 0
                 tokens.append((decode.block_table[row], keys))
     if (prefill := batch.prefill) is not None:
-        for row, (q_len, seq_len) in enumerate(prefill.host_lens.T.tolist()):
+        for row, (q_len, seq_len) in enumerate(prefill.host_lens.tolist()):
             tokens += [(prefill.block_table[row], seq_len - q_len + j + 1) for j in range(q_len)]
     return tokens

@@ -259,12 +259,12 @@ def _prefill_rows(
     _rows(prefix, seq_lens, block_table, like)
     _tensor(f"{prefix}cu_seqlens_q", cu_seqlens_q, "rows + 1", dtype=torch.int32, like=like)
     _size(f"{prefix}cu_seqlens_q", cu_seqlens_q, 0, seq_lens.shape[0] + 1, "rows + 1")
-    _tensor(f"{prefix}host_lens", host_lens, "2, rows", dtype=torch.int32)
+    _tensor(f"{prefix}host_lens", host_lens, "rows, 2", dtype=torch.int32)
     if host_lens.device.type != "cpu":
         mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
         raise MLAError(f"{prefix}host_lens", "a CPU tensor", host_lens.device, mend)
-    _size(f"{prefix}host_lens", host_lens, 0, 2, "query lengths, sequence lengths")
-    _size(f"{prefix}host_lens", host_lens, 1, seq_lens.shape[0], "rows of seq_lens")
+    _size(f"{prefix}host_lens", host_lens, 1, 2, "query length, sequence length")
+    _size(f"{prefix}host_lens", host_lens, 0, seq_lens.shape[0], "rows of seq_lens")
 
 
 def attention(
@@ -330,16 +330,17 @@ def chunk_lengths(
 ) -> None:
     """The host's lengths are sound in themselves, and those of the device where it is the CPU too."""
     name = f"{prefix}host_lens"
-    if int(lens[0].sum()) != tokens:
-        raise MLAError(name, f"query lengths that sum to {tokens} tokens", lens[0].tolist())
-    if bool((lens[0] < 0).any()) or bool((lens[1] < lens[0]).any()):
+    q_lens, ends = lens.unbind(1)
+    if int(q_lens.sum()) != tokens:
+        raise MLAError(name, f"query lengths that sum to {tokens} tokens", q_lens.tolist())
+    if bool((q_lens < 0).any()) or bool((ends < q_lens).any()):
         raise MLAError(name, "query lengths >= 0 and sequence lengths >= query lengths", lens.tolist())
-    check_capacity(name, max(lens[1].tolist(), default=0), block_table.shape[1], kv_cache.shape[1])
+    check_capacity(name, max(ends.tolist(), default=0), block_table.shape[1], kv_cache.shape[1])
     if seq_lens.device.type != "cpu":
         return
-    if not torch.equal(lens[1], seq_lens):
-        raise MLAError(f"{prefix}seq_lens", f"those of host_lens, {lens[1].tolist()}", seq_lens.tolist())
-    sums = torch.nn.functional.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0))
+    if not torch.equal(ends, seq_lens):
+        raise MLAError(f"{prefix}seq_lens", f"those of host_lens, {ends.tolist()}", seq_lens.tolist())
+    sums = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
     if not torch.equal(sums, cu_seqlens_q):
         raise MLAError(f"{prefix}cu_seqlens_q", f"{sums.tolist()}, from host_lens", cu_seqlens_q.tolist())
 

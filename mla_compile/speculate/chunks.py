@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_compile.batch import PrefillSegment, copied_to, prefill_segment
 from mla_compile.errors import MLAError
 from mla_compile.speculate.state import DecodeState
-from mla_compile.torch_internals import mark_columns, mark_rows
+from mla_compile.torch_internals import mark_rows
 
 MIN_TOKENS = 2
 """Of a call: Inductor asks of a number of tokens whether it is 1, and compiles anew where it is."""
@@ -106,9 +106,8 @@ class PromptChunks:
             segment=segment,
             last_of_row=integers(last_of_row),
         )
-        for tensor in packed.tensors():
+        for tensor in (*packed.tensors(), segment.host_lens):
             mark_rows(tensor)
-        mark_columns(segment.host_lens)
         return packed
 
     def tensors(self) -> list[Tensor]:
@@ -140,6 +139,6 @@ class PromptChunks:
         for tensor in (self.next_token_ids, self.positions, segment.slot_mapping):
             torch._check(tensor.shape[0] == tokens)
         torch._check(segment.block_table.shape[0] == chunks)
-        torch._check(segment.host_lens.shape[1] == chunks)
+        torch._check(segment.host_lens.shape[0] == chunks)
         torch._check(segment.cu_seqlens_q.shape[0] == chunks + 1)
         torch._check(self.last_of_row.shape[0] == rows)

@@ -180,11 +180,11 @@ BAD_PREFILL = {
     "host_lens on a device": ("host_lens", changed("host_lens", lambda x: x.to("meta"))),
     "cu_seqlens_q that host_lens contradict": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x + 1)),
     "seq_lens that host_lens contradict": ("seq_lens", changed("seq_lens", lambda x: x - 1)),
-    "host_lens of one line": ("host_lens", changed("host_lens", lambda x: x[:1])),
+    "host_lens of one column": ("host_lens", changed("host_lens", lambda x: x[:, :1])),
     "host_lens of other tokens": ("host_lens", changed("host_lens", lambda x: x + 1)),
     "sequences shorter than their queries": (
         "host_lens",
-        changed("host_lens", lambda x: x * torch.tensor([[1], [0]], dtype=torch.int32)),
+        changed("host_lens", lambda x: x * torch.tensor([1, 0], dtype=torch.int32)),
     ),
 }
 

@@ -138,7 +138,7 @@ def make_inputs(
     if unbacked:
         mark_unbacked(x, 0)
         for segment in filter(None, (decode, prefill)):
-            for name, tensor in vars(segment).items():
+            for tensor in vars(segment).values():
                 if isinstance(tensor, Tensor):
-                    mark_unbacked(tensor, 1 if name == "host_lens" else 0)
+                    mark_unbacked(tensor, 0)
     return x, MLABatch(decode, prefill)

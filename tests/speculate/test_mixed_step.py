@@ -237,7 +237,7 @@ def test_a_prompt_of_as_many_tokens_as_a_decode_row_has_is_prefilled(
     runner.run([(1, 0, k + 1)])
     runner.run()
     (first, second) = batches
-    assert first.prefill is not None and first.prefill.host_lens[:, 0].tolist() == [k + 1] * 2
+    assert first.prefill is not None and first.prefill.host_lens[0].tolist() == [k + 1] * 2
     assert [batch.decode.q_lens.tolist() for batch in batches] == [[k + 1, 0], [k + 1, k + 1]]
     assert second.prefill is None
     runner.check()

@@ -57,14 +57,14 @@ class RecurrentStates:
     def _prefill(self, run: Run, token_ids: Tensor, positions: Tensor, segment: PrefillSegment) -> Tensor:
         hidden, start = [], 0
         slots = _slots(segment.block_table)
-        for row, (q_len, seq_len) in enumerate(segment.host_lens.T.tolist()):
+        for row, (q_len, seq_len) in enumerate(segment.host_lens.tolist()):
             tokens, one = slice(start, start + q_len), slice(row, row + 1)
             part = PrefillSegment(
                 cu_seqlens_q=segment.cu_seqlens_q.new_tensor([0, q_len]),
                 seq_lens=segment.seq_lens[one],
                 block_table=segment.block_table[one],
                 slot_mapping=segment.slot_mapping[tokens],
-                host_lens=segment.host_lens[:, one],
+                host_lens=segment.host_lens[one],
             )
             if seq_len == q_len:
                 self._clear()

@@ -4,8 +4,6 @@ A program holds BLOCK_M queries of one head and walks over keys. New tokens come
 gathered from its pages, expanded by two matrix products, attended to, and joined with what is there already.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,6 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.decode import LN_2, LOG2_E
 from mla_compile.ops.kernels.plan import PrefillTiles, device_of, nope_blocks, power_of_two, prefill_tiles
-from mla_compile.ops.paging import gather_latents
 
 CONTEXT_TOKENS = 16_384
 """Tokens of context that are expanded at a time, over all rows: it bounds the workspace."""
@@ -204,6 +201,37 @@ def prefill_kernel(
     tl.store(lse_at, log_sum, mask=m < q_len)
 
 
+@triton.jit
+def gather_kernel(
+    kv_cache,  # [pages, PAGE_SIZE, WIDTH], contiguous
+    block_table,  # int32 [rows, pages], rows table_stride apart
+    cu_seqlens_q,  # int32 [rows + 1]
+    seq_lens,  # int32 [rows]
+    latents,  # [rows, width, WIDTH]
+    start,
+    width,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """A row's context from position `start` on, with zeros past its end; grid `[token blocks, rows]`."""
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.arange(0, WIDTH_BLOCK)
+    q_len = tl.load(cu_seqlens_q + row + 1) - tl.load(cu_seqlens_q + row)
+    position = start + n
+    live = (n < width) & (position < tl.load(seq_lens + row) - q_len)
+    page = tl.load(block_table + row * table_stride + position // PAGE_SIZE, mask=live, other=0).to(tl.int64)
+    at = kv_cache + (page * PAGE_SIZE + position % PAGE_SIZE)[:, None] * WIDTH + c[None, :]
+    in_row = (c < WIDTH)[None, :]
+    found = tl.load(at, mask=live[:, None] & in_row, other=0.0)
+    tl.store(
+        latents + (row * width + n)[:, None] * WIDTH + c[None, :], found, mask=(n < width)[:, None] & in_row
+    )
+
+
 def prefill_triton(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -229,7 +257,8 @@ def prefill_triton(
     tokens, heads, nope = q_nope.shape
     rope, value = q_pe.shape[2], v.shape[2]
     rows = seq_lens.shape[0]
-    max_q, max_context = int(host_lens[0].max()), int((host_lens[1] - host_lens[0]).max())
+    lens = host_lens.tolist()
+    max_q, max_context = max(n for n, _ in lens), max(end - n for n, end in lens)
     nope_head, nope_tail = nope_blocks(nope)
     tiles = tiles or prefill_tiles(nope, rope, value, q_nope.dtype, device_of(q_nope))
     q_nope, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nope, q_pe))
@@ -274,20 +303,30 @@ def prefill_triton(
 
     with torch.cuda.device_of(q_nope):  # Triton launches on the current device
         attend(k_nope, k_pe, v, 0, 0, is_new=True)
-        page_size, rank = kv_cache.shape[1], w_uk.shape[2]
-        pages = math.ceil(max_context / page_size)
-        step = max(1, context_tokens // (rows * page_size))
-        context = seq_lens - cu_seqlens_q.diff()
-        for first in range(0, pages, step):
-            last = min(pages, first + step)
-            latents = gather_latents(kv_cache, block_table, first, last, context).flatten(0, 1)
-            kv_c = latents[:, :rank]
+        _, page_size, columns = kv_cache.shape
+        rank = w_uk.shape[2]
+        block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+        step = max(1, context_tokens // rows)
+        for start in range(0, max_context, step):
+            width = min(step, max_context - start)
+            latents = kv_cache.new_empty((rows * width, columns))
+            gather_kernel[(triton.cdiv(width, 16), rows)](
+                kv_cache,
+                block_table,
+                cu_seqlens_q,
+                seq_lens,
+                latents,
+                start,
+                width,
+                block_table.stride(0),
+                PAGE_SIZE=page_size,
+                WIDTH=columns,
+                WIDTH_BLOCK=power_of_two(columns),
+                BLOCK_T=16,
+            )
+            kv_c = latents[:, :rank].expand(heads, -1, -1)
+            keys, values = torch.bmm(kv_c, w_uk.transpose(1, 2)), torch.bmm(kv_c, w_uv)
             attend(
-                (kv_c @ w_uk.flatten(0, 1).T).unflatten(1, (heads, nope)),
-                latents[:, rank:],
-                torch.einsum("tr,hrv->thv", kv_c, w_uv),
-                first * page_size,
-                (last - first) * page_size,
-                is_new=False,
+                keys.transpose(0, 1), latents[:, rank:], values.transpose(0, 1), start, width, is_new=False
             )
     return out.to(v.dtype)
