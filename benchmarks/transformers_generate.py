@@ -49,6 +49,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from benchmarks.reporting import write_report
 from mla_compile.engine.launch import Launcher
 from mla_compile.integrations.transformers import accelerate, restore
 
@@ -267,9 +268,7 @@ class Results:
         """Take the place of an older row of the same variant and batch."""
         print(json.dumps(row), flush=True)
         self._rows[row["variant"], row["batch"]] = row
-        if self._path is not None:
-            report = self._model | {"rows": list(self._rows.values())}
-            self._path.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(self._model | {"rows": list(self._rows.values())}, self._path)
 
 
 def variant(text: str) -> tuple[str, list[int]]:
