@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.reporting import add_row
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.speculate.drafter import DrafterName
@@ -67,24 +68,20 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = load_tokenizer(SHIPPED_MODEL)
     assert tokenizer is not None
-    rows = []
     held_out: dict[str, list[str]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
+        "torch": torch.__version__,
+        "dtype": "float32",
+        "prompts_per_text": min(map(len, held_out.values())),
+        "tokens_per_prompt": TOKENS,
+        "rows": [],
+    }
     for domain, texts in held_out.items():
         prompts = [tokenizer(text)["input_ids"] for text in texts]
         for name, sampling in SAMPLING.items():
             row = {"text": domain, "sampling": name, **measure(prompts, sampling, args.device)}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-    if args.output:
-        result = {
-            "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
-            "torch": torch.__version__,
-            "dtype": "float32",
-            "prompts_per_text": min(map(len, held_out.values())),
-            "tokens_per_prompt": TOKENS,
-            "rows": rows,
-        }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+            add_row(report, row, args.output)
 
 
 if __name__ == "__main__":

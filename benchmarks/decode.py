@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import graph_us, relative_error
+from benchmarks.reporting import add_row, write_report
 from mla_compile.ops.backends import DECODE_BACKENDS, decode_call
 from mla_compile.ops.decode import decode_torch
 
@@ -274,8 +275,7 @@ def main() -> None:
     print(json.dumps(report), flush=True)
     for case in CASES:
         row = {k: v if k == "case" else round(v, 1) for k, v in measure(case, *rates).items()}
-        print(json.dumps(row), flush=True)
-        report["rows"].append(row)
+        add_row(report, row, args.output)
         torch.cuda.empty_cache()
     gains = [
         min(row[peer] for peer in ("fa3", "FlashMLA") if peer in row) / row["gluon"]
@@ -289,8 +289,7 @@ def main() -> None:
     if Fa3.plan_us:
         report["fa3_plan_us"] = round(statistics.median(Fa3.plan_us))
     print(json.dumps({k: v for k, v in report.items() if k not in ("rows", "machine")}), flush=True)
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, args.output)
     if args.plot:
         plot(report, args.plot)
 

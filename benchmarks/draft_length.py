@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.acceptance import PROMPTS
+from benchmarks.reporting import add_row
 from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.engine.text import SHIPPED_MODEL
 
@@ -118,7 +119,7 @@ def main() -> None:
     assert tokenizer is not None
     held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))
     engines = engines_of(args.longest, max(args.rows), device)
-    result: dict[str, Any] = {
+    report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "tokens_per_prompt": args.tokens,
@@ -133,11 +134,7 @@ def main() -> None:
                 spoil(engine)
         for rows in args.rows:
             prompts = [tokenizer(prompt)["input_ids"] for prompt in held_out[TEXTS[text][0]][:rows]]
-            row = measure(engines, text, prompts, args.tokens, args.rounds)
-            print(json.dumps(row), flush=True)
-            result["rows"].append(row)
-            if args.output:
-                args.output.write_text(json.dumps(result, indent=1) + "\n")
+            add_row(report, measure(engines, text, prompts, args.tokens, args.rounds), args.output)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reporting import write_report
+
 PROMPT = "And it came to pass, that"
 TOKENS = 200
 
@@ -112,7 +114,7 @@ def main() -> None:
         if args.device == "cuda":
             machine["gpu"] = torch.cuda.get_device_name()
         result = {"machine": machine, "dtype": args.dtype, "prompt": PROMPT, "tokens": TOKENS, "rows": rows}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(result, args.output)
 
 
 if __name__ == "__main__":

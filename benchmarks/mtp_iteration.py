@@ -23,6 +23,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.reporting import write_report
 from benchmarks.transformers_generate import random_model
 from mla_compile.engine import Engine
 from mla_compile.engine.text import SHIPPED_MODEL
@@ -202,8 +203,7 @@ def main() -> None:
     if "v3" in args.models:
         report["v3"] = measure_large(3)
         print(json.dumps(report["v3"]), flush=True)
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, args.output)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.decode import product_rate
 from benchmarks.kernels import relative_error
+from benchmarks.reporting import add_row
 from mla_compile.ops.kernels.prefill import prefill_triton
 from mla_compile.ops.prefill import prefill_torch
 
@@ -115,11 +116,8 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine, "product_TFLOP_per_s": round(rate / 1e6), "rows": []}
     print(json.dumps(report))
     for model, case in product(MODELS, CASES):
-        report["rows"].append(measure(model, *case, rate))
-        print(json.dumps(report["rows"][-1]), flush=True)
+        add_row(report, measure(model, *case, rate), output)
         torch.cuda.empty_cache()
-    if output:
-        output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

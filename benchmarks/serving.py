@@ -39,6 +39,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import DEVICE, Marks, random_model
 from mla_compile.engine import Engine
 from mla_compile.engine.generation import Generation
@@ -296,10 +297,7 @@ def main() -> None:
         stock = measure_stock(name, args.rows, length, args.stock) if args.stock else []
         ours = measure(name, args.rows, length, args.k, args.budgets, not args.eager_mixed)
         for row in chain(stock, ours):
-            print(json.dumps(row), flush=True)
-            report["rows"].append(row)
-            if args.output:
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
+            add_row(report, row, args.output)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +49,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from benchmarks.reporting import write_report
 from mla_compile.engine.launch import Launcher
 from mla_compile.integrations.transformers import accelerate, restore
 
@@ -57,6 +58,10 @@ WARM_UP, TIMED = 8, 64
 """New tokens: of the generation that compiles, as many at the beginning of the timed one, and what is timed."""
 CONTEXTS = {"glm": 1024, "v3": 4096}
 """Tokens cached halfway through the timed generation."""
+STOCK = {"stock_dynamic": None, "stock_static_inductor": "inductor", "stock_static_mla": "mla"}
+"""Variants of stock `generate`: what compiles the step on its static cache; None for its dynamic cache."""
+OURS = {"ours_k0": 0, "ours_k1": 1, "ours_k3": 3}
+"""Variants of an accelerated model: the number of drafts."""
 MAX_MEAN_GAP = 0.2
 """Of what chance gives."""
 TINY_CONTEXT = 128
@@ -216,31 +221,19 @@ def gaps(model: Any, tokens: Tensor, prompt_width: int) -> dict[str, Any]:
     return found | {"failed": "these are not the model's tokens"}
 
 
-Variant = tuple[Callable[[], object], dict[str, Any]]
-
-
-def variants(model: Any, mtp: MtpModel, max_rows: int, context: int) -> dict[str, Variant]:
-    """Name -> what prepares the model, and what `generate` is given."""
+def prepare(name: str, model: Any, mtp: MtpModel, max_rows: int, context: int) -> dict[str, Any]:
+    """Make a variant of the model; gives what its `generate` is given."""
     longest = context + WARM_UP + TIMED
-
-    def ours(k: int) -> Variant:
+    if name in OURS:
+        k = OURS[name]
         sizes = {"max_rows": max_rows, "max_model_len": longest + max_rows * context // 1024}
-        drafter = mtp if k else None
-        return lambda: accelerate(model, num_speculative_tokens=k, mtp=drafter, **sizes), {}
-
-    def static(backend: str) -> Variant:
-        config = CompileConfig(backend=backend, mode="reduce-overhead", fullgraph=True)
-        kwargs = {"cache_implementation": "static", "compile_config": config, "max_cache_len": longest}
-        return lambda: None, kwargs
-
-    return {
-        "stock_dynamic": (lambda: None, {}),
-        "stock_static_inductor": static("inductor"),
-        "stock_static_mla": static("mla"),
-        "ours_k0": ours(0),
-        "ours_k1": ours(1),
-        "ours_k3": ours(3),
-    }
+        accelerate(model, num_speculative_tokens=k, mtp=mtp if k else None, **sizes)
+        return {}
+    backend = STOCK[name]
+    if backend is None:
+        return {}
+    config = CompileConfig(backend=backend, mode="reduce-overhead", fullgraph=True)
+    return {"cache_implementation": "static", "compile_config": config, "max_cache_len": longest}
 
 
 def measured(model: Any, batch: int, context: int, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -275,9 +268,16 @@ class Results:
         """Take the place of an older row of the same variant and batch."""
         print(json.dumps(row), flush=True)
         self._rows[row["variant"], row["batch"]] = row
-        if self._path is not None:
-            report = self._model | {"rows": list(self._rows.values())}
-            self._path.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(self._model | {"rows": list(self._rows.values())}, self._path)
+
+
+def variant(text: str) -> tuple[str, list[int]]:
+    """A variant's name and batches from the command line: NAME or NAME@BATCH,BATCH; no batches for all."""
+    name, _, batches = text.partition("@")
+    known = [*STOCK, *OURS]
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(known)})")
+    return name, [int(batch) for batch in batches.split(",")] if batches else []
 
 
 def main() -> None:
@@ -291,7 +291,12 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
-        "--variants", nargs="*", help="names of variants, in order, NAME or NAME@BATCH,BATCH; all by default"
+        "--variants",
+        nargs="*",
+        type=variant,
+        default=[],
+        metavar="NAME",
+        help=f"in order, NAME or NAME@BATCH,BATCH, of {', '.join([*STOCK, *OURS])}; all by default",
     )
     args = parser.parse_args()
     model, mtp = random_model(args.model, tiny=args.tiny)
@@ -312,17 +317,15 @@ def main() -> None:
         "transformers": transformers.__version__,
         "read_TB_per_s": round(bandwidth / 1e12, 2),
     }
-    known, failed = variants(model, mtp, max(args.batches), context), []
-    for variant in args.variants or known:
-        name, _, batches = variant.partition("@")
-        prepare, kwargs = known[name]
-        prepare()
-        for batch in map(int, batches.split(",")) if batches else args.batches:
+    failed = []
+    for name, batches in args.variants or [(name, []) for name in (*STOCK, *OURS)]:
+        kwargs = prepare(name, model, mtp, max(args.batches), context)
+        for batch in batches or args.batches:
             floor = floor_bytes(model, batch, context) / bandwidth * 1e3
             row: dict[str, Any] = {"variant": name, "batch": batch, "floor_ms": round(floor, 2)}
             row |= measured(model, batch, context, kwargs) | machine
             results.add(row)
-            failed += [f"{variant}, batch {batch}: {row['failed']}"] if "failed" in row else []
+            failed += [f"{name}, batch {batch}: {row['failed']}"] if "failed" in row else []
         restore(model)
         torch._dynamo.reset()
         gc.collect()

@@ -15,7 +15,8 @@ from mla_compile.engine import Bucket, CaptureReport, capture
 from mla_compile.engine.buckets import choose_rows, row_sizes
 from mla_compile.engine.capture import Captures
 from mla_compile.speculate import DecodeState
-from mla_compile.torch_internals import recording_cuda_graphs
+from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
+from tests.any_length import AnyLength
 from tests.models_for_tests import poison_caches, tiny_model
 
 K, STOP_IDS = 3, 8
@@ -253,6 +254,28 @@ def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
     engine._caches = model.caches()
     poison_caches(model)
     assert engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
+
+
+@pytest.mark.parametrize("longest", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longest: int) -> None:
+    """Of each number of drafts, in one chunk or several, with rows to spare or none."""
+    sizes = {"max_rows": 4, "max_tokens_per_step": 10, "max_model_len": 64, "page_size": 4}
+    drafts = {"num_speculative_tokens": longest, "adaptive_draft_length": True}
+    prompts = [[1, 2, 3], [4], [5] * 30, [6, 7], [8] * 12]
+    model = tiny_model(torch.float32)
+    expected = Engine(model, compile=False, **sizes).generate(prompts, max_new_tokens=12)
+    engine = Engine(model, compile_mixed=True, **drafts, **sizes)
+    engine._launcher.draft_length = policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
+    poison_caches(model)
+    torch._dynamo.utils.counters.clear()
+    engine.warm_up()
+    assert compile_counters()["graphs"] == 2 * (longest + 1), "with prompts and without, of each length"
+    assert all(cache.isnan().all() for cache in model.caches()), "the prompt of the warm-up wrote to a page"
+    completions = engine.generate(prompts, max_new_tokens=12)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    mixed = {drafting.length for drafting, _ in policy.learned if drafting.bucket[-1]}
+    assert engine.stats.num_mixed_steps > 3 and mixed == {*range(longest + 1)}
+    assert compile_counters()["graphs"] == 2 * (longest + 1), "nothing more was compiled"
 
 
 def test_an_engine_does_not_warm_up_while_requests_are_under_way() -> None:

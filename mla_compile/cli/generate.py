@@ -57,9 +57,16 @@ def generate(
         DrafterName | None,
         Option(
             help="What drafts: the MTP layer, or a look-up in the text so far.",
-            show_default="mtp if the checkpoint has an MTP layer, else ngram",
+            show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
         ),
     ] = None,
+    adaptive_draft_length: Annotated[
+        bool,
+        Option(
+            "--adaptive-draft-length",
+            help="Draft 0 to K tokens per step, whatever gives the most tokens a second; compiles K + 1 steps.",
+        ),
+    ] = False,
     max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Tokens per completion at most.")] = 128,
     temperature: Annotated[
         float, Option(metavar="T", help="0 is greedy; the next four apply above 0.")
@@ -135,6 +142,7 @@ def generate(
             prompts,
             num_speculative_tokens=num_speculative_tokens,
             drafter=drafter,
+            adaptive_draft_length=adaptive_draft_length,
             max_new_tokens=max_new_tokens,
             compile=compile,
         )

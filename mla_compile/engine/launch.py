@@ -159,14 +159,24 @@ class Launcher:
         return self._mixed_steps[variant, length]
 
     def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
-        """Compile a step for each number of drafts, and record it for all numbers of rows, largest first."""
+        """Compile a step for each number of drafts, and record it for all numbers of rows, largest first.
+
+        Where mixed steps are compiled those are too, with a prompt that is nothing but padding.
+        """
         self._captures.check_again()
+        lengths = self.draft_length.lengths[::-1]
         for size in reversed(self._captures.sizes):
             state = self._state_for(size, variant, num_stop_ids, False)
             state.active.zero_()
-            for length in reversed(self.draft_length.lengths):
+            for length in lengths:
                 for _ in range(CALLS_TO_RECORD):
                     self.step(variant, length)(state)
+        if self._compile_mixed:
+            # Any number of rows will do, as none is recorded.
+            state = self._state_for(1, variant, num_stop_ids, False)
+            chunks = PromptChunks.pack([], state, page_size=self._page_size)
+            for length in lengths:
+                self._mixed(self._decoders[variant.sampled, length])(state, chunks)
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()

@@ -150,6 +150,7 @@ def fitting_engine(
     *,
     num_speculative_tokens: int | None = None,
     drafter: DrafterName | None = None,
+    adaptive_draft_length: bool = False,
     max_new_tokens: int = 128,
     compile: bool = True,
 ) -> Engine:
@@ -159,7 +160,7 @@ def fitting_engine(
 
     num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
         else none.
-    drafter: see `Engine`.
+    drafter, adaptive_draft_length: see `Engine`.
     """
     model = checkpoint.model
     if num_speculative_tokens is None:
@@ -169,6 +170,7 @@ def fitting_engine(
         model,
         num_speculative_tokens=num_speculative_tokens,
         drafter=drafter,
+        adaptive_draft_length=adaptive_draft_length,
         max_rows=min(MAX_ROWS, _power_of_two(len(prompts))),
         max_model_len=min(max(MIN_LENGTH, _power_of_two(longest)), model.config.max_position_embeddings),
         tokenizer=checkpoint.tokenizer,

@@ -115,13 +115,34 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_dr
     assert drafts == [3, 0, 3]
 
 
-def test_drafts_without_an_mtp_layer_are_looked_up_in_the_text(generate, without_mtp):
-    plain, *drafted = (
-        generate("--prompt", "And the LORD said unto", "--model", without_mtp, *options)
-        for options in ([], ["--num-speculative-tokens", 2], ["--drafter", "ngram"])
+def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the_same(complete, monkeypatch):
+    fixed, lengths, init = complete(MIXED), [], Engine.__init__
+
+    def spied(self, model, **settings):
+        init(self, model, **settings)
+        lengths.append(self._launcher.draft_length.lengths)
+
+    monkeypatch.setattr(Engine, "__init__", spied)
+    for flags in (
+        ["--adaptive-draft-length"],
+        ["--adaptive-draft-length", "--num-speculative-tokens", 2],
+        [],
+    ):
+        adaptive = complete(MIXED, *flags)
+        assert [line["token_ids"] for line in adaptive] == [line["token_ids"] for line in fixed]
+    assert lengths == [[0, 1, 2, 3], [0, 1, 2], [3]]
+
+
+def test_drafts_without_an_mtp_layer_are_looked_up_in_the_text(complete, without_mtp):
+    """The tiny model soon repeats itself, so what is looked up is mostly accepted."""
+    flags = ([], ["--num-speculative-tokens", 2], ["--drafter", "ngram"])
+    (plain,), *drafted = (
+        complete([MIXED[0]], "--model", without_mtp, "--max-new-tokens", 40, *each) for each in flags
     )
-    assert plain.exit_code == 0
-    assert [result.stdout for result in drafted] == [plain.stdout] * 2
+    assert plain["acceptance_length"] == 1
+    for (line,) in drafted:
+        assert line["token_ids"] == plain["token_ids"]
+        assert line["acceptance_length"] > 2
 
 
 def test_the_mtp_drafter_without_an_mtp_layer_is_an_error(generate, without_mtp):
@@ -195,7 +216,9 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer or --drafter is given, else 0" in text
-    flags = "model prompt input output num-speculative-tokens drafter max-new-tokens temperature top-k top-p min-p"
+    assert "mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts" in text
+    flags = "model prompt input output num-speculative-tokens drafter adaptive-draft-length max-new-tokens"
+    flags += " temperature top-k top-p min-p"
     flags += (
         " seed dtype repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"
     )
