@@ -65,8 +65,10 @@ class Engine:
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
         tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
         compile: False runs everything eagerly.
-        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`. That takes as
-            long as compiling the step, so it pays in what serves for long.
+        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
+            them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is met.
+            That takes as long as compiling the step, and eager steps cost the host several times what they cost the
+            device, so it pays in what serves for long.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
@@ -391,7 +393,7 @@ class Engine:
         of drafts where they vary.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. With
-        `compile_mixed` the step that has prompts in it is compiled too. Steps of grammars, and of others whose tokens
+        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps of grammars, and of others whose tokens
         the host chooses, are not: they run in halves, which are compiled when they are first met.
 
         Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache

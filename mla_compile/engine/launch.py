@@ -172,11 +172,11 @@ class Launcher:
                 for _ in range(CALLS_TO_RECORD):
                     self.step(variant, length)(state)
         if self._compile_mixed:
-            # Any number of rows will do, as none is recorded.
+            # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             chunks = PromptChunks.pack([], state, page_size=self._page_size)
             for length in lengths:
-                self._mixed(self._decoders[variant.sampled, length])(state, chunks)
+                self._mixed(variant, length)(state, chunks)
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()
