@@ -95,13 +95,13 @@ def moved_rows_leave_their_history_behind(patch: pytest.MonkeyPatch) -> None:
     "mistake",
     [
         pytest.param(rows_stay_active, marks=pytest.mark.slow),
-        a_state_serves_every_kind_of_row,
+        pytest.param(a_state_serves_every_kind_of_row, marks=pytest.mark.slow),
         pytest.param(penalties_forget_what_a_preempted_row_has_said, marks=pytest.mark.slow),
         ended_requests_keep_their_pages,
         pytest.param(tokens_behind_a_stop_string_stay, marks=pytest.mark.slow),
         pytest.param(pages_are_shared_one_token_early, marks=pytest.mark.slow),
         one_draft_too_many_is_accepted,
-        moved_rows_leave_their_history_behind,
+        pytest.param(moved_rows_leave_their_history_behind, marks=pytest.mark.slow),
     ],
 )
 def test_the_traces_notice(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, find, settings
 from mla_compile.engine.scheduler import Request
 from tests.toy_engine import ToyEngine, Trace, check_traces, run, traces
 
-NUM_TRACES = int(os.environ.get("MLA_TRACES", "1000"))
+NUM_TRACES = int(os.environ.get("MLA_TRACES", "500"))
 
 
 def test_random_traces() -> None:

@@ -1,19 +1,20 @@
 """Triton kernels without a GPU: run in Triton's interpreter, and compiled for a GPU that is not there.
 
 Triton reads TRITON_INTERPRET when it is imported, and Inductor's kernels must not see it: interpreted tests live in
-files that pytest does not collect by itself (`tests/ops/interpreted/`), each run in a process of its own.
+files that pytest does not collect by itself (`tests/ops/interpreted/`), run in processes of their own.
 """
 
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 INTERPRETED = Path(__file__).parent / "ops" / "interpreted"
 
 
-def run_interpreted(name: str) -> None:
-    """Run the tests of `tests/ops/interpreted/<name>.py`; fails with their report."""
+def run_interpreted(*names: str) -> None:
+    """Run the tests of `tests/ops/interpreted/<name>.py`, all in one process; fails with their report."""
     command = [
         sys.executable,
         "-m",
@@ -21,7 +22,7 @@ def run_interpreted(name: str) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        str(INTERPRETED / f"{name}.py"),
+        *(str(INTERPRETED / f"{name}.py") for name in names),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -30,8 +31,14 @@ def run_interpreted(name: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@cache
 def mend_interpreter() -> None:
-    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, and bfloat16 products."""
+    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, and bfloat16 products.
+
+    And some speed: it searches Triton's whole language for built-in functions whenever a kernel calls another.
+    """
+    import inspect
+
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -48,7 +55,18 @@ def mend_interpreter() -> None:
         bits = operand.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
+    @cache
+    def builtins_of(language):
+        return [name for name, member in inspect.getmembers(language) if tl.core.is_builtin(member)]
+
+    def patch_builtins(language, builder, scope):
+        for name in builtins_of(language):
+            member = getattr(language, name)
+            if tl.core.is_builtin(member):  # not patched yet
+                interpreter._patch_attr(language, name, member, builder, scope)
+
     interpreter._patch_lang_tensor = patched
+    interpreter._patch_builtin = patch_builtins
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
         self, widened(a), widened(b), *rest
     )

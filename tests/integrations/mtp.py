@@ -1,7 +1,9 @@
 """MTP layers for the small models, random or fitted to a text, and checkpoints in the published layouts."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -92,6 +94,11 @@ def fitted_mtp(model: PreTrainedModel, texts: list[list[int]], hits: float = 0.7
 
 def with_mtp(family: str) -> tuple[PreTrainedModel, MtpModel, list[list[int]]]:
     """A model, an MTP layer some of whose drafts are right, and the greedy text of `STEPS` tokens after each prompt."""
+    return copy.deepcopy(_with_mtp(family))
+
+
+@cache
+def _with_mtp(family: str) -> tuple[PreTrainedModel, MtpModel, list[list[int]]]:
     model = stock_model(family)
     expected = greedy(model, prompts(), STEPS)
     mtp = fitted_mtp(model, [prompt + text for prompt, text in zip(prompts(), expected, strict=True)])

@@ -1,5 +1,7 @@
 """Prefill, decode and verify steps of an accelerated model compute the logits of the stock one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,8 +24,8 @@ def texts() -> list[list[int]]:
 class Reader:
     """Reads the texts through a target, a few tokens of every row at a time."""
 
-    def __init__(self, family: str) -> None:
-        self.model = stock_model(family)
+    def __init__(self, family: str, **changes: Any) -> None:
+        self.model = stock_model(family, **changes)
         self.target = TransformersTarget(self.model, None)
         self.target.allocate_cache(1 + TABLE.numel(), PAGE_SIZE)
         self.done = [0] * len(PROMPTS)

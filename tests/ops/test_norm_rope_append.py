@@ -12,7 +12,6 @@ from mla_compile.ops.library import implementations
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append, norm_rope_append_op
 from tests.host_sync import NoHostSync
 from tests.kernel_cases import NormRopeAppendCase, check_norm_rope_append, norm_rope_append_case
-from tests.triton_interpreter import run_interpreted
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -106,11 +105,6 @@ def test_a_call_that_would_need_a_backward_is_refused() -> None:
 
 
 # --- the kernel without a GPU
-
-
-def test_the_kernel_equals_the_definition_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted("norm_rope_append")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

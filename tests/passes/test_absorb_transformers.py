@@ -72,8 +72,15 @@ def decode(model: Any, capture: Capture) -> list[Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, "sdpa") for name in CONFIGS),
+        ("deepseek_v3", "eager"),
+        # transformers' eager attention is the same code in every model.
+        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in CONFIGS if name != "deepseek_v3"),
+    ],
+)
 def test_a_decode_step_of_a_stock_model_attends_on_latents(
     name: str, attention: str, caplog: pytest.LogCaptureFixture
 ) -> None:

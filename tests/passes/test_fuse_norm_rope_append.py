@@ -180,7 +180,14 @@ def test_a_rotation_is_seen_however_it_is_written(rope: Callable, dtype: torch.d
     assert node.args[7:] == layout.get(rope, (False, False))
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        halves,
+        as_complex,
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ROPES if r not in (halves, as_complex)),
+    ],
+)
 def test_it_fuses_where_the_number_of_rows_is_unknown(rope: Callable) -> None:
     assert is_fused(compare(Author(upcast, rope), DECODE | {"unbacked": True}))
 
@@ -469,6 +476,8 @@ LEFT = {
     "longcat_flash": f"{NORM}.*computes something else",  # its latents are scaled after the norm
     "kimi_linear": f"{ROTATION}.*reads 0 other tensors",  # has no rotation
 }
+FEW_LAYERS = {"longcat_flash": {"num_layers": 1}, "kimi_linear": {}}
+"""Where two layers with MLA are not num_hidden_layers = 2."""
 
 
 @pytest.mark.parametrize(
@@ -477,7 +486,7 @@ LEFT = {
 def test_compiled_steps_of_transformers_models_give_the_stock_logits(
     family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reader = Reader(family)
+    reader = Reader(family, **FEW_LAYERS.get(family, {"num_hidden_layers": 2}))
     reader.prefill([5, 1, 9, 2])
     capture, run = Capture(PASSES), TransformersTarget.forward
     compiled = torch.compile(lambda *inputs: run(reader.target, *inputs), backend=capture, fullgraph=True)

@@ -1,4 +1,4 @@
-"""`append_triton` in Triton's interpreter; `tests/ops/test_triton_append.py` runs this file."""
+"""`append_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`decode_metadata_triton` in Triton's interpreter; `tests/ops/test_triton_decode_metadata.py` runs this file."""
+"""`decode_metadata_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 import pytest
 import torch

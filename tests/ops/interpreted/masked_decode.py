@@ -1,4 +1,4 @@
-"""`masked_decode_triton` in Triton's interpreter; `tests/ops/test_masked_decode.py` runs this file."""
+"""`masked_decode_triton` in Triton's interpreter; `tests/ops/test_triton_masked_decode.py` runs this file."""
 
 from dataclasses import replace
 
@@ -26,7 +26,8 @@ def run(case: MaskedCase, **plan) -> None:
 @pytest.mark.parametrize("masked", MASKED)
 @pytest.mark.parametrize(("heads", "q_len"), [(4, 1), (4, 3), (9, 2)])
 def test_rows_of_all_lengths_equal_the_definition(heads: int, q_len: int, masked: str) -> None:
-    run(masked_case([0, 1, 16, 17, 70], masked=masked, heads=heads, q_len=q_len), tiles=SMALL, splits=2)
+    case = masked_case([0, 1, 16, 17, 40], masked=masked, heads=heads, q_len=q_len, keys=40)
+    run(case, tiles=SMALL, splits=2)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_widths_and_heads_of_real_models(rank: int, rope: int, heads: int) -> No
 
 
 @pytest.mark.parametrize("masked", ["none", "bool"])
-@pytest.mark.parametrize("splits", [1, 3, 5, 9])
+@pytest.mark.parametrize("splits", [3, 5, 9])
 def test_splits_of_few_tiles_and_of_none(splits: int, masked: str) -> None:
     run(masked_case([0, 70, 33], masked=masked), tiles=SMALL, splits=splits)
 
@@ -94,12 +95,13 @@ def test_tensors_may_have_any_strides() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(70,), (1, 70), (3, 70), (4, 1, 70), (2, 1, 1, 70), (4, 1, 1), (2, 4, 3, 70), (1, 1, 1, 1)]
+    "shape", [(20,), (1, 20), (3, 20), (4, 1, 20), (2, 1, 1, 20), (4, 1, 1), (2, 4, 3, 20), (1, 1, 1, 1)]
 )
 def test_a_mask_may_broadcast(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) < 0.7
-    run(replace(masked_case([70, 70], q_len=3), mask=mask), tiles=SMALL, splits=2)
-    run(replace(masked_case([70, 70], q_len=3), mask=mask.float()), tiles=SMALL, splits=2)
+    case = masked_case([20, 20], q_len=3, keys=20)
+    run(replace(case, mask=mask), tiles=SMALL, splits=2)
+    run(replace(case, mask=mask.float()), tiles=SMALL, splits=2)
 
 
 @settings(max_examples=6)

@@ -1,4 +1,4 @@
-"""`norm_rope_append_triton` in Triton's interpreter; `tests/ops/test_norm_rope_append.py` runs this file."""
+"""`norm_rope_append_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 import itertools
 
