@@ -1,6 +1,6 @@
 """Problems for the attention and expert kernels on any device; their answers in float64, from the definition."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -204,6 +204,23 @@ class MoeCase:
 
     def args(self) -> tuple:
         return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def padding(case: MoeCase, q_len: int, lens: list[int]) -> tuple[Tensor, int, Tensor]:
+    """`row_lens` and `q_len` for the op, and which tokens run; the others get NaN for all that may be NaN."""
+    runs = torch.ones(case.x.shape[0], dtype=torch.bool, device=case.x.device)
+    for row, n in enumerate(lens):
+        runs[row * q_len + n : (row + 1) * q_len] = False
+    case.x[~runs] = torch.nan
+    case.topk_weights[~runs] = torch.nan
+    return torch.tensor(lens, dtype=torch.int32, device=case.x.device), q_len, runs
+
+
+def check_padded_moe(case: MoeCase, got: Tensor, runs: Tensor) -> None:
+    """0 for padding, and for the other tokens what they have without it."""
+    assert not got[~runs].any()
+    kept = replace(case, x=case.x[runs], topk_weights=case.topk_weights[runs], topk_ids=case.topk_ids[runs])
+    check_moe(kept, got[runs].contiguous())
 
 
 def moe_case(

@@ -56,7 +56,7 @@ def run_checked_streams(
 
 
 def _collect(texts: list[list[int]], state: DecodeState) -> None:
-    for text, (count, _, *tokens) in zip(texts, state.report.tolist()):
+    for text, (count, _, _, *tokens) in zip(texts, state.report.tolist()):
         text += tokens[:count]
 
 

@@ -11,6 +11,7 @@ from mla_compile import Engine, SamplingParams
 from mla_compile.engine import Completion, Generation
 from mla_compile.engine.draft_length import AdaptiveLength
 from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import compile_counters
 from tests.any_length import AnyLength
 from tests.models_for_tests import poison_caches, tiny_model
@@ -42,6 +43,12 @@ def model() -> MLAForCausalLM:
     return tiny_model()
 
 
+@pytest.fixture
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows make them however few are accepted: the tiny model's hardly ever are."""
+    monkeypatch.setattr(row_drafts, "WORTH", 1e-300)
+
+
 @pytest.fixture(scope="module")
 def oracle(model: MLAForCausalLM) -> FromScratch:
     return FromScratch(copy.deepcopy(model))
@@ -65,6 +72,7 @@ def serve(of: Engine, params: SamplingParams, check: object = None) -> list[Gene
     return generations
 
 
+@pytest.mark.usefixtures("all_drafts")
 @pytest.mark.parametrize("few_pages", [False, True])
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -98,6 +106,7 @@ def test_tokens_are_plain_ones_and_drafts_those_from_scratch_whatever_the_length
     assert (stats.num_preemptions > 0) == few_pages
 
 
+@pytest.mark.usefixtures("all_drafts")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_each_row_may_have_its_own_number_of_drafts(
     model: MLAForCausalLM, oracle: FromScratch, kind: str
@@ -121,12 +130,46 @@ def test_each_row_may_have_its_own_number_of_drafts(
                 assert state.drafts[row, :count].tolist() == drafts
                 state.drafts[row, :count] = torch.tensor(expected[row][len(text) : len(text) + count])
         step(state)
-        for text, count, (emitted, _, *tokens) in zip(texts, counts, state.report.tolist()):
+        for text, count, (emitted, _, had, *tokens) in zip(texts, counts, state.report.tolist()):
             assert emitted in (0, min(1 + count, 24 - len(text)))
+            assert not emitted or had == emitted - 1, "all of them were right"
             text += tokens[:emitted]
     assert texts == expected[:4]
 
 
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_a_row_makes_as_many_drafts_as_its_own_acceptance_pays_for(
+    model: MLAForCausalLM, oracle: FromScratch, kind: str
+) -> None:
+    """One row's drafts are always right, one's wrong, one's right at first; all are those from scratch."""
+    params, count = KINDS[kind], 50
+    choose = greedy if kind == "greedy" else sampler(params)
+    alone = Engine(tiny_model(), max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
+    expected = [c.token_ids for c in alone.generate(PROMPTS[:3], params, max_new_tokens=count)]
+    step, state = engine(model).start(PROMPTS[:3], count, [params] * 3, [])
+    assert state.num_drafts is not None and state.acceptance is not None
+    texts, made = [[token] for token in state.last_token[:3].tolist()], [[], [], []]
+    while state.active.any():
+        for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
+            wanted = min(int(state.num_drafts[row]), count - len(text))
+            if state.active[row] and wanted:
+                made[row].append(wanted)
+                drafts = oracle.drafts([*prompt, *text], wanted, choose)
+                assert state.drafts[row, :wanted].tolist() == drafts, f"row {row} after {len(text)} tokens"
+                right = torch.tensor(expected[row][len(text) : len(text) + wanted])
+                wrong = row == 1 or (row == 2 and len(text) > count // 2)
+                state.drafts[row, :wanted] = (right + 1) % 40 if wrong else right
+        step(state)
+        for text, (emitted, _, _, *tokens) in zip(texts, state.report.tolist()):
+            text += tokens[:emitted]
+    assert texts == expected
+    always, never, at_first = made
+    assert always[:-1] == [K] * (len(always) - 1)
+    assert never[0] == K and never[-20:] == [1] * 20, "one, to see when that changes"
+    assert at_first[:5] == [K] * 5 and at_first[-3] == 1
+
+
+@pytest.mark.usefixtures("all_drafts")
 @pytest.mark.parametrize("seed", range(2))
 def test_n_gram_drafts_are_those_of_the_whole_text_whatever_the_lengths(
     model: MLAForCausalLM, seed: int
@@ -157,6 +200,7 @@ def test_penalties_and_log_probabilities_do_not_depend_on_lengths(model: MLAForC
         assert generation.completion.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.usefixtures("all_drafts")
 def test_a_step_verifies_no_more_drafts_than_the_one_before_made(model: MLAForCausalLM) -> None:
     """Though more stand in the state, and are right."""
     params, (expected, *_) = SamplingParams(), plain(SamplingParams())

@@ -449,7 +449,7 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
     assert allowed[0, 1].nonzero().flatten().tolist() == [EOS]
     refused, accepted = (
         RowReport([a], True),
-        RowReport([b, EOS], False, [{b: Logprob(-1, 1)}, {EOS: Logprob(-2, 2)}]),
+        RowReport([b, EOS], False, logprobs=[{b: Logprob(-1, 1)}, {EOS: Logprob(-2, 2)}]),
     )
     assert masks.settle(refused) == refused
     masks.allowed(torch.tensor([[b, c]]))

@@ -393,8 +393,9 @@ class Engine:
         of drafts where they vary.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. With
-        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps of grammars, and of others whose tokens
-        the host chooses, are not: they run in halves, which are compiled when they are first met.
+        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps of
+        grammars, and of others whose tokens the host chooses, are not: they run in halves, which are compiled when they
+        are first met.
 
         Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
         and write none.
@@ -561,7 +562,7 @@ class Engine:
             is_step = not isinstance(row, Chunk)
             counts.num_tokens += len(report.tokens)
             counts.num_verified += is_step
-            counts.num_drafts += is_step * drafting.num_verified
+            counts.num_drafts += is_step * report.num_verified
             counts.num_verified_tokens += is_step * len(report.tokens)
             generation.extend(report, is_step=is_step)
             if generation.has_ended:

@@ -170,7 +170,7 @@ class GrammarRow:
         n = end.num_drafts
         error = MLAError(self._name, "a grammar that goes on here", end.message)
         logprobs = None if report.logprobs is None else report.logprobs[:n]
-        return RowReport(report.tokens[:n], False, logprobs, str(error))
+        return RowReport(report.tokens[:n], False, report.num_verified, logprobs, str(error))
 
 
 def allowed_tokens(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_compile.speculate.state import ACTIVE, COUNT, FIRST_TOKEN, DecodeState
+from mla_compile.speculate.state import ACTIVE, COUNT, FIRST_TOKEN, NUM_VERIFIED, DecodeState
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Logprob:
 class RowReport:
     """What one step emitted in one row, and whether the row goes on.
 
+    num_verified: drafts that the row had.
     logprobs: for each token, the chosen token's and then those of the most likely ones, by token id; None where the
         row asked for none.
     error: why the row cannot go on, where it ended for that; None where it goes on or ended as it should.
@@ -31,6 +32,7 @@ class RowReport:
 
     tokens: list[int]
     active: bool
+    num_verified: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
 
@@ -92,7 +94,7 @@ class ReportReader:
                 places = [
                     _by_id(token, values[j], ids[j], num_logprobs[row]) for j, token in enumerate(tokens)
                 ]
-            reports.append(RowReport(tokens, bool(line[ACTIVE]), places))
+            reports.append(RowReport(tokens, bool(line[ACTIVE]), line[NUM_VERIFIED], places))
         return reports
 
 

@@ -14,7 +14,7 @@ from mla_compile.batch import copied_to
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.scheduler import Grant, Plan, Request
 from mla_compile.engine.variants import Variant
-from mla_compile.speculate import DecodeState
+from mla_compile.speculate import DecodeState, row_drafts
 
 FEW = 4
 """A state is left for a smaller one where no more than one in so many of its rows is used: moving costs copies."""
@@ -150,6 +150,8 @@ class Rows:
             values = {"max_len": max_len, "seed": seed, "top_k": top_k, "stop_ids": stops.view(-1, width)}
             told = [[getattr(g.params, name) for _, g in admitted] for name in _PARAMETERS]
             values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
+            if state.acceptance is not None:
+                state.acceptance.index_fill_(0, rows, row_drafts.START)
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))

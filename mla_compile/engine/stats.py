@@ -12,7 +12,7 @@ class EngineStats:
     num_prompt_tokens: of the prompts that began to run, and of what preempted ones had emitted; num_reused_tokens: of
         these, the ones that were in the cache already.
     num_verified, num_verified_tokens: rows that verification ran for, and the tokens that they emitted.
-    num_drafts: that these rows had, those beyond a request's last token included.
+    num_drafts: that these rows had.
     num_preemptions: requests that lost their pages and run again.
     step_seconds: of the last call of `Engine.step` that launched something; total_step_seconds: of all of them.
 

@@ -20,5 +20,6 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
         """`hidden` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, batch)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed = self.post_attention_layernorm(hidden)
+        out: Tensor = hidden + (self.mlp(normed, batch) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return out

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mla_compile.batch import MLABatch
 from mla_compile.models.architecture import Architecture, Routing
 from mla_compile.models.layers import MLP
 from mla_compile.ops.moe import moe_experts
@@ -68,8 +69,8 @@ class Experts(nn.Module):
         nn.init.normal_(self.w_gate_up, std=hidden_size**-0.5)
         nn.init.normal_(self.w_down, std=intermediate_size**-0.5)
 
-    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        return moe_experts(x, topk_weights, topk_ids, self.w_gate_up, self.w_down)
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, batch: MLABatch) -> Tensor:
+        return moe_experts(x, topk_weights, topk_ids, self.w_gate_up, self.w_down, batch)
 
 
 class MoE(nn.Module):
@@ -82,7 +83,7 @@ class MoE(nn.Module):
         self.experts = Experts(arch.routing.num_experts, arch.hidden_size, size)
         self.shared_experts = MLP(arch.hidden_size, size * arch.num_shared_experts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` to the same shape."""
-        out: Tensor = self.experts(x, *self.gate(x)) + self.shared_experts(x)
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        """`[tokens, hidden_size]` to the same shape; padding of the batch passes the shared experts only."""
+        out: Tensor = self.experts(x, *self.gate(x), batch) + self.shared_experts(x)
         return out

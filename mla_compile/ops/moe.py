@@ -4,6 +4,8 @@ One op instead of a dispatch in the model's own code, for two reasons: how token
 data type, and a pass may move a gather of token rows above one op, never above a sort.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,9 @@ from mla_compile.ops import validate
 from mla_compile.ops.kernels.plan import supports_moe
 from mla_compile.ops.library import define_op
 from mla_compile.torch_internals import statically_known_true
+
+if TYPE_CHECKING:
+    from mla_compile.batch import MLABatch
 
 # Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
 # 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core from equal (float32) to half (bfloat16).
@@ -69,7 +74,10 @@ def _has_grouped_mm(x: Tensor, intermediate: int) -> bool:
 
 
 def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """Each (token, expert) pair's output, `[tokens, topk, hidden]`: sort the pairs by expert, multiply by groups."""
+    """Each (token, expert) pair's output, `[tokens, topk, hidden]`: sort the pairs by expert, multiply by groups.
+
+    Pairs of an expert past the last are in no group, and their output is whatever the memory holds.
+    """
     topk = topk_ids.shape[1]
     expert_of_pair, order = topk_ids.flatten().sort()
     experts = torch.arange(w_down.shape[0], device=x.device)
@@ -82,41 +90,76 @@ def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> 
 def _dense(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """The same by running every expert on every token: more work, but any dtype, and nothing depends on the ids."""
     every = torch.bmm(_swiglu(torch.matmul(x, w_gate_up.transpose(1, 2))), w_down.transpose(1, 2))
-    return every[topk_ids, torch.arange(x.shape[0], device=x.device)[:, None]]
+    ids = topk_ids.clamp(max=w_down.shape[0] - 1)
+    return every[ids, torch.arange(x.shape[0], device=x.device)[:, None]]
 
 
-def _fake(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def _fake(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None = None,
+    q_len: int = 1,
+) -> Tensor:
     _validate(x, topk_weights, topk_ids, w_gate_up, w_down)
     return x.new_empty(x.shape)
 
 
 @define_op(
-    "moe_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down) -> Tensor",
+    "moe_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, "
+    "Tensor? row_lens=None, SymInt q_len=1) -> Tensor",
     fake=_fake,
 )
 def moe_experts_op(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None = None,
+    q_len: int = 1,
 ) -> Tensor:
+    """row_lens: of the first `rows * q_len` tokens, how many of each `q_len` are no padding, int32 `[rows]`."""
+    run = moe_torch
     if supports_moe(x, topk_weights, topk_ids, w_gate_up, w_down):
-        from mla_compile.ops.kernels.moe import moe_triton
-
-        return moe_triton(x, topk_weights, topk_ids, w_gate_up, w_down)
-    return moe_torch(x, topk_weights, topk_ids, w_gate_up, w_down)
+        from mla_compile.ops.kernels.moe import moe_triton as run
+    return run(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len)
 
 
-def moe_torch(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+def moe_torch(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None = None,
+    q_len: int = 1,
+) -> Tensor:
     """`moe_experts` in plain torch: every device, every dtype, every number of tokens."""
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
     small = x.shape[0] * w_gate_up.numel() < _SMALL
     run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
-    pairs = run(x, topk_ids, w_gate_up, w_down)
+    runs = None
+    if row_lens is not None:
+        token = torch.arange(x.shape[0], device=x.device)
+        lens = row_lens[(token // q_len).clamp(max=row_lens.shape[0] - 1)]
+        runs = ((token >= row_lens.shape[0] * q_len) | (token % q_len < lens)).unsqueeze(-1)
+        topk_ids = torch.where(runs, topk_ids, w_down.shape[0])
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
-    return (pairs * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+    out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+    return out if runs is None else torch.where(runs, out, 0)
 
 
 def moe_experts(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    batch: "MLABatch | None" = None,
 ) -> Tensor:
     """`sum_k topk_weights[t, k] * expert[topk_ids[t, k]](x[t])`, an expert being `down(silu(gate(x)) * up(x))`.
 
@@ -129,9 +172,11 @@ def moe_experts(
         topk_ids: `[tokens, topk]`, int64 in `[0, experts)`.
         w_gate_up: `[experts, 2 * intermediate, hidden]`, the dtype of `x`; gate rows first, then up.
         w_down: `[experts, hidden, intermediate]`, the dtype of `x`.
+        batch: which tokens are whose. Padding of its decode rows, beyond their `q_lens` or of inactive ones, gets no
+            expert, so that the weights of experts that nobody else chose are not read.
 
     Returns:
-        `[tokens, hidden]` in the dtype of `x`.
+        `[tokens, hidden]` in the dtype of `x`; 0 for padding.
 
     Raises:
         MLAError: an argument that is not so, named. Expert ids are checked where they are on the CPU.
@@ -142,5 +187,14 @@ def moe_experts(
             low, high = (int(bound) for bound in topk_ids.aminmax())
             if low < 0 or high >= w_down.shape[0]:
                 raise MLAError("topk_ids", f"expert ids in [0, {w_down.shape[0]})", f"{low}..{high}")
-    out: Tensor = moe_experts_op(x, topk_weights, topk_ids, w_gate_up, w_down)
+    padding: tuple[Tensor, int] | tuple[()] = ()
+    if batch is not None and batch.decode is not None:
+        rows = batch.decode
+        # An inactive row sees no key, and any other one at least its own `q_len` tokens.
+        row_lens = rows.seq_lens if rows.q_lens is None else rows.q_lens
+        if statically_known_true(row_lens.shape[0] * rows.q_len > x.shape[0]):
+            expected = f"at most as many decode tokens as x has, {x.shape[0]}"
+            raise MLAError("batch", expected, f"{row_lens.shape[0]} rows of {rows.q_len}")
+        padding = row_lens, rows.q_len
+    out: Tensor = moe_experts_op(x, topk_weights, topk_ids, w_gate_up, w_down, *padding)
     return out

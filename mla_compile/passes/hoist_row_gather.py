@@ -9,7 +9,8 @@
 A node can be reduced when it works row by row along dimension 0 and everything that uses it is reduced or is the
 gather itself. So the gather climbs over lm_head, norms, residual adds, MLP, MoE, `o_proj` and decode attention and
 stops where somebody else needs all rows: at the latest where the layer appends its latents. `mla_decode'` serves
-the kept tokens as rows of one query token, each with the keys that it saw before (`flatten_to_single`).
+the kept tokens as rows of one query token, each with the keys that it saw before (`flatten_to_single`), and
+`moe_experts` is told anew which of them are padding.
 
 Only `index_select` along dimension 0 is such a gather. `x[ids]` is not: its ids may be negative or a mask.
 """
@@ -18,9 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
+from mla_compile.ops.moe import moe_experts_op
 from mla_compile.ops.paging import flatten_to_single
 from mla_compile.passes.effects import appended_cache, memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
@@ -122,6 +124,8 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
         args, kwargs = _substitute((node.args, node.kwargs), kept)
         if node.target is decode_op:
             args = _single_token_rows(gather, ids, args)
+        elif node.target is moe_experts_op and len(args) > 5:
+            args = (*args[:5], inline(gather, _runs, (ids, *args[5:])), 1)
         elif node.target in RESHAPES:
             first, *others = reshape_sizes(node)
             args = (args[0], (first if first == -1 else _count(gather, ids), *others))
@@ -150,6 +154,13 @@ def _single_token_rows(gather: fx.Node, ids: fx.Node, args: Any) -> tuple[Any, .
     query, query_pe, kv_cache, block_table, seq_lens, q_lens, q_len, *rest = args
     table, bounds = inline(gather, flatten_to_single, (ids, block_table, seq_lens, q_lens, q_len))
     return query, query_pe, kv_cache, table, bounds, None, 1, *rest
+
+
+def _runs(ids: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
+    """For each kept token 1, or 0 if it is padding: `row_lens` of rows of one token each."""
+    rows = row_lens.shape[0]
+    row = (ids // q_len).clamp(max=rows - 1)
+    return ((ids >= rows * q_len) | (ids % q_len < row_lens[row])).to(torch.int32)
 
 
 def _count(gather: fx.Node, ids: fx.Node) -> Any:

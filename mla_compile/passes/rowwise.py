@@ -160,6 +160,6 @@ _RULES: dict[Any, Callable[[fx.Node, Any], _Carriers]] = {
     F.embedding: _first_argument,
     operator.getitem: _getitem,
     torch.einsum: _einsum,
-    moe_experts_op: _first(3),
+    moe_experts_op: _first(3),  # the padding that it is told of is the caller's to tell anew
     decode_op: _first(2),
 }

@@ -29,6 +29,7 @@ class Verified:
     """What came of a verification, before the state moves on.
 
     targets: the target's tokens, int64 `[rows, k + 1]`; they take the positions after the state's `num_cached`.
+    accepted: how many drafts were, int32 `[rows]`.
     count: how many of them a row emits, int32 `[rows]`; 0 for an inactive row.
     hidden: the trunk's hidden states at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
     num_cached: the state's from now on, int32 `[rows]`.
@@ -37,6 +38,7 @@ class Verified:
     """
 
     targets: Tensor
+    accepted: Tensor
     count: Tensor
     hidden: Tensor
     num_cached: Tensor
@@ -51,7 +53,8 @@ class Drafter(Protocol):
         """Take in prompt chunks, of which the trunk has made `hidden` `[tokens, hidden_size]`."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
-        """Drafts for the k positions behind the newest tokens, int64 `[rows, k]`; anything for inactive rows."""
+        """Drafts for the k positions behind the newest tokens, int64 `[rows, k]`; anything for inactive rows, and
+        behind a row's own `num_drafts`."""
 
 
 class MtpDrafter(nn.Module):
@@ -95,14 +98,13 @@ class MtpDrafter(nn.Module):
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """See `Drafter`."""
         q_len = self.k + 1
-        accepted = (verified.count - 1).clamp(min=0).long()
         hidden = self._run(
             state, verified.targets.view(-1), verified.hidden, state.num_cached, verified.q_lens, q_len
         )
         if self.k == 0:
             # Nobody reads what the layer gave, so in a graph it comes down to the latents, as in `fill`.
             return state.drafts[:, :0]
-        picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
+        picked = torch.arange(hidden.shape[0] // q_len, device=hidden.device) * q_len + verified.accepted
         return self._chain(state, torch.index_select(hidden, 0, picked), verified.num_cached, verified.active)
 
     def _chain(self, state: DecodeState, hidden: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
@@ -111,7 +113,8 @@ class MtpDrafter(nn.Module):
         drafts: list[Tensor] = []
         for j in range(self.k):
             if j > 0:
-                hidden = self._draft_after(state, drafts[-1], hidden, num_cached + (j - 1), active)
+                wanted = active if state.num_drafts is None else active & (j < state.num_drafts)
+                hidden = self._draft_after(state, drafts[-1], hidden, num_cached + (j - 1), wanted)
             position = (num_cached + (1 + j)).long()[:, None]
             before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
             logits = self.model.logits(hidden)[:, None]

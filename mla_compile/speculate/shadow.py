@@ -219,7 +219,7 @@ def _state(compiled: DecodeState, eager: DecodeState, tolerance: float) -> Itera
         if name == "report":
             got, expected = got[:, :FIRST_TOKEN], expected[:, :FIRST_TOKEN]
         wrong = got != expected
-        if name == "logprobs":
+        if name in ("logprobs", "acceptance"):
             wrong = ~torch.isclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         if wrong.any():
             row, *column = _first(wrong)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from mla_compile.batch import MLABatch, decode_segment
 from mla_compile.errors import MLAError
+from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import mark_state_tensor
 
-COUNT, ACTIVE, FIRST_TOKEN = 0, 1, 2
+COUNT, ACTIVE, NUM_VERIFIED, FIRST_TOKEN = 0, 1, 2, 3
 """Columns of `DecodeState.report`."""
 
 
@@ -20,15 +21,16 @@ class DecodeState:
     num_cached: tokens whose latents are in the trunk's cache, int32 `[rows]`. The last token is not among them.
     last_token: the newest token, at position `num_cached`, int64 `[rows]`.
     drafts: proposed tokens for the k positions after it, int64 `[rows, k]`.
-    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`. None where all steps make k.
+    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`; acceptance: the share of them that is
+        accepted of late, float32 `[rows]` (`row_drafts.py`). None where all steps and rows make k.
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
     stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
     seed: int64 `[rows]`; temperature, top_p, min_p: float32 `[rows]`; top_k: int32 `[rows]`.
     repetition_penalty, presence_penalty, frequency_penalty: float32 `[rows]`.
     block_table: int32 `[rows, max_pages]`; every row owns pages for `max_len` tokens.
-    report: what the last step did, for the host, int64 `[rows, 2 + k + 1]`: the number of tokens emitted, whether
-        the row is still active, the tokens.
+    report: what the last step did, for the host, int64 `[rows, 3 + k + 1]`: the number of tokens emitted, whether
+        the row is still active, the number of drafts that it had, the tokens.
     in_prompt: which ids the prompt has, bool `[rows, vocab]`; num_emitted: how often the text after it has each id,
         the last token included, int32 `[rows, vocab]`. None in a state without penalties.
     logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.
@@ -61,6 +63,7 @@ class DecodeState:
     logprob_ids: Tensor | None = None
     history: Tensor | None = None
     num_drafts: Tensor | None = None
+    acceptance: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -81,7 +84,8 @@ class DecodeState:
         penalised_vocab: the vocabulary's size, where rows may have penalties.
         num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
         history_len: tokens of a row at most, where an n-gram drafter reads them.
-        varying_drafts: whether steps of different numbers of drafts, `num_speculative_tokens` at most, take turns.
+        varying_drafts: whether steps of different numbers of drafts, `num_speculative_tokens` at most, take turns, and
+            rows make fewer by themselves.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
         number of rows that varies (one compiled graph serves every bucket).
@@ -131,6 +135,7 @@ class DecodeState:
             optional["history"] = zeros(rows, history_len, dtype=torch.int32)
         if varying_drafts:
             optional["num_drafts"] = zeros(rows, dtype=torch.int32)
+            optional["acceptance"] = zeros(rows, dtype=torch.float32) + row_drafts.START
         return cls(
             num_cached=zeros(rows, dtype=torch.int32),
             last_token=zeros(rows),
@@ -147,7 +152,7 @@ class DecodeState:
             presence_penalty=zeros(rows, dtype=torch.float32),
             frequency_penalty=zeros(rows, dtype=torch.float32),
             block_table=zeros(rows, max_pages, dtype=torch.int32),
-            report=zeros(rows, 2 + k + 1),
+            report=zeros(rows, FIRST_TOKEN + k + 1),
             **optional,
         )
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.errors import MLAError
+from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.drafter import (
@@ -204,21 +205,24 @@ class SpeculativeDecoder(nn.Module):
             torch._check(hidden.shape[0] == rows * q_len)
             if chunks is not None:
                 chunks.check_sizes(rows)
-            count, active = self._accept(state, targets, self._query_lens(state, state.active, chunks))
-            accepted = (count - 1).clamp(min=0).long()
+            q_lens = self._query_lens(state, state.active, chunks)
+            num_verified = (q_lens - 1).clamp(min=0)
+            count, active = self._accept(state, targets, q_lens)
+            accepted = (count - 1).clamp(min=0)
             num_cached = state.num_cached + count
             self._count_emitted(state, targets, count)
+            if state.num_drafts is not None and state.acceptance is not None:
+                state.acceptance.copy_(row_drafts.learn(state.acceptance, num_verified, accepted))
+                state.num_drafts.copy_(row_drafts.worthwhile(state.acceptance, self.k))
             if self.drafter is not None:
-                q_lens = self._query_lens(state, active, chunks)
-                verified = Verified(targets, count, hidden, num_cached, active, q_lens)
+                q_lens = torch.where(active, q_lens, 0)
+                verified = Verified(targets, accepted, count, hidden, num_cached, active, q_lens)
                 state.drafts[:, : self.k].copy_(self.drafter.draft(state, verified))
-            last_token = targets.gather(1, accepted[:, None])[:, 0]
+            last_token = targets.gather(1, accepted[:, None].long())[:, 0]
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
-            if state.num_drafts is not None:
-                state.num_drafts.fill_(self.k)
-            report = torch.cat([count[:, None], active[:, None], targets], dim=1)
+            report = torch.cat([torch.stack([count, active, num_verified], dim=1), targets], dim=1)
             state.report[:, : report.shape[1]].copy_(report)
 
     def _query_lens(self, state: DecodeState, active: Tensor, chunks: PromptChunks | None = None) -> Tensor:

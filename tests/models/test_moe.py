@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile import MLAError
+from mla_compile.batch import DecodeSegment, MLABatch
 from mla_compile.ops import moe
 from mla_compile.ops.moe import moe_experts, moe_experts_op
+from tests.kernel_cases import MoeCase, check_padded_moe, padding
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
 
@@ -92,6 +94,32 @@ def test_an_expert_may_be_chosen_twice_by_one_token():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_opcheck(dtype):
     torch.library.opcheck(moe_experts_op, problem(5, dtype))
+    torch.library.opcheck(moe_experts_op, (*problem(5, dtype), torch.tensor([1, 0], dtype=torch.int32), 2))
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "seq_lens"), [([4, 1, 0], [9, 6, 0]), (None, [9, 6, 0])], ids=["q_lens", "inactive rows"]
+)
+def test_padding_of_decode_rows_gets_no_expert(q_lens, seq_lens):
+    """12 decode tokens, of which some are padding, and 3 of a prompt."""
+    case = MoeCase(*problem(15))
+    lens = q_lens or [4 * (n > 0) for n in seq_lens]
+    row_lens, _, runs = padding(case, 4, lens)
+    rows = DecodeSegment(
+        torch.tensor(seq_lens, dtype=torch.int32),
+        torch.zeros(3, 1, dtype=torch.int32),
+        torch.zeros(12, dtype=torch.int64),
+        q_len=4,
+        q_lens=None if q_lens is None else row_lens,
+    )
+    check_padded_moe(case, moe_experts(*case.args(), MLABatch(rows)), runs)
+
+
+def test_more_decode_tokens_than_there_are_tokens_are_refused():
+    lens, slots = torch.ones(3, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
+    batch = MLABatch(DecodeSegment(lens, torch.zeros(3, 1, dtype=torch.int32), slots, q_len=2))
+    with pytest.raises(MLAError, match=r"^batch: expected at most as many decode tokens as x has, 5"):
+        moe_experts(*problem(5), batch)
 
 
 BAD = {

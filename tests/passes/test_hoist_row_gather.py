@@ -11,7 +11,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 from mla_compile import MLABatch
 from mla_compile.ops.append import append_op
-from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.moe import moe_experts, moe_experts_op
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import mutates
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
@@ -71,6 +71,22 @@ def test_an_moe_op_runs_on_the_kept_rows_only() -> None:
 
     gm = compiled_graph(moe, X, W, IDS)
     assert rows_computed(gm)["moe_experts"] == rows_computed(gm)["topk"] == {len(IDS)}
+
+
+def test_an_moe_op_knows_which_of_the_kept_rows_are_padding() -> None:
+    gate_up, down = torch.randn(3, 2 * 5, WIDTH), torch.randn(3, WIDTH, 5)
+    lens = torch.tensor(
+        [1, 2], dtype=torch.int32
+    )  # of two tokens each: token 1 is padding, 4 is none of theirs
+
+    def moe(x: Tensor, router: Tensor, ids: Tensor, lens: Tensor) -> Tensor:
+        weights, experts = F.linear(x, router).softmax(-1).topk(2, dim=-1)
+        out = moe_experts_op(x, weights, experts, gate_up, down, lens, 2)
+        return torch.index_select(out, 0, ids)
+
+    gm = compiled_graph(moe, X, W, IDS, lens)
+    assert rows_computed(gm)["moe_experts"] == {len(IDS)}
+    assert moe(X, W, IDS, lens).any(dim=1).tolist() == [True, False], "IDS are 4 and 1"
 
 
 # --- where it stops

@@ -6,6 +6,7 @@ from mla_compile import MLABatch, prefill_segment
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.drafter import MtpDrafter
+from mla_compile.speculate.state import FIRST_TOKEN
 
 
 @torch.no_grad()
@@ -30,4 +31,4 @@ def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[in
         drafted = drafter._draft_after(state, first[:, 0], hidden, state.num_cached - 1, state.active)
         state.drafts.copy_(drafter._chain(state, drafted, state.num_cached, state.active))
     state.last_token.copy_(first[:, 0])
-    state.report[:, 0], state.report[:, 1], state.report[:, 2:] = 1, state.active, first
+    state.report[:, 0], state.report[:, 1], state.report[:, FIRST_TOKEN:] = 1, state.active, first

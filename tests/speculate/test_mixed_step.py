@@ -19,6 +19,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import live_nodes
 from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
+from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import capture_graph, compile_counters, mark_rows, with_own_code
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
@@ -114,7 +115,7 @@ class Runner:
         """Write down what the report says of the rows that decoded; there is nothing to say of the others."""
         state = self.state
         assert state.logprobs is not None
-        for row, (count, active, *tokens) in enumerate(state.report.tolist()):
+        for row, (count, active, _, *tokens) in enumerate(state.report.tolist()):
             assert bool(active) == bool(state.active[row])
             assert (count > 0) == decoded[row], f"row {row}"
             if not decoded[row]:
@@ -277,7 +278,9 @@ def test_what_a_row_held_before_it_began_is_never_accepted(model: MLAForCausalLM
         runner.state.drafts[1, j] = targets[1, j]
     runner.state.active.fill_(False)
     runner.run([(1, 0, 7)])
-    assert runner.state.report[1, 2:].tolist()[:k] == targets[1, :k].tolist(), "else this tests nothing"
+    assert runner.state.report[1, FIRST_TOKEN:].tolist()[:k] == targets[1, :k].tolist(), (
+        "else this tests nothing"
+    )
     assert len(runner.said[1].text()) == 1
     runner.run()
     runner.check()
@@ -337,7 +340,7 @@ def test_a_preempted_row_prefills_what_it_has_said_and_goes_on_as_if_nothing_had
         while runner.state.active[0]:
             runner.step(runner.state)
             count = int(runner.state.report[0, 0])
-            text += runner.state.report[0, 2 : 2 + count].tolist()
+            text += runner.state.report[0, FIRST_TOKEN : FIRST_TOKEN + count].tolist()
         assert text == alone(k, Request(PROMPTS[1], sampling)).text()
 
 

@@ -105,7 +105,7 @@ def test_every_steps_drafts_are_those_of_a_plain_search_of_the_text(k: int) -> N
     step, state = engine(without_mtp(), k).start(PROMPTS, 50, MIXED, [])
     texts = [list(prompt) for prompt in PROMPTS]
     while state.active.any():
-        for text, (count, active, *emitted), drafts in zip(
+        for text, (count, active, _, *emitted), drafts in zip(
             texts, state.report.tolist(), state.drafts.tolist(), strict=True
         ):
             text += emitted[:count]

@@ -13,6 +13,7 @@ from mla_compile.engine.variants import Variant
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
+from mla_compile.speculate.state import FIRST_TOKEN
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
 from tests.speculate.defined_sampling import Vector, defined_kept, defined_penalties, defined_token
@@ -243,7 +244,7 @@ def test_a_stop_id_inside_accepted_drafts_ends_the_row_and_its_counts(model: MLA
     step, state = engine(model, 3).start(PROMPTS[:1], 40, MIXED[:1], [plain[2]])
     state.drafts[0] = torch.tensor(plain[1:4])
     step(state)
-    assert state.report[0].tolist()[:4] == [2, 0, *plain[1:3]]
+    assert state.report[0].tolist()[:5] == [2, 0, 3, *plain[1:3]]
     assert state.num_emitted is not None
     counts = state.num_emitted.clone()
     assert counts.sum() == 3
@@ -275,7 +276,7 @@ def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose
             assert state.drafts[row].tolist() == oracle.drafts(prompt + emitted[row], 3, choose)
         step(state)
         for row, text in enumerate(emitted):
-            text += state.report[row, 2 : 2 + int(state.report[row, 0])].tolist()
+            text += state.report[row, FIRST_TOKEN : FIRST_TOKEN + int(state.report[row, 0])].tolist()
 
 
 @pytest.mark.parametrize("sampled", [False, True])

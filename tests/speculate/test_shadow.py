@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_compile import Engine, MLAError, SamplingParams, ShadowCheckError, shadow_check
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import compile_counters
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
@@ -130,7 +131,7 @@ def test_a_wrong_token_comes_with_what_eager_thinks_of_both() -> None:
         return out
 
     started.decoder.verify = spy
-    line = started.message(fault_in("report", (1, 3), -1))
+    line = started.message(fault_in("report", (1, FIRST_TOKEN + 1), -1))
     found = re.fullmatch(
         r"tokens: row 1, token 1, position (\d+): (\d+), eager (\d+); eager's logits of the two: (.*), (.*)",
         line,
@@ -216,7 +217,7 @@ def test_everything_that_differs_is_told_layers_first() -> None:
     def fault(started: Started) -> None:
         into(1, 0, 3, half)(started)
         fault_in("drafts", (0, 0), 1)(started)
-        fault_in("report", (2, 2), 1)(started)
+        fault_in("report", (2, FIRST_TOKEN), 1)(started)
 
     lines = Started().message(fault).splitlines()
     assert [line.split(":")[0] for line in lines] == ["layer 1", "tokens", "drafts"]

@@ -11,6 +11,7 @@ from mla_compile.engine import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.library import implementations
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
+from mla_compile.speculate.state import FIRST_TOKEN
 from tests.host_sync import HostSyncError, NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
 from tests.speculate.from_scratch import PAGE, FromScratch, sampler
@@ -55,7 +56,7 @@ class Started:
 
     def run(self) -> list[list[int]]:
         self.step(self.state)
-        emitted = [row[2 : 2 + row[0]] for row in self.state.report.tolist()]
+        emitted = [row[FIRST_TOKEN : FIRST_TOKEN + row[0]] for row in self.state.report.tolist()]
         for text, tokens in zip(self.texts, emitted, strict=True):
             text += tokens
         return emitted

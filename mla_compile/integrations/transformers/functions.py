@@ -1,6 +1,6 @@
 """The functions that stand in for transformers' own while an accelerated model generates: attention and experts."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from transformers.activations import SiLUActivation
 from mla_compile.ops import mla_attention
 from mla_compile.ops.attention import up_projections
 from mla_compile.ops.moe import moe_experts
+
+if TYPE_CHECKING:
+    from mla_compile.integrations.transformers.cache import PagedLatentCache
 
 ATTENTION = "mla_compile"
 """The name of our attention function in transformers' `AttentionInterface`. It has no mask function of that name, which
@@ -76,17 +79,21 @@ def has_our_experts(module: Any) -> bool:
     )
 
 
-def experts(module: Any, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+def experts(
+    module: Any, cache: "PagedLatentCache", hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> Tensor:
     """Routed experts, in the form of transformers' expert modules: `[tokens, hidden_size]` to the same.
 
-    Ids past the stacked weights are LongCat-Flash's zero-computation experts, which return their input.
+    cache: it knows whose the tokens are. Ids past the stacked weights are LongCat-Flash's zero-computation experts,
+    which return their input.
     """
     num_experts = module.down_proj.shape[0]
     w_gate_up = module.gate_up_proj[:num_experts]
     if getattr(module, "zero_expert_num", 0) == 0:
-        return moe_experts(hidden, topk_weights, topk_ids, w_gate_up, module.down_proj)
+        return moe_experts(hidden, topk_weights, topk_ids, w_gate_up, module.down_proj, cache.batch)
     routed = topk_ids < num_experts
     kept = torch.where(routed, topk_weights, 0)
-    out = moe_experts(hidden, kept, torch.where(routed, topk_ids, 0), w_gate_up, module.down_proj)
+    ids = torch.where(routed, topk_ids, 0)
+    out = moe_experts(hidden, kept, ids, w_gate_up, module.down_proj, cache.batch)
     identity = torch.where(routed, 0, topk_weights).sum(dim=-1, keepdim=True)
     return out + (hidden * identity).to(hidden.dtype)

@@ -44,7 +44,13 @@ class TransformersTarget(nn.Module):
         configs: list[Any] = [getattr(module, "config", None) for module in modules]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
         # Made once: a compiled step knows the very objects.
-        self._experts = [(module, partial(experts, module)) for module in modules if has_our_experts(module)]
+        self._experts: list[tuple[Any, Any]] = [
+            (module, partial(experts, module, cache))
+            for part, cache in ((model, self._trunk), (mtp_layer, self._mtp))
+            if part is not None
+            for module in part.modules()
+            if has_our_experts(module)
+        ]
         self._rope = FixedRope(model)
 
     @property

@@ -13,7 +13,7 @@ mend_interpreter()
 
 from mla_compile.ops.kernels.moe import moe_triton  # noqa: E402
 from mla_compile.ops.kernels.plan import MoeTiles  # noqa: E402
-from tests.kernel_cases import check_moe, moe_case  # noqa: E402
+from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding  # noqa: E402
 
 SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
 
@@ -52,6 +52,19 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
     for name in ("x", "topk_weights", "topk_ids"):
         getattr(other, name)[5] = getattr(case, name)[5]
     assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
+
+
+@pytest.mark.parametrize("experts", [8, 300])
+@pytest.mark.parametrize(
+    ("q_len", "lens"), [(4, [4, 1, 0, 2]), (1, [0, 1, 1, 0]), (3, [0])], ids=["drafts", "rows", "and prompts"]
+)
+def test_padding_gets_no_expert(experts: int, q_len: int, lens: list[int]) -> None:
+    case = moe_case(16, 2, experts=experts, hidden=16, intermediate=16)
+    row_lens, q_len, runs = padding(case, q_len, lens)
+    case.w_gate_up[:1], case.w_down[:1] = torch.nan, torch.nan  # an expert that only padding chose
+    case.topk_ids.clamp_(min=1)
+    case.topk_ids[~runs] = 0
+    check_padded_moe(case, moe_triton(*case.args(), row_lens, q_len), runs)
 
 
 @settings(max_examples=12)
