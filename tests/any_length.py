@@ -9,12 +9,13 @@ from mla_compile.engine.draft_length import Drafting
 class AnyLength:
     """The lengths that were given, then random ones: single steps, and runs in which rows stay without drafts.
 
-    learned: what it was told.
+    learned: what it was told; seconds: and the times.
     """
 
     def __init__(self, longest: int, seed: int = 0, first: Sequence[int] = ()) -> None:
         self.lengths = list(range(longest + 1))
         self.learned: list[tuple[Drafting, list[int]]] = []
+        self.seconds: list[float] = []
         self._next = list(first)
         self._random = random.Random(seed)
 
@@ -27,3 +28,4 @@ class AnyLength:
         assert seconds > 0
         assert all(0 <= count <= drafting.num_verified <= drafting.length for count in accepted)
         self.learned.append((drafting, list(accepted)))
+        self.seconds.append(seconds)

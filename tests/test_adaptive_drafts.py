@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -225,6 +226,15 @@ def test_a_step_verifies_no_more_drafts_than_the_one_before_made(model: MLAForCa
     assert (stats.num_drafts, stats.num_verified, stats.draft_length) == (6, 5, 6 / 5)
     assert stats.acceptance_length == 11 / 5
     generation.abort()
+
+
+def test_while_nobody_asks_for_anything_no_step_takes_time(model: MLAForCausalLM) -> None:
+    policy = AnyLength(K)
+    of = engine(model, policy)
+    for _ in range(2):
+        of.generate(PROMPTS[:1], max_new_tokens=8)
+        time.sleep(2)
+    assert max(policy.seconds) < 2
 
 
 def test_a_token_chosen_on_the_host_is_asked_for_behind_the_drafts_of_this_step(

@@ -13,6 +13,9 @@ from typing import Protocol
 
 MEMORY = 1 / 16
 """The weight of the newest step in what is known of acceptance: it follows a text within some 16 steps."""
+SHARE_MEMORY = 1 / 256
+"""The weight of the newest launch in how often each bucket's turn comes. With less memory one step with a prompt, as
+long as many without, would decide what the next ones do, and its time is known least well."""
 SKIPPED, MEASURED = 2, 3
 """Of a length's first steps in a bucket the first two compile and record it; the median of the next is its time."""
 OUTLIER = 1.25
@@ -58,7 +61,7 @@ class DraftLength(Protocol):
         """Take in a launch's report, in the order of the launches.
 
         accepted: drafts, of each row that verified.
-        seconds: from the report before to this one. What takes turns without pause takes so long.
+        seconds: from the report before, or from the launch after a pause, to this one. What takes turns takes so long.
         """
 
 
@@ -97,8 +100,8 @@ class AdaptiveLength:
     def choose(self, bucket: Hashable) -> int:
         """See `DraftLength`."""
         times = self._times.setdefault(bucket, StepTimes())
-        self._shares = {known: (1 - MEMORY) * share for known, share in self._shares.items()}
-        self._shares[bucket] = self._shares.get(bucket, 0.0) + MEMORY
+        self._shares = {known: (1 - SHARE_MEMORY) * share for known, share in self._shares.items()}
+        self._shares[bucket] = self._shares.get(bucket, 0.0) + SHARE_MEMORY
         unmeasured = [length for length in self.lengths if length not in times]
         if unmeasured:
             # At its end the best one is chosen at once.

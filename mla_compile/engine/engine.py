@@ -185,7 +185,7 @@ class Engine:
         self._launcher.rows.clear()
         self._reports.clear()
         self._launched.clear()
-        self._last_report = 0.0  # when it came
+        self._last_report = 0.0  # when it came, or when the first launch after a pause began
         self._generations.clear()
 
     # --- requests, one by one
@@ -533,6 +533,8 @@ class Engine:
             self._scheduler.abort(generation.request)
 
     def _launch(self, plan: Plan) -> Launched:
+        if not self._launched:  # the time before it was nobody's step
+            self._last_report = time.perf_counter()
         try:
             launched = self._launcher.launch(plan, self._generations)
         except BaseException as error:
