@@ -13,7 +13,7 @@ from typing import Protocol
 
 MEMORY = 1 / 16
 """The weight of the newest step in what is known of acceptance: it follows a text within some 16 steps."""
-SHARE_MEMORY = 1 / 256
+SHARE_MEMORY = 1 / 64
 """The weight of the newest launch in how often each bucket's turn comes. With less memory one step with a prompt, as
 long as many without, would decide what the next ones do, and its time is known least well."""
 SKIPPED, MEASURED = 2, 3

@@ -47,7 +47,7 @@ class TransformersTarget(nn.Module):
         self._experts: list[tuple[Any, Any]] = [
             (module, partial(experts, module, cache))
             for part, cache in ((model, self._trunk), (mtp_layer, self._mtp))
-            if part is not None
+            if part is not None and cache is not None
             for module in part.modules()
             if has_our_experts(module)
         ]
