@@ -75,7 +75,7 @@ class Engine:
             `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
             recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. 0 captures
-            nothing. None for no limit: there are few numbers of rows, as they double, and graphs share their memory.
+            nothing. None for no limit: there are few numbers of rows and of prompt tokens, and graphs share their memory.
 
     Raises:
         MLAError: a bad argument, named.
@@ -141,6 +141,8 @@ class Engine:
             if num_pages is not None or max_tokens_per_step is not None:
                 name = "num_pages" if num_pages is not None else "max_tokens_per_step"
                 raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
+            if compile_mixed:
+                raise MLAError("compile_mixed", "False for a model with recurrent layers", compile_mixed)
             self._pages_per_grant, self.prefix_caching = self.pages_per_row, False
             self.max_tokens_per_step = max_rows * (1 + max_model_len)
         self._launcher = Launcher(
@@ -406,6 +408,8 @@ class Engine:
         self._check_idle("warm_up")
         params = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
         _check_stop_ids(stop_ids)
+        if self.model.is_recurrent:  # its states get their sizes from a prompt
+            self.generate([[0]], max_new_tokens=1)
         self._launcher.warm_up(Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids}))
         return self.capture_report()
 

@@ -92,69 +92,46 @@ class DecodeState:
         """
         if rows < 1:
             raise MLAError("rows", "at least 1", rows)
+        k = num_speculative_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            state = cls._zeros(
-                rows,
-                num_speculative_tokens,
-                max_pages,
-                num_stop_ids,
-                penalised_vocab,
-                num_logprobs,
-                history_len,
-                varying_drafts,
-                device,
+            optional: dict[str, Tensor] = {}
+            if penalised_vocab is not None:
+                optional["in_prompt"] = zeros(rows, penalised_vocab, dtype=torch.bool)
+                optional["num_emitted"] = zeros(rows, penalised_vocab, dtype=torch.int32)
+            if num_logprobs is not None:
+                optional["logprobs"] = zeros(rows, k + 1, 1 + num_logprobs, dtype=torch.float32)
+                optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
+            if history_len is not None:
+                optional["history"] = zeros(rows, history_len, dtype=torch.int32)
+            if varying_drafts:
+                optional["num_drafts"] = zeros(rows, dtype=torch.int32)
+                optional["acceptance"] = zeros(rows, dtype=torch.float32) + row_drafts.START
+            state = cls(
+                num_cached=zeros(rows, dtype=torch.int32),
+                last_token=zeros(rows),
+                drafts=zeros(rows, k),
+                active=zeros(rows, dtype=torch.bool),
+                max_len=zeros(rows, dtype=torch.int32),
+                stop_ids=zeros(rows, max(1, num_stop_ids)) - 1,
+                seed=zeros(rows),
+                temperature=zeros(rows, dtype=torch.float32),
+                top_k=zeros(rows, dtype=torch.int32),
+                top_p=zeros(rows, dtype=torch.float32) + 1,
+                min_p=zeros(rows, dtype=torch.float32),
+                repetition_penalty=zeros(rows, dtype=torch.float32) + 1,
+                presence_penalty=zeros(rows, dtype=torch.float32),
+                frequency_penalty=zeros(rows, dtype=torch.float32),
+                block_table=zeros(rows, max_pages, dtype=torch.int32),
+                report=zeros(rows, FIRST_TOKEN + k + 1),
+                **optional,
             )
         for tensor in state.tensors():
             mark_state_tensor(tensor)
         return state
-
-    @classmethod
-    def _zeros(
-        cls,
-        rows: int,
-        k: int,
-        max_pages: int,
-        num_stop_ids: int,
-        vocab: int | None,
-        num_logprobs: int | None,
-        history_len: int | None,
-        varying_drafts: bool,
-        device: torch.device | str,
-    ) -> "DecodeState":
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        optional: dict[str, Tensor] = {}
-        if vocab is not None:
-            optional["in_prompt"] = zeros(rows, vocab, dtype=torch.bool)
-            optional["num_emitted"] = zeros(rows, vocab, dtype=torch.int32)
-        if num_logprobs is not None:
-            optional["logprobs"] = zeros(rows, k + 1, 1 + num_logprobs, dtype=torch.float32)
-            optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
-        if history_len is not None:
-            optional["history"] = zeros(rows, history_len, dtype=torch.int32)
-        if varying_drafts:
-            optional["num_drafts"] = zeros(rows, dtype=torch.int32)
-            optional["acceptance"] = zeros(rows, dtype=torch.float32) + row_drafts.START
-        return cls(
-            num_cached=zeros(rows, dtype=torch.int32),
-            last_token=zeros(rows),
-            drafts=zeros(rows, k),
-            active=zeros(rows, dtype=torch.bool),
-            max_len=zeros(rows, dtype=torch.int32),
-            stop_ids=zeros(rows, max(1, num_stop_ids)) - 1,
-            seed=zeros(rows),
-            temperature=zeros(rows, dtype=torch.float32),
-            top_k=zeros(rows, dtype=torch.int32),
-            top_p=zeros(rows, dtype=torch.float32) + 1,
-            min_p=zeros(rows, dtype=torch.float32),
-            repetition_penalty=zeros(rows, dtype=torch.float32) + 1,
-            presence_penalty=zeros(rows, dtype=torch.float32),
-            frequency_penalty=zeros(rows, dtype=torch.float32),
-            block_table=zeros(rows, max_pages, dtype=torch.int32),
-            report=zeros(rows, FIRST_TOKEN + k + 1),
-            **optional,
-        )
 
     def num_rows(self) -> int:
         """The bucket's rows; tells the compiler, which gives each tensor a size of its own, that all agree."""

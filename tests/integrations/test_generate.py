@@ -28,9 +28,11 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from mla_compile.engine import Engine
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, generation, restore
+from mla_compile.integrations.transformers.target import TransformersTarget
 from tests.integrations.families import prompts, stock_model
 from tests.integrations.mtp import MTP_FAMILIES, with_mtp
 from tests.integrations.stock import greedy, left_padded
@@ -524,6 +526,18 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
         accelerate(unknown, num_speculative_tokens=1)
     with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a model with recurrent"):
         accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
+
+
+def test_an_engine_of_a_recurrent_model_warms_up_before_its_first_prompt() -> None:
+    target = TransformersTarget(stock_model("kimi_linear"), None)
+    with target.installed(32):
+        with pytest.raises(MLAError, match="compile_mixed: expected False for a model with recurrent"):
+            Engine(target, max_rows=2, max_model_len=32, compile=False, compile_mixed=True)
+        fresh = Engine(target, max_rows=2, max_model_len=32, compile=False)
+        expected = fresh.generate([[1, 2, 3], [4]], max_new_tokens=6)
+        warm = Engine(target, max_rows=2, max_model_len=32, compile=False)
+        warm.warm_up()
+        assert warm.generate([[1, 2, 3], [4]], max_new_tokens=6) == expected
 
 
 @pytest.mark.parametrize("family", MTP_FAMILIES)
