@@ -75,7 +75,7 @@ class Engine:
             `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
             recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. 0 captures
-            nothing. None for no limit: there are few numbers of rows and of prompt tokens, and graphs share their memory.
+            nothing. None for no limit: there are few numbers of rows and of prompt tokens, and graphs share memory.
 
     Raises:
         MLAError: a bad argument, named.
