@@ -12,7 +12,7 @@ from torch._inductor import cudagraph_trees
 
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, capture
-from mla_compile.engine.buckets import choose_rows, row_sizes
+from mla_compile.engine.buckets import choose_rows, padded_prompt_tokens, row_sizes
 from mla_compile.engine.capture import Captures
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
@@ -254,6 +254,13 @@ def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
     engine._caches = model.caches()
     poison_caches(model)
     assert engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
+
+
+def test_prompts_are_padded_to_few_sizes() -> None:
+    sizes = [padded_prompt_tokens(count) for count in range(1, 4097)]
+    assert all(count <= size < count + max(16, count / 4) for count, size in enumerate(sizes, start=1))
+    assert sorted(set(sizes[:256])) == [*range(16, 129, 16), 160, 192, 224, 256]
+    assert all(len(set(sizes[n : 2 * n])) == 4 for n in (128, 256, 512, 1024, 2048))
 
 
 @pytest.mark.parametrize("longest", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -143,7 +143,7 @@ def moe_torch(
     small = x.shape[0] * w_gate_up.numel() < _SMALL
     run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
     runs = None
-    if row_lens is not None:
+    if row_lens is not None and row_lens.shape[0] > 0:
         token = torch.arange(x.shape[0], device=x.device)
         lens = row_lens[(token // q_len).clamp(max=row_lens.shape[0] - 1)]
         runs = ((token >= row_lens.shape[0] * q_len) | (token % q_len < lens)).unsqueeze(-1)

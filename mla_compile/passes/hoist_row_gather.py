@@ -124,7 +124,7 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
         args, kwargs = _substitute((node.args, node.kwargs), kept)
         if node.target is decode_op:
             args = _single_token_rows(gather, ids, args)
-        elif node.target is moe_experts_op and len(args) > 5:
+        elif node.target is moe_experts_op and _tells_of_padding(args):
             args = (*args[:5], inline(gather, _runs, (ids, *args[5:])), 1)
         elif node.target in RESHAPES:
             first, *others = reshape_sizes(node)
@@ -154,6 +154,11 @@ def _single_token_rows(gather: fx.Node, ids: fx.Node, args: Any) -> tuple[Any, .
     query, query_pe, kv_cache, block_table, seq_lens, q_lens, q_len, *rest = args
     table, bounds = inline(gather, flatten_to_single, (ids, block_table, seq_lens, q_lens, q_len))
     return query, query_pe, kv_cache, table, bounds, None, 1, *rest
+
+
+def _tells_of_padding(args: Any) -> bool:
+    row_lens = args[5] if len(args) > 5 else None
+    return row_lens is not None and not statically_known_true(first_value(row_lens).shape[0] == 0)
 
 
 def _runs(ids: Tensor, row_lens: Tensor, q_len: int) -> Tensor:

@@ -92,9 +92,11 @@ def _reshape(node: fx.Node, rows: Any) -> _Carriers:
 
 
 def _first(count: int) -> Callable[[fx.Node, Any], _Carriers]:
-    """The op's first `count` arguments; one passed by name is not looked for."""
+    """The op's first `count` arguments, where none is passed by name: who moves the gather rewrites the others."""
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
+        if node.kwargs:
+            return None
         carriers = [n for n in node.args[:count] if isinstance(n, fx.Node)]
         return carriers if len(carriers) == count else None
 

@@ -115,6 +115,12 @@ def test_padding_of_decode_rows_gets_no_expert(q_lens, seq_lens):
     check_padded_moe(case, moe_experts(*case.args(), MLABatch(rows)), runs)
 
 
+def test_a_decode_segment_may_have_no_rows():
+    case, none = problem(5), torch.zeros(0, dtype=torch.int32)
+    rows = DecodeSegment(none, torch.zeros(0, 1, dtype=torch.int32), none.long(), q_len=2)
+    assert torch.equal(moe_experts(*case, MLABatch(rows)), moe_experts(*case))
+
+
 def test_more_decode_tokens_than_there_are_tokens_are_refused():
     lens, slots = torch.ones(3, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
     batch = MLABatch(DecodeSegment(lens, torch.zeros(3, 1, dtype=torch.int32), slots, q_len=2))

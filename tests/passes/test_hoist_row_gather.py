@@ -89,7 +89,33 @@ def test_an_moe_op_knows_which_of_the_kept_rows_are_padding() -> None:
     assert moe(X, W, IDS, lens).any(dim=1).tolist() == [True, False], "IDS are 4 and 1"
 
 
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_an_moe_op_may_be_told_of_no_padding_or_of_no_rows(q_len: int) -> None:
+    gate_up, down = torch.randn(3, 2 * 5, WIDTH), torch.randn(3, WIDTH, 5)
+    lens = None if q_len == 1 else torch.zeros(0, dtype=torch.int32)
+
+    def moe(x: Tensor, router: Tensor, ids: Tensor) -> Tensor:
+        weights, experts = F.linear(x, router).softmax(-1).topk(2, dim=-1)
+        return torch.index_select(moe_experts_op(x, weights, experts, gate_up, down, lens, q_len), 0, ids)
+
+    assert rows_computed(compiled_graph(moe, X, W, IDS))["moe_experts"] == {len(IDS)}
+
+
 # --- where it stops
+
+
+def test_it_stops_at_an_moe_op_that_is_told_of_padding_by_name() -> None:
+    gate_up, down = torch.randn(3, 2 * 5, WIDTH), torch.randn(3, WIDTH, 5)
+    lens = torch.tensor([1, 2], dtype=torch.int32)
+
+    def moe(x: Tensor, router: Tensor, ids: Tensor, lens: Tensor) -> Tensor:
+        weights, experts = F.linear(x, router).softmax(-1).topk(2, dim=-1)
+        out = moe_experts_op(x, weights, experts, gate_up, down, row_lens=lens, q_len=2)
+        return torch.index_select(out, 0, ids)
+
+    # Token 1 is padding; as the first of three that are kept it would be taken for token 0.
+    gm = compiled_graph(moe, X, W, torch.tensor([1, 3, 2]), lens)
+    assert rows_computed(gm)["moe_experts"] == {len(X)}
 
 
 def test_it_stops_at_a_node_that_somebody_else_uses_too() -> None:
