@@ -17,7 +17,8 @@ from mla_compile.ops.paging import slots_of
 class DecodeSegment:
     """Rows that decode, each with the same number of query tokens.
 
-    seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
+    seq_lens: keys visible to a row's last valid query token, that one included and those before it in this call, int32
+        `[rows]`; 0 for an inactive row.
     block_table: int32 `[rows, max_pages]`.
     slot_mapping: int64 `[rows * q_len]`; -1 writes nowhere.
     q_len: query tokens per row in this call, >= 1.

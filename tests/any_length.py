@@ -15,7 +15,7 @@ class AnyLength:
     def __init__(self, longest: int, seed: int = 0, first: Sequence[int] = ()) -> None:
         self.lengths = list(range(longest + 1))
         self.learned: list[tuple[Drafting, list[int]]] = []
-        self.seconds: list[float] = []
+        self.seconds: list[float | None] = []
         self._next = list(first)
         self._random = random.Random(seed)
 
@@ -24,8 +24,8 @@ class AnyLength:
             self._next = [self._random.choice(self.lengths)] * self._random.choice([1, 1, 2, 5])
         return self._next.pop(0)
 
-    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
-        assert seconds > 0
+    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
+        assert seconds is None or seconds > 0
         assert all(0 <= count <= drafting.num_verified <= drafting.length for count in accepted)
         self.learned.append((drafting, list(accepted)))
         self.seconds.append(seconds)

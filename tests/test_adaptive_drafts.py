@@ -4,6 +4,7 @@ import copy
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -228,13 +229,46 @@ def test_a_step_verifies_no_more_drafts_than_the_one_before_made(model: MLAForCa
     generation.abort()
 
 
-def test_while_nobody_asks_for_anything_no_step_takes_time(model: MLAForCausalLM) -> None:
+def test_while_nobody_asks_for_anything_no_step_takes_time(
+    model: MLAForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def perf_counter() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr(time, "perf_counter", perf_counter)
     policy = AnyLength(K)
     of = engine(model, policy)
     for _ in range(2):
         of.generate(PROMPTS[:1], max_new_tokens=8)
-        time.sleep(2)
-    assert max(policy.seconds) < 2
+        now += 1000
+    assert len(policy.seconds) > 4 and max(policy.seconds) < 100
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_launches_that_compile_or_record_have_no_time_nor_have_those_whose_reports_they_delay(
+    model: MLAForCausalLM, monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
+    policy = AnyLength(K)
+    of = engine(model, policy)
+    of._reports.lag = lag
+    launch, launches = of._launcher.launch, []
+
+    def every_fifth(*args: object) -> object:
+        launched = launch(*args)
+        launches.append(launched)
+        return replace(launched, is_usual=len(launches) % 5 > 0)
+
+    monkeypatch.setattr(of._launcher, "launch", every_fifth)
+    of.generate(PROMPTS[:1], max_new_tokens=20)
+    untimed = [i for i, seconds in enumerate(policy.seconds) if seconds is None]
+    expected = [
+        i for i in range(len(launches)) if i % 5 == 4 or (lag and i % 5 == 3 and i + 1 < len(launches))
+    ]
+    assert len(launches) > 10 and untimed == expected
 
 
 def test_a_token_chosen_on_the_host_is_asked_for_behind_the_drafts_of_this_step(

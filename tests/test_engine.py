@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,31 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
         engine(decode_backend="triton")
     with pytest.raises(MLAError, match=r"^decode_backend: expected one of .*got 'fast'"):
         engine(decode_backend="fast")
+
+
+def test_prompts_that_are_padded_for_capture_give_the_same_tokens() -> None:
+    """As where mixed steps are captured; chunks of nobody write to no page, and poisoned ones show who reads."""
+    settings = {
+        "max_rows": 3,
+        "max_tokens_per_step": 15,
+        "max_model_len": 64,
+        "page_size": 4,
+        "compile": False,
+    }
+    prompts = [*PROMPTS, [1] * 20]
+    plain, padded = (Engine(tiny_model(), num_speculative_tokens=3, **settings) for _ in range(2))
+    padded._launcher._pads_prompts = True
+    sizes = []
+    mixed = padded._launcher._mixed
+
+    def spy(*kind: Any) -> Any:
+        return lambda state, chunks: (sizes.append(len(chunks.token_ids)), mixed(*kind)(state, chunks))
+
+    padded._launcher._mixed = spy
+    poison_caches(padded.model)
+    expected, got = (e.generate(prompts, max_new_tokens=12) for e in (plain, padded))
+    assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    assert sizes and set(sizes) == {16}
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ class Captures:
         self._why_not = why_not
         self._buckets: dict[tuple[str, int, int, int, int], Bucket] = {}
         self._known: list[dict[_Shape, Callable[..., Any]]] = []
+        self.num_unusual = 0
+        """Calls that compiled or recorded, or were measured: their time says nothing of others'."""
 
     def check_again(self) -> None:
         """Let each bucket's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
@@ -94,7 +96,9 @@ class Captures:
         @functools.wraps(step)
         def run(state: DecodeState, *args: Any) -> Any:
             rows, num_stop_ids = state.stop_ids.shape
-            prompt_tokens = len(args[0].token_ids) if args and isinstance(args[0], PromptChunks) else 0
+            prompt_tokens = 0
+            if args and isinstance(args[0], PromptChunks) and not self._why_not:
+                prompt_tokens = len(args[0].token_ids)
             shape = rows, num_stop_ids, prompt_tokens  # all that tells one bucket of this step from another
             if (call := known.get(shape)) is not None:
                 return call(state, *args)
@@ -108,8 +112,10 @@ class Captures:
             else:  # after `check_again`: it has been measured, which makes the host wait
                 result = call(state, *args)
                 bucket.compile_seconds += compile_seconds() - before
+            is_new = compile_seconds() > before
+            self.num_unusual += is_new or calls[shape] < CALLS_TO_RECORD
             # What was compiled anew is recorded anew, by the next call.
-            calls[shape] = 1 if compile_seconds() > before else calls[shape] + 1
+            calls[shape] = 1 if is_new else calls[shape] + 1
             if bucket.why_not:
                 known[shape] = uncaptured
             elif calls[shape] >= CALLS_TO_RECORD:

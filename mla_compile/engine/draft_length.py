@@ -16,8 +16,8 @@ MEMORY = 1 / 16
 SHARE_MEMORY = 1 / 64
 """The weight of the newest launch in how often each bucket's turn comes. With less memory one step with a prompt, as
 long as many without, would decide what the next ones do, and its time is known least well."""
-SKIPPED, MEASURED = 2, 3
-"""Of a length's first steps in a bucket the first two compile and record it; the median of the next is its time."""
+MEASURED = 3
+"""Of a length's first steps in a bucket the median is its time."""
 OUTLIER = 1.25
 """A step that takes longer by more than this factor, or shorter, counts as one that takes so much longer."""
 COMMON, OWN = 0.1, 0.1
@@ -39,7 +39,7 @@ class Drafting:
     """What a launch did about drafts.
 
     length: how many it has made for each row.
-    num_verified: how many of each row it has verified: no more than the launch before has made.
+    num_verified: how many of each row it has verified at most: no more than the launch before has made.
     bucket: what its time depends on besides.
     """
 
@@ -57,11 +57,12 @@ class DraftLength(Protocol):
     def choose(self, bucket: Hashable) -> int:
         """For the next launch."""
 
-    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
+    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
         """Take in a launch's report, in the order of the launches.
 
         accepted: drafts, of each row that verified.
         seconds: from the report before, or from the launch after a pause, to this one. What takes turns takes so long.
+            None where something was compiled or recorded meanwhile.
         """
 
 
@@ -74,7 +75,7 @@ class FixedLength:
     def choose(self, bucket: Hashable) -> int:
         return self.lengths[0]
 
-    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
+    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
         pass
 
 
@@ -112,11 +113,13 @@ class AdaptiveLength:
             self._decide(self._mean_times())
         return self._current
 
-    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float) -> None:
+    def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
         """See `DraftLength`."""
         self._acceptance.learn(drafting.num_verified, accepted)
+        if seconds is None:
+            return
         times = self._times[drafting.bucket]
-        if drafting.length in times:  # what compiles, or waits for its caller, earns nothing
+        if drafting.length in times:  # what waits for its caller earns nothing
             self._credit += PROBE_SHARE * min(seconds, OUTLIER * times[drafting.length])
         times.learn(drafting.length, seconds)
 
@@ -171,7 +174,10 @@ class Acceptance:
         self._verified, self._accepted = [0.0] * longest, [0.0] * longest
 
     def learn(self, num_verified: int, accepted: Sequence[int]) -> None:
-        """Take in a step: of each row, how many of its `num_verified` drafts were accepted."""
+        """Take in a step: of each row, how many of `num_verified` drafts were accepted.
+
+        A row that made fewer counts as if the others had been rejected, as what is asked is what a step would give.
+        """
         for place in range(num_verified if accepted else 0):
             reached = sum(count >= place for count in accepted)
             agreed = sum(count > place for count in accepted)
@@ -213,8 +219,8 @@ class StepTimes:
         if length not in self:
             first = self._first.setdefault(length, [])
             first.append(seconds)
-            if len(first) == SKIPPED + MEASURED:
-                self._seconds[length] = statistics.median(first[SKIPPED:])
+            if len(first) == MEASURED:
+                self._seconds[length] = statistics.median(first)
             return
         ratio = min(max(seconds / self[length], 1 / OUTLIER), OUTLIER)
         # What slows one length down, longer texts or a busy machine, slows the others down as well.

@@ -52,8 +52,9 @@ class Engine:
         drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
             request's own text. None for the MTP layer where there is one, else the look-up.
         adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
-            acceptance and measured step times (`draft_length.py`). Tokens do not depend on it. Each number of drafts is
-            a step of its own, compiled and captured when it is first tried, or by `warm_up`.
+            acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right. Tokens do
+            not depend on it. Each number of drafts is a step of its own, compiled and captured when it is first tried,
+            or by `warm_up`.
         max_rows: requests that run at once; others wait.
         max_model_len: tokens of a request at most, prompt included.
         page_size: tokens per cache page.
@@ -69,13 +70,15 @@ class Engine:
             them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is met.
             That takes as long as compiling the step, and eager steps cost the host several times what they cost the
             device, so it pays in what serves for long.
-        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
+        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for one
+            with prompts.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
             `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. 0 captures
-            nothing. None for no limit: there are few numbers of rows and of prompt tokens, and graphs share memory.
+            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none; further
+            numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few numbers of
+            either, and graphs share memory.
 
     Raises:
         MLAError: a bad argument, named.
@@ -187,6 +190,7 @@ class Engine:
         self._launcher.rows.clear()
         self._reports.clear()
         self._launched.clear()
+        self._num_untimed = 0  # of the next reports, those whose times tell nothing
         self._last_report = 0.0  # when it came, or when the first launch after a pause began
         self._generations.clear()
 
@@ -548,6 +552,8 @@ class Engine:
             raise
         self._reports.push(launched.state, launched.rows, launched.num_logprobs)
         self._launched.append((plan.sampled, launched.drafting))
+        if not launched.is_usual:  # it has kept the host from the reports before it too
+            self._num_untimed = len(self._launched)
         self._counts.num_steps += 1
         self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
         for row in plan.admitted:
@@ -582,8 +588,10 @@ class Engine:
             for row, report in zip(sampled, reports, strict=True)
             if report.active and not isinstance(row, Chunk)
         ]
-        self._launcher.draft_length.learn(drafting, accepted, now - self._last_report)
+        seconds = None if self._num_untimed else now - self._last_report
+        self._num_untimed = max(0, self._num_untimed - 1)
         self._last_report = now
+        self._launcher.draft_length.learn(drafting, accepted, seconds)
 
     def _check_idle(self, name: str) -> None:
         self._check_caches()

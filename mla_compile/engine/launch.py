@@ -38,12 +38,14 @@ class Launched:
 
     rows: of the state, in the plan's order. num_logprobs: `SamplingParams.logprobs`, by row, where asked for.
     on_host: whether the host had a say in the tokens.
+    is_usual: whether nothing was compiled or recorded, so that its time tells of others'.
     """
 
     state: DecodeState
     rows: list[int]
     num_logprobs: dict[int, int]
     on_host: bool
+    is_usual: bool
     drafting: Drafting
 
 
@@ -125,6 +127,7 @@ class Launcher:
         chunks = self._packed(plan, state, pad=self._pads_prompts and not on_host) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
         length = self.draft_length.choose(bucket)
+        unusual = self._captures.num_unusual
         if on_host:
             self._run_in_halves(variant, length, state, chunks, sampled)
         elif chunks is not None:
@@ -136,7 +139,7 @@ class Launcher:
         num_logprobs = {row: count for row, count in wanted if count is not None}
         drafting = Drafting(length, min(length, self._num_made), bucket)
         self._num_made = length
-        return Launched(state, rows, num_logprobs, on_host, drafting)
+        return Launched(state, rows, num_logprobs, on_host, self._captures.num_unusual == unusual, drafting)
 
     def step(self, variant: Variant, length: int) -> Step:
         """The step of rows that all decode, with so many drafts."""
@@ -174,7 +177,8 @@ class Launcher:
         if self._compile_mixed:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
-            chunks = PromptChunks.pack([], state, page_size=self._page_size)
+            num_tokens = padded_prompt_tokens(1) if self._pads_prompts else 0
+            chunks = PromptChunks.pack([], state, page_size=self._page_size, num_tokens=num_tokens)
             for length in lengths:
                 self._mixed(variant, length)(state, chunks)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 START = 0.9
-"""The share of accepted drafts that a new row is taken to have: it makes all."""
+"""The share of accepted drafts that a new row is taken to have: it makes all, up to 28."""
 MEMORY = 1 / 8
 """The weight of the newest draft in that share."""
 WORTH = 0.05
