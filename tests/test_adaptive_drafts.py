@@ -75,9 +75,19 @@ def serve(of: Engine, params: SamplingParams, check: object = None) -> list[Gene
 
 
 @pytest.mark.usefixtures("all_drafts")
-@pytest.mark.parametrize("few_pages", [False, True])
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    ("kind", "few_pages", "seed"),
+    [
+        ("greedy", False, 0),
+        ("sampled", True, 0),
+        *(
+            pytest.param(kind, few_pages, seed, marks=pytest.mark.slow)
+            for kind in ("greedy", "sampled")
+            for few_pages in (False, True)
+            for seed in (1, 2)
+        ),
+    ],
+)
 def test_tokens_are_plain_ones_and_drafts_those_from_scratch_whatever_the_lengths(
     model: MLAForCausalLM, oracle: FromScratch, seed: int, kind: str, few_pages: bool
 ) -> None:
@@ -139,7 +149,7 @@ def test_each_row_may_have_its_own_number_of_drafts(
     assert texts == expected[:4]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_row_makes_as_many_drafts_as_its_own_acceptance_pays_for(
     model: MLAForCausalLM, oracle: FromScratch, kind: str
 ) -> None:
