@@ -128,6 +128,13 @@ def moe_experts_op(
     return run(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len)
 
 
+def no_padding(tokens: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
+    """Whether tokens, by their places in a call, int64 `[n]`, are none of its padding; see `moe_experts_op`."""
+    rows = row_lens.shape[0]
+    lens = row_lens[(tokens // q_len).clamp(max=rows - 1)]
+    return (tokens >= rows * q_len) | (tokens % q_len < lens)
+
+
 def moe_torch(
     x: Tensor,
     topk_weights: Tensor,
@@ -144,9 +151,7 @@ def moe_torch(
     run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
     runs = None
     if row_lens is not None and row_lens.shape[0] > 0:
-        token = torch.arange(x.shape[0], device=x.device)
-        lens = row_lens[(token // q_len).clamp(max=row_lens.shape[0] - 1)]
-        runs = ((token >= row_lens.shape[0] * q_len) | (token % q_len < lens)).unsqueeze(-1)
+        runs = no_padding(torch.arange(x.shape[0], device=x.device), row_lens, q_len).unsqueeze(-1)
         topk_ids = torch.where(runs, topk_ids, w_down.shape[0])
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
     out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.kernels.plan import supports_prefill
 from mla_compile.ops.library import define_op
-from mla_compile.ops.paging import accumulate_dtype, gather_latents
+from mla_compile.ops.paging import accumulate_dtype, gather_latents, longest_lens
 from mla_compile.ops.softmax import merge, softmax_weighted
 
 KEY_BLOCK = 512
@@ -108,8 +108,7 @@ def prefill_torch(
     if tokens == 0:
         return v.new_empty(v.shape)
     accumulate = accumulate_dtype(q_nope.dtype)
-    lens = host_lens.tolist()
-    max_q, max_context = max(n for n, _ in lens), max(end - n for n, end in lens)
+    max_q, max_context = longest_lens(host_lens)
     q_lens = cu_seqlens_q.diff()
     offset = torch.arange(max_q, device=q_nope.device)
     # Ragged -> padded: row r's token j is packed token cu[r] + j; positions past its end repeat the last token.

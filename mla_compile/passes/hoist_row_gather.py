@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
-from mla_compile.ops.moe import moe_experts_op
+from mla_compile.ops.moe import moe_experts_op, no_padding
 from mla_compile.ops.paging import flatten_to_single
 from mla_compile.passes.effects import appended_cache, memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
@@ -125,7 +125,7 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
         if node.target is decode_op:
             args = _single_token_rows(gather, ids, args)
         elif node.target is moe_experts_op and _tells_of_padding(args):
-            args = (*args[:5], inline(gather, _runs, (ids, *args[5:])), 1)
+            args = (*args[:5], inline(gather, _kept_lens, (ids, *args[5:])), 1)
         elif node.target in RESHAPES:
             first, *others = reshape_sizes(node)
             args = (args[0], (first if first == -1 else _count(gather, ids), *others))
@@ -161,11 +161,9 @@ def _tells_of_padding(args: Any) -> bool:
     return row_lens is not None and not statically_known_true(first_value(row_lens).shape[0] == 0)
 
 
-def _runs(ids: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
-    """For each kept token 1, or 0 if it is padding: `row_lens` of rows of one token each."""
-    rows = row_lens.shape[0]
-    row = (ids // q_len).clamp(max=rows - 1)
-    return ((ids >= rows * q_len) | (ids % q_len < row_lens[row])).to(torch.int32)
+def _kept_lens(ids: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
+    """`row_lens` of the kept tokens, rows of one token each: 1, or 0 for padding."""
+    return no_padding(ids, row_lens, q_len).to(torch.int32)
 
 
 def _count(gather: fx.Node, ids: fx.Node) -> Any:

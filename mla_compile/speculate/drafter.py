@@ -104,7 +104,8 @@ class MtpDrafter(nn.Module):
         if self.k == 0:
             # Nobody reads what the layer gave, so in a graph it comes down to the latents, as in `fill`.
             return state.drafts[:, :0]
-        picked = torch.arange(hidden.shape[0] // q_len, device=hidden.device) * q_len + verified.accepted
+        accepted = verified.accepted
+        picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
         return self._chain(state, torch.index_select(hidden, 0, picked), verified.num_cached, verified.active)
 
     def _chain(self, state: DecodeState, hidden: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.decode import LN_2, LOG2_E
 from mla_compile.ops.kernels.plan import PrefillTiles, device_of, nope_blocks, power_of_two, prefill_tiles
+from mla_compile.ops.paging import longest_lens
 
 CONTEXT_TOKENS = 16_384
 """Tokens of context that are expanded at a time, over all rows: it bounds the workspace."""
@@ -257,8 +258,7 @@ def prefill_triton(
     tokens, heads, nope = q_nope.shape
     rope, value = q_pe.shape[2], v.shape[2]
     rows = seq_lens.shape[0]
-    lens = host_lens.tolist()
-    max_q, max_context = max(n for n, _ in lens), max(end - n for n, end in lens)
+    max_q, max_context = longest_lens(host_lens)
     nope_head, nope_tail = nope_blocks(nope)
     tiles = tiles or prefill_tiles(nope, rope, value, q_nope.dtype, device_of(q_nope))
     q_nope, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_nope, q_pe))
