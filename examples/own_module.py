@@ -3,20 +3,24 @@
     python examples/own_module.py
 
 The model knows nothing of decode and prefill: it projects all tokens of a batch alike, and the compiler splits the
-attention into the segments that the batch has. Compiled and eager results are compared for a decode batch (as in
-speculative decoding, several tokens a row), a prompt, and both at once.
+attention into the segments that the batch has. Ten different batches run, as a small service would make them: prompts
+in chunks, rows that verify up to two drafts, both at once. Each is compared with eager, and all of them together make
+three graphs: decode rows, prompts, both.
 """
 
 import copy
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from mla_compile import MLABatch, decode_segment, mla_attention, prefill_segment
+from mla_compile import MLABatch, PackedBatch, mla_attention, pack_batch
 
-HIDDEN, HEADS, NOPE, ROPE, RANK, V = 64, 4, 16, 8, 32, 16
+VOCAB, HIDDEN, HEADS, NOPE, ROPE, RANK, V = 128, 64, 4, 16, 8, 32, 16
 PAGE_SIZE, PAGES_PER_ROW, ROWS = 4, 8, 4
+DRAFTS = 2
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -64,36 +68,57 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """Token ids `[tokens]` to logits `[tokens, VOCAB]`."""
+
     def __init__(self, num_layers: int) -> None:
         super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
         self.layers = nn.ModuleList(Block() for _ in range(num_layers))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        x = self.embedding(token_ids)
         for layer in self.layers:
             x = layer(x, positions, batch)
-        return x
+        return self.head(x)
 
 
-def batches(tables: Tensor) -> dict[str, tuple[MLABatch, Tensor]]:
-    """Three steps of a small service: two prompts, two rows that decode 3 tokens each, and a mixed batch."""
+# Each line is a batch: (row, its tokens in this step, whether it has sampled yet). Rows begin with a prompt.
+STEPS: Sequence[Sequence[tuple[int, int, bool]]] = [
+    [(0, 5, False)],  # a prompt
+    [(0, 3, True)],  # it decodes: its last token and two drafts
+    [(0, 3, True), (1, 7, False)],  # another prompt arrives
+    [(0, 3, True), (1, 3, True)],
+    [(0, 1, True), (1, 2, True), (2, 4, False)],  # fewer drafts, and a prompt's first chunk
+    [(1, 3, True), (2, 1, False)],  # its last chunk, one token
+    [(0, 1, True)],
+    [(1, 1, True), (2, 3, True)],
+    [(3, 9, False)],
+    [(0, 2, True), (1, 3, True), (2, 3, True), (3, 1, True)],
+]
 
-    def prompts(lens: list[int], rows: slice) -> tuple:
-        return prefill_segment(lens, [0] * len(lens), tables[rows].clone(), page_size=PAGE_SIZE)
 
-    def decode(num_cached: list[int], rows: slice) -> tuple:
-        cached = torch.tensor(num_cached, dtype=torch.int32)
-        return decode_segment(cached, tables[rows].clone(), q_len=3, page_size=PAGE_SIZE)
-
-    first, first_positions = prompts([5, 9], slice(0, 2))
-    second, second_positions = decode([5, 9], slice(0, 2))
-    third, third_positions = decode([8, 12], slice(0, 2))
-    arriving, arriving_positions = prompts([7, 2], slice(2, 4))
-    return {
-        "prefill": (MLABatch(prefill=first), first_positions),
-        "decode": (MLABatch(decode=second), second_positions),
-        # Tokens are packed decode rows first, then prompts.
-        "mixed": (MLABatch(third, arriving), torch.cat([third_positions, arriving_positions])),
-    }
+def batches() -> Iterator[tuple[str, PackedBatch]]:
+    """The steps' batches, with token ids, and what is in them, in words."""
+    tables = 1 + torch.arange(ROWS * PAGES_PER_ROW, dtype=torch.int32).view(ROWS, -1)
+    num_cached = [0] * ROWS  # here every draft is accepted, so each step adds all of its tokens
+    for step in STEPS:
+        rows = [row for row, _, _ in step]
+        query_lens = [count for _, count, _ in step]
+        yield (
+            ", ".join(f"{count} of {'decode' if sampled else 'prompt'} row {row}" for row, count, sampled in step),
+            pack_batch(
+                query_lens,
+                [num_cached[row] for row in rows],
+                tables[rows],
+                torch.randint(VOCAB, (sum(query_lens),)),
+                has_sampled=[sampled for _, _, sampled in step],
+                page_size=PAGE_SIZE,
+                num_speculative_tokens=DRAFTS,
+            ),
+        )
+        for row, count, _ in step:
+            num_cached[row] += count
 
 
 def main(num_layers: int = 2) -> None:
@@ -101,13 +126,15 @@ def main(num_layers: int = 2) -> None:
     eager = Model(num_layers).requires_grad_(False)
     # fullgraph=True: one graph for the whole model, or an error that says why not.
     compiled = torch.compile(copy.deepcopy(eager), backend="mla", fullgraph=True)
-    tables = 1 + torch.arange(ROWS * PAGES_PER_ROW, dtype=torch.int32).view(ROWS, -1)
-    for name, (batch, positions) in batches(tables).items():
-        x = torch.randn(len(positions), HIDDEN)
-        expected, got = eager(x, positions, batch), compiled(x, positions, batch)
+    before = counters["stats"]["unique_graphs"]
+    for what, packed in batches():
+        (token_ids,) = packed.tensors
+        expected = eager(token_ids, packed.positions, packed.batch)[packed.order]
+        got = compiled(token_ids, packed.positions, packed.batch)[packed.order]
         torch.testing.assert_close(got, expected)
         error = float((got - expected).abs().max())
-        print(f"{name:8} {len(positions):3} tokens   largest difference from eager {error:.1e}")
+        print(f"{what:58} largest difference from eager {error:.1e}")
+    print(f"{len(STEPS)} batches, {counters['stats']['unique_graphs'] - before} graphs")
 
 
 if __name__ == "__main__":

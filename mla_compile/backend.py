@@ -10,7 +10,13 @@ from mla_compile.errors import MLAError
 from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
-from mla_compile.torch_internals import inductor_modes, inductor_options, lower_with_inductor, trace_graph
+from mla_compile.torch_internals import (
+    inductor_modes,
+    inductor_options,
+    know_plural_sizes,
+    lower_with_inductor,
+    trace_graph,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +43,7 @@ def mla(
     """
     settings = resolve_settings(mode, options)
     passes, decode_backend = settings.pop("passes", None), settings.pop("decode_backend", None)
+    know_plural_sizes(example_inputs)
     trace_graph("mla_before_passes", gm)
     gm = pipeline.run(gm, example_inputs, passes)
     if decode_backend is not None:

@@ -22,6 +22,9 @@ from mla_compile.ops.backends import DecodeCall, QueryLenSupport, describe_devic
 from mla_compile.ops.segments import copied_to, decode_segment, pad_rows, prefill_segment
 from mla_compile.torch_internals import mark_varying
 
+MIN_TOKENS = 2
+"""Of either kind, where there are any: Inductor asks of some products whether they have one row."""
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -71,7 +74,7 @@ def pack_batch(
         backend: the decode backend to use, by name; None is the automatic choice.
         pad: give every decode row 1 + k query tokens, and round the number of decode rows up to a power of two and
             that of prompt tokens up to one of four sizes for a factor of two, so that few CUDA graphs serve all
-            batches. Padding sees nothing and writes nowhere. Without it decode rows have as many query tokens as the
+            batches. Padding sees nothing and writes nowhere. Without it, one token is padded to two, and decode rows have as many query tokens as the
             longest; of a backend that takes one length only, the shortest rows decode and the others prefill.
 
     Raises:
@@ -86,7 +89,9 @@ def pack_batch(
     decode = prefill = None
     if layout.decode:
         lens, held, table = _rows(layout.decode, query_lens, num_cached, block_table)
-        padding = [0] * (padded_rows(len(lens)) - len(lens)) if pad else []
+        least = MIN_TOKENS if layout.q_len == 1 else 1
+        num_rows = max(least, padded_rows(len(lens)) if pad else len(lens))
+        padding = [0] * (num_rows - len(lens))
         # Rows of one length are no graph of their own, but where the backend would have to flatten them.
         all_valid = support is QueryLenSupport.UNIFORM and {*lens, *padding} == {layout.q_len}
         decode, _ = decode_segment(
@@ -99,7 +104,7 @@ def pack_batch(
         )
     if layout.prefill:
         lens, held, table = _rows(layout.prefill, query_lens, num_cached, block_table)
-        num_tokens = padded_prompt_tokens(sum(lens)) if pad else 0
+        num_tokens = padded_prompt_tokens(sum(lens)) if pad else MIN_TOKENS
         prefill, _ = prefill_segment(lens, held, table, page_size=page_size, num_tokens=num_tokens)
     order, source, positions = _order(query_lens, num_cached, layout, decode, prefill)
     packed = PackedBatch(
@@ -238,7 +243,7 @@ def _mark(packed: PackedBatch) -> None:
         mark_varying(prefill.block_table, dim=1)
     for size, tensors in sizes.items():
         for tensor in tensors:
-            mark_varying(tensor, size=f"mla_compile: {size}")
+            mark_varying(tensor, size=size, plural=size.endswith("tokens"))
 
 
 def _check(

@@ -116,12 +116,33 @@ def mark_state_tensor(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static(tensor, dim)
 
 
-def mark_varying(tensor: torch.Tensor, dim: int = 0, *, size: str | None = None) -> None:
+_PLURAL = "mla_compile, at least two: "
+
+
+def mark_varying(
+    tensor: torch.Tensor, dim: int = 0, *, size: str | None = None, plural: bool = False
+) -> None:
     """Tell the compiler that a size of a tensor varies from call to call, whatever it is, 1 too.
 
     size: a name for it. Sizes of the same name are the same one; without, each is taken to be another.
+    plural: it is never less than two; for `know_plural_sizes`.
     """
-    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
+    name = size and (_PLURAL if plural else "mla_compile: ") + size
+    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
+
+
+def know_plural_sizes(example_inputs: Sequence[Any]) -> None:
+    """Tell Inductor of the sizes that were marked so: it asks of some products whether they have one row.
+
+    Of an unbacked size it could not say, which is an error. (`mark_unbacked` takes a least size from torch 2.12 on.)
+    """
+    size = next((value for value in example_inputs if isinstance(value, torch.SymInt)), None)
+    if size is None:
+        return
+    shape_env = size.node.shape_env
+    for name, symbol in shape_env._shape_id_to_unbacked_symbol.items():
+        if name.startswith(_PLURAL):
+            torch._check(shape_env.create_symintnode(symbol, hint=None) >= 2)
 
 
 def mark_cache(tensor: torch.Tensor) -> None:

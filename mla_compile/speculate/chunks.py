@@ -10,11 +10,9 @@ from torch import Tensor
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops.segments import copied_to, prefill_segment
+from mla_compile.packing import MIN_TOKENS
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_varying
-
-MIN_TOKENS = 2
-"""Of a call: Inductor asks of a number of tokens whether it is 1, and compiles anew where it is."""
 
 
 class PromptChunk(NamedTuple):

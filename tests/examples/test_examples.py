@@ -30,8 +30,9 @@ def lines_of(captured: pytest.CaptureFixture[str]) -> list[str]:
 def test_own_module_equals_eager_on_every_kind_of_batch(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example.main(num_layers=1)
-    assert [line.split()[0] for line in lines_of(capsys)] == ["prefill", "decode", "mixed"]
+    example.main(num_layers=1)  # compares each batch with eager itself
+    *lines, last = lines_of(capsys)
+    assert len(lines) == 10 and last == "10 batches, 3 graphs"
 
 
 @runs("add_a_pass")
@@ -42,8 +43,8 @@ def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
     lines = lines_of(capsys)
     segments = [line.split()[1] for line in lines if line.startswith("clamp_decode_queries")]
     assert segments == ["0", "1", "1"]
-    changed = {line.split()[0]: float(line.split()[-1]) for line in lines if "changes" in line}
-    assert changed["prefill"] < 1e-4 < changed["decode"] and changed["mixed"] > 1e-4
+    prompt, decode, both = (float(line.split()[-1]) for line in lines if "changes" in line)
+    assert prompt < 1e-4 < decode and both > 1e-4
 
 
 @runs("split_pass_step_by_step")
