@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_compile import MLABatch, SamplingParams, decode_segment, mla_attention, prefill_segment
+from mla_compile import (
+    MLABatch,
+    SamplingParams,
+    decode_segment,
+    load_model,
+    mla_attention,
+    pack_batch,
+    prefill_segment,
+)
 from mla_compile.engine import Engine
+from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
@@ -14,6 +23,7 @@ from tests.any_length import AnyLength
 from tests.cases import Case, make_case, relative_error
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
+from tests.test_packing import KINDS
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +73,42 @@ def test_a_mixed_step_of_a_users_own_is_captured_in_partitions_around_prefill() 
             assert relative_error(step(*args).cpu(), eager(*args).cpu()) < 1e-6  # rotary angles are float32
     graphs = len(recorded_cuda_graphs(torch.cuda.current_device())) - before
     assert graphs > len(model.layers), "a partition before, between and after the layers' prefill calls"
+
+
+def test_any_batches_of_a_users_own_module_make_three_graphs_and_few_recordings() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    before = len(recorded_cuda_graphs(torch.cuda.current_device()))
+    eager, model = (load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for each in (eager, model):
+        each.allocate_cache(num_pages=41, page_size=64)
+    compiled = torch.compile(model, backend="mla", mode="reduce-overhead", fullgraph=True)
+    tables = 1 + torch.randperm(40).int().view(10, 4).cuda()
+    sizes = set()
+    for turn in range(3):  # a shape is warmed up, recorded and replayed
+        for rows in KINDS:
+            lens, cached, sampled = (list(column) for column in zip(*rows))
+            cached = [min(200, held * (1 + 17 * turn)) for held in cached]
+            ids = torch.randint(0, 512, (sum(lens),), device="cuda")
+            packed = pack_batch(
+                lens,
+                cached,
+                tables[: len(rows)],
+                ids,
+                has_sampled=sampled,
+                page_size=64,
+                num_speculative_tokens=2,
+            )
+            for mine, its in zip(model.caches(), eager.caches(), strict=True):
+                mine.copy_(its.normal_())
+            args = *packed.tensors, packed.positions, packed.batch
+            with torch.no_grad():
+                got, expected = (run(*args)[packed.order].float() for run in (compiled, eager))
+            assert relative_error(got.cpu(), expected.cpu()) < 5e-2
+            sizes.add((packed.batch.decode is None, packed.batch.prefill is None, len(args[0])))
+    assert compile_counters() == {"graphs": 3, "cudagraph_skips": 0}
+    partitions = (len(recorded_cuda_graphs(torch.cuda.current_device())) - before) / len(sizes)
+    assert partitions <= 1 + len(model.layers), "one recording of each partition for each size"
 
 
 def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> list[list[int]]:

@@ -247,7 +247,7 @@ class Model(nn.Module):
         self.layer = Layer()
 
     def forward(self, ids: Tensor, scale: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
-        angles = positions[:, None] * torch.arange(1, HIDDEN + 1)
+        angles = positions[:, None] * torch.arange(1, HIDDEN + 1, device=positions.device)
         x = self.embedding(ids) + angles.sin() * scale[:, None]
         x = self.layer(x, batch)
         return x.view(x.shape[0], 2, -1).softmax(-1).flatten(1) @ self.embedding.weight.T
