@@ -4,27 +4,31 @@ One op instead of a dispatch in the model's own code, for two reasons: how token
 data type, and a pass may move a gather of token rows above one op, never above a sort.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.kernels.plan import supports_moe
 from mla_compile.ops.library import define_op
 from mla_compile.torch_internals import statically_known_true
 
-if TYPE_CHECKING:
-    from mla_compile.batch import MLABatch
-
 # Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
 # 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core from equal (float32) to half (bfloat16).
 _SMALL = 2**22
 
 
-def _validate(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> None:
+def _validate(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None,
+    q_len: int,
+) -> None:
     """Ranks, sizes and dtypes only, so that it holds for fake tensors too."""
     sizes: dict[str, int | torch.SymInt] = {}
     for name, tensor, layout in (
@@ -52,6 +56,9 @@ def _validate(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tens
     for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
         if weight.dtype != x.dtype:
             raise MLAError(name, f"the dtype of x, {x.dtype}", weight.dtype)
+    if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
+        expected = f"at most as many decode tokens as x has, {x.shape[0]}"
+        raise MLAError("batch", expected, f"{row_lens.shape[0]} rows of {q_len}")
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -103,7 +110,7 @@ def _fake(
     row_lens: Tensor | None = None,
     q_len: int = 1,
 ) -> Tensor:
-    _validate(x, topk_weights, topk_ids, w_gate_up, w_down)
+    _validate(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len)
     return x.new_empty(x.shape)
 
 
@@ -164,7 +171,7 @@ def moe_experts(
     topk_ids: Tensor,
     w_gate_up: Tensor,
     w_down: Tensor,
-    batch: "MLABatch | None" = None,
+    batch: MLABatch | None = None,
 ) -> Tensor:
     """`sum_k topk_weights[t, k] * expert[topk_ids[t, k]](x[t])`, an expert being `down(silu(gate(x)) * up(x))`.
 
@@ -186,20 +193,16 @@ def moe_experts(
     Raises:
         MLAError: an argument that is not so, named. Expert ids are checked where they are on the CPU.
     """
+    row_lens, q_len = None, 1
+    if batch is not None and batch.decode is not None:
+        rows, q_len = batch.decode, batch.decode.q_len
+        # An inactive row sees no key, and any other one at least its own `q_len` tokens.
+        row_lens = rows.seq_lens if rows.q_lens is None else rows.q_lens
     if not torch.compiler.is_compiling():
-        _validate(x, topk_weights, topk_ids, w_gate_up, w_down)
+        _validate(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len)
         if topk_ids.device.type == "cpu" and topk_ids.numel():
             low, high = (int(bound) for bound in topk_ids.aminmax())
             if low < 0 or high >= w_down.shape[0]:
                 raise MLAError("topk_ids", f"expert ids in [0, {w_down.shape[0]})", f"{low}..{high}")
-    padding: tuple[Tensor, int] | tuple[()] = ()
-    if batch is not None and batch.decode is not None:
-        rows = batch.decode
-        # An inactive row sees no key, and any other one at least its own `q_len` tokens.
-        row_lens = rows.seq_lens if rows.q_lens is None else rows.q_lens
-        if statically_known_true(row_lens.shape[0] * rows.q_len > x.shape[0]):
-            expected = f"at most as many decode tokens as x has, {x.shape[0]}"
-            raise MLAError("batch", expected, f"{row_lens.shape[0]} rows of {rows.q_len}")
-        padding = row_lens, rows.q_len
-    out: Tensor = moe_experts_op(x, topk_weights, topk_ids, w_gate_up, w_down, *padding)
+    out: Tensor = moe_experts_op(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len)
     return out
