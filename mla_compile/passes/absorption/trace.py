@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
+from mla_compile.passes.arguments import argument
 from mla_compile.torch_internals import storage_key
 
 Steps = tuple[tuple[fx.Node, fx.Node], ...]
@@ -66,10 +67,6 @@ def torch_name(node: fx.Node) -> str:
     module = getattr(node.target, "__module__", None) or "torch"
     ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
     return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def rereads(view: View) -> list[fx.Node]:
