@@ -190,7 +190,11 @@ def _cat(node: fx.Node, rows: Any) -> _Carriers:
     """Along another dimension than the rows, which all parts have."""
     given = arguments(node, ("tensors", "dim"))
     parts = None if given is None else given["tensors"]
-    if given is None or not isinstance(parts, (tuple, list)) or not _spares_rows(given.get("dim", 0), _rank(node)):
+    if (
+        given is None
+        or not isinstance(parts, (tuple, list))
+        or not _spares_rows(given.get("dim", 0), _rank(node))
+    ):
         return None
     return _all_of_one_rank(parts)
 

@@ -90,7 +90,9 @@ class Drawn:
         # Of the backed symbol, 0 and 1 would be graphs of their own.
         kinds = (*[(static, (static,))] * 2, (sizes.backed, (2, 3, 5)), (sizes.unbacked, (0, 1, 2, 3, 5)))
         g = cls(rng, sizes, *rng.choice(kinds))
-        g.pool.append(g.input([g.rows, *(rng.choice(DIMS) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 3))))]))
+        g.pool.append(
+            g.input([g.rows, *(rng.choice(DIMS) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 3, 3))))])
+        )
         return g
 
     def input(self, shape: Sequence[Any], dtype: torch.dtype = torch.float64) -> fx.Node:
@@ -286,7 +288,9 @@ def reshape(g: Drawn, x: fx.Node) -> Call:
     inner = math.prod(size for size in shape[1:] if isinstance(size, int))
     a = g.rng.choice([d for d in range(1, inner + 1) if inner % d == 0] or [1])
     first = g.rng.choice((-1, g.num_rows(), g.num_rows(), shape[0] if isinstance(shape[0], int) else 2, 1))
-    rest = g.rng.choice(((inner,), (a, inner // max(a, 1)), (a, -1), (inner, 1), (-1,), (g.rng.choice(DIMS), -1)))
+    rest = g.rng.choice(
+        ((inner,), (a, inner // max(a, 1)), (a, -1), (inner, 1), (-1,), (g.rng.choice(DIMS), -1))
+    )
     sizes = (first, *rest)
     if g.rng.random() < 0.15:
         sizes = g.rng.choice(((inner, -1), (-1,), (a, -1, inner // max(a, 1)), (*rest, first)))
@@ -343,7 +347,16 @@ def embedding(g: Drawn, x: fx.Node) -> Call:
 
 EQUATIONS = (
     *("tn,nhl->thl", "tn,tn->tn", "tn,tm->nm", "ij,kj->ik", "tn->tn", "tn->nt", "ab,bc->ac", "ab,bc->ca"),
-    *("tnh,hl->tnl", "tnh,nhl->tl", "t...,...n->tn", "t...->t...", "...t,tn->...n", "tn,m->tmn", "t->t", "tn"),
+    *(
+        "tnh,hl->tnl",
+        "tnh,nhl->tl",
+        "t...,...n->tn",
+        "t...->t...",
+        "...t,tn->...n",
+        "tn,m->tmn",
+        "t->t",
+        "tn",
+    ),
     *("tt->t", "tan,an->ta", "ta,ab->at", "tnh,tnh->tn", "tab -> tba", "t,n->tn", "tan,->ta", "tn,nt->t"),
 )
 
@@ -370,7 +383,13 @@ def index(g: Drawn, x: fx.Node) -> Call:
     sizes = (*DIMS, *[g.rows] * len(DIMS))
     length = g.rng.choice([size for size in sizes if isinstance(size, int)])
     plain: list[Callable[[], Any]] = [
-        *(lambda: slice(None), lambda: slice(None), lambda: None, lambda: Ellipsis, lambda: g.rng.randint(-2, 1)),
+        *(
+            lambda: slice(None),
+            lambda: slice(None),
+            lambda: None,
+            lambda: Ellipsis,
+            lambda: g.rng.randint(-2, 1),
+        ),
         *(lambda: slice(1, None), lambda: slice(None, -1), lambda: slice(0, 2), lambda: slice(None, None, 2)),
     ]
     several: list[Callable[[], Any]] = [
@@ -392,7 +411,21 @@ def index(g: Drawn, x: fx.Node) -> Call:
 
 
 OPS: tuple[Op, ...] = (
-    *(unary, binary, masked, cast, reduction, along, gathered, topk, split, joined, unsqueeze, flatten, reshape),
+    *(
+        unary,
+        binary,
+        masked,
+        cast,
+        reduction,
+        along,
+        gathered,
+        topk,
+        split,
+        joined,
+        unsqueeze,
+        flatten,
+        reshape,
+    ),
     *(moved, linear, norm, embedding, einsum, index, index),
 )
 
@@ -488,5 +521,7 @@ def climbed_over(graph: fx.Graph, ids: fx.Node) -> tuple[str, ...]:
     for node in graph.nodes:
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
-            found.append(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+            found.append(
+                node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            )
     return tuple(name for name in found if name not in ("index_select", "output", "sym_size.int"))

@@ -22,7 +22,12 @@ from mla_compile.passes.absorption.form import reader
 from mla_compile.passes.emit import inline, set_example_value
 
 ROWS, NUM_KEYS = 2, 6
-COMPARISONS = (*(operator.le, operator.lt, operator.ge, operator.gt), *("le", "lt", "ge", "gt"), torch.le, torch.gt)
+COMPARISONS = (
+    *(operator.le, operator.lt, operator.ge, operator.gt),
+    *("le", "lt", "ge", "gt"),
+    torch.le,
+    torch.gt,
+)
 DTYPES = (*[torch.int64] * 6, *[torch.int32] * 6, torch.int16, torch.uint8, torch.float64)
 
 
@@ -71,7 +76,9 @@ class Mask:
 
     def keys(self) -> fx.Node:
         counted = self.counting(NUM_KEYS, self.rng.choice((0, 0, 0, 0, 1, -3)))
-        return self.changed(counted, self.rng.choice((0, 0, 0, 0, 1, 2)), [self.tokens] if self.q_len > 1 else [])
+        return self.changed(
+            counted, self.rng.choice((0, 0, 0, 0, 1, 2)), [self.tokens] if self.q_len > 1 else []
+        )
 
     def bound(self) -> fx.Node:
         others = [lambda: self.inputs[1], *[self.tokens] * (2 if self.q_len > 1 else 0)]
@@ -89,8 +96,8 @@ class Mask:
 
     def changed(self, x: fx.Node, times: int, others: list[Callable[[], fx.Node]]) -> fx.Node:
         """`x` with constants and tensors added or subtracted, and cast."""
+        numbers = (1, 1, -1, 2, *(int(n) for n in borders(torch.int64)))
         for _ in range(times):
-            numbers = (1, 1, -1, 2, *(int(n) for n in borders(torch.int64)))
             other = self.rng.choice((lambda: self.rng.choice(numbers), *others, *others))()
             dtype = self.rng.choice((torch.int64, torch.int32))
             x = self.rng.choice(
@@ -204,8 +211,9 @@ def comparisons_are_exact(patch: pytest.MonkeyPatch) -> None:
         *(casts_change_nothing, sums_do_not_wrap, comparisons_are_exact),
     ],
 )
-def test_the_masks_notice(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_masks_notice(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match="the mask is"):
-        for seed in range(400):
-            check(seed)
+        list(map(check, range(400)))

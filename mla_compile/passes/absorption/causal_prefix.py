@@ -67,7 +67,7 @@ class Sum:
         ends = [step * (size - 1) for step, size in spans]
         low, high = (self.constant + sum(pick(end, 0) for end in ends) for pick in (min, max))
         limits = torch.iinfo(self.dtype)
-        return limits.min <= low and high <= limits.max
+        return bool(limits.min <= low and high <= limits.max)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _common_dtype(comparison: fx.Node) -> torch.dtype:
     return torch.result_type(left, right)
 
 
-def _under(view: View, operand: Any, sizes: Sizes, visible: bool) -> Sum | None:
+def _under(view: View, operand: Any, sizes: Sizes, visible: bool) -> tuple[Sum, Sum, bool] | None:
     """The condition that a mask is made of."""
     inner = _operand(view, operand)
     return None if inner is None else _compared(inner, sizes, visible)
