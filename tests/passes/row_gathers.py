@@ -278,6 +278,7 @@ def flatten(g: Drawn, x: fx.Node) -> Call:
         rest = ((), {"start_dim": dim}) if by_name else (ends, {})
         return g.rng.choice(("flatten", torch.flatten)), (x, *rest[0]), rest[1]
     size = shape[dim] if -len(shape) <= dim < len(shape) else 4
+    size = size if isinstance(size, int) else 4
     parts = g.rng.choice([(2, -1), (1, size), (-1, 1), (size, 1), (2, 2)])
     return g.rng.choice(("unflatten", torch.unflatten)), (x, dim, parts), {}
 

@@ -41,10 +41,10 @@ def lists_are_indices_like_any_other(patch: pytest.MonkeyPatch) -> None:
 
 def names_of_numpys_are_not_known(patch: pytest.MonkeyPatch) -> None:
     def by_position(node: fx.Node, rows: Any) -> list[fx.Node] | None:
-        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
         return None if dim in (0, -first_value(node).dim()) else [node.args[0]]
 
-    for name in ("topk", torch.topk):
+    for name in ("softmax", torch.softmax, F.softmax):
         patch.setitem(rowwise._RULES, name, by_position)
 
 
@@ -65,7 +65,7 @@ def any_labels_of_an_einsum_will_do(patch: pytest.MonkeyPatch) -> None:
     ("mistake", "ops"),
     [
         (lists_are_indices_like_any_other, ["index"]),
-        (names_of_numpys_are_not_known, ["topk"]),
+        (names_of_numpys_are_not_known, ["along"]),
         (a_bias_is_never_of_each_row, ["linear"]),
         (a_norm_never_covers_the_rows, ["norm"]),
         (any_labels_of_an_einsum_will_do, ["einsum"]),
