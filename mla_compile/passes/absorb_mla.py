@@ -34,7 +34,8 @@ from mla_compile.passes.absorption.pattern import find
 from mla_compile.passes.absorption.products import SUMMED
 from mla_compile.passes.absorption.readers import Readers, readers
 from mla_compile.passes.absorption.static_cache import StaticCache, static_cache
-from mla_compile.passes.absorption.trace import argument, tensor
+from mla_compile.passes.absorption.trace import tensor
+from mla_compile.passes.arguments import argument
 from mla_compile.passes.emit import inline
 from mla_compile.passes.provenance import where
 
@@ -127,17 +128,17 @@ def _emit_decode(match: Match, read: Readers, cache: StaticCache) -> None:
     nope, pe = sorted(read.scores, key=lambda part: part.w_uk is None)
 
     def emit(values: Sequence[Any], latents: Any) -> Any:
-        q_nope, q_pe, w_uk, w_uv, *lengths = values
-        terms = [(sign, length) for (sign, _), length in zip(cache.lengths, lengths)]
+        q_nope, q_pe, w_uk, w_uv, *terms = values
         rows, _, q_len, _ = q_nope.shape
-        seq_lens = form.token_lengths(latents, cache.constant, terms, rows, q_len, cache.shape[1])
+        signed = [(sign, term) for (sign, _), term in zip(cache.terms, terms)]
+        seq_lens = form.token_lengths(latents, cache.prefix, signed, rows, q_len, cache.shape[1])
         pages = latents if len(latents.shape) == 3 else latents.view(cache.shape)
         return form.decode_attention(
             q_nope, q_pe, w_uk, w_uv, pages, seq_lens, cache.first_row, _scale(match)
         )
 
-    lengths = [length for _, length in cache.lengths]
-    _replace(match.node, emit, [nope.query, pe.query, nope.w_uk, read.w_uv, *lengths], cache.node)
+    terms = [term for _, term in cache.terms]
+    _replace(match.node, emit, [nope.query, pe.query, nope.w_uk, read.w_uv, *terms], cache.node)
 
 
 def _emit_products(match: Match, read: Readers) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mla_compile.passes.arguments import argument, arguments
 from mla_compile.passes.emit import inline
 from mla_compile.passes.provenance import where
 
@@ -31,7 +32,7 @@ def drop_trivial_topk(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
     trivial = [node for node in gm.graph.nodes if _is_trivial(node)]
     for node in trivial:
         # Not the input itself: whoever gets the values may write to them. `topk` gives contiguous tensors.
-        results = inline(node, _only_element, (node.args[0] if node.args else node.kwargs["input"],))
+        results = inline(node, _only_element, (argument(node, 0, "input"),))
         for user in list(node.users):
             user.replace_all_uses_with(results[user.args[1]])
             gm.graph.erase_node(user)
@@ -48,9 +49,11 @@ def drop_trivial_topk(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
 
 def _is_trivial(node: fx.Node) -> bool:
     """Whether a node is `topk(x, 1)` along a dimension of size 1, of which values and indices are taken one by one."""
-    if node.target not in (torch.topk, "topk") or "out" in node.kwargs:
+    if node.target not in (torch.topk, "topk"):
         return False
-    named: dict[str, Any] = dict(zip(("input", "k", "dim"), node.args, strict=False)) | node.kwargs
+    named = arguments(node, ("input", "k", "dim", "largest", "sorted"))
+    if named is None:
+        return False
     value = named["input"].meta["example_value"]
     one_by_one = all(user.target is operator.getitem and user.args[1] in (0, 1) for user in node.users)
     size = value.shape[named.get("dim", -1)] if value.dim() else None

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.moe import moe_experts_op, no_padding
 from mla_compile.ops.paging import flatten_to_single
+from mla_compile.passes.arguments import arguments
 from mla_compile.passes.effects import appended_cache, memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
 from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
@@ -58,11 +59,12 @@ def _hoist(gather: fx.Node) -> bool:
 
 
 def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Source and row ids of a gather of rows."""
-    named: dict[str, Any] = dict(zip(("input", "dim", "index"), gather.args, strict=False)) | gather.kwargs
-    source: fx.Node = named["input"]
-    ids: fx.Node = named["index"]
-    if named["dim"] != 0 or source is ids or first_value(source) is None or first_value(ids) is None:
+    """Source and row ids of a gather of rows; None of another one, or of one that writes to an `out`."""
+    given = arguments(gather, ("input", "dim", "index"))
+    if given is None or given["dim"] != 0:
+        return None
+    source, ids = given["input"], given["index"]
+    if source is ids or first_value(source) is None or first_value(ids) is None:
         return None
     return source, ids
 

@@ -1,7 +1,12 @@
-"""Which nodes of a Dynamo graph work row by row along dimension 0, and which of their inputs carry the rows."""
+"""Which nodes of a Dynamo graph work row by row along dimension 0, and which of their inputs carry the rows.
+
+What is not known to is taken for not row-wise: an op without a rule, an argument that its rule does not name, an index
+of which it is not certain where its dimensions end up.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -10,10 +15,13 @@ from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.moe import moe_experts_op
+from mla_compile.passes.arguments import arguments
 from mla_compile.torch_internals import statically_known_true
 
 RESHAPES = {"view", "reshape", torch.reshape}
 _Carriers = list[fx.Node] | None
+_Rule = Callable[[fx.Node, Any], _Carriers]
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def first_value(node: fx.Node) -> Any:
@@ -64,22 +72,80 @@ def _has_rows(node: Any, rows: Any) -> bool:
     return value is not None and statically_known_true(value.shape[0] == rows)
 
 
+def _rank(node: Any) -> int:
+    """Of a node's tensor; 0 where there is none with dimensions."""
+    value = first_value(node) if isinstance(node, fx.Node) else None
+    return 0 if value is None else value.dim()
+
+
+def _spares_rows(dims: Any, rank: int) -> bool:
+    """Whether a dim, or each of some, is known and is another one than the rows, counted from either end."""
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return rank > 0 and len(dims) > 0 and all(isinstance(dim, int) and dim % rank != 0 for dim in dims)
+
+
 def _pointwise(node: fx.Node, rows: Any) -> _Carriers:
-    """Operands of full rank with all rows are aligned with the result's rows; any other one is broadcast."""
+    """Each operand is aligned with the rows of the result or is the same for all of them."""
     rank = first_value(node).dim()
-    return [n for n in _inputs(node) if _has_rows(n, rows) and first_value(n).dim() == rank]
+    carriers: list[fx.Node] = []
+    for operand in _inputs(node):
+        value = operand.meta.get("example_value")
+        if isinstance(value, _NUMBERS):
+            continue
+        if not isinstance(value, Tensor):
+            return None
+        if value.dim() == rank and _has_rows(operand, rows):
+            carriers.append(operand)
+        elif value.dim() == rank and not statically_known_true(value.shape[0] == 1):
+            return None
+    return carriers
 
 
-def _first_argument(node: fx.Node, rows: Any) -> _Carriers:
+def _first(count: int) -> _Rule:
+    """The op's first `count` arguments, where none is passed by name: who moves the gather rewrites the others."""
+
+    def rule(node: fx.Node, rows: Any) -> _Carriers:
+        carriers = [n for n in node.args[:count] if isinstance(n, fx.Node)]
+        return carriers if len(carriers) == count and not node.kwargs else None
+
+    return rule
+
+
+def _only_first(node: fx.Node, rows: Any) -> _Carriers:
+    """The first argument; the others say of what dtype or layout the result is."""
     return [node.args[0]] if isinstance(node.args[0], fx.Node) else None
 
 
-def _last_dim(node: fx.Node, rows: Any) -> _Carriers:
-    """The op works along the last dimension, or the last ones (`normalized_shape`), of its first argument."""
-    source = node.args[0]
-    shape = node.args[1] if len(node.args) > 1 else node.kwargs.get("normalized_shape")
-    worked_on = len(shape) if isinstance(shape, (tuple, list)) else 1
-    return [source] if isinstance(source, fx.Node) and worked_on < first_value(source).dim() else None
+def _where(node: fx.Node, rows: Any) -> _Carriers:
+    """Of three operands; of one alone it gives indices."""
+    return _pointwise(node, rows) if len(node.args) == 3 else None
+
+
+def _linear(node: fx.Node, rows: Any) -> _Carriers:
+    """Along the last dimension; a bias of more than one could be of each row."""
+    given = arguments(node, ("input", "weight", "bias"))
+    if given is None or _rank(given["input"]) < 2 or _rank(given.get("bias")) > 1:
+        return None
+    return [given["input"]]
+
+
+def _norm(*names: str) -> _Rule:
+    """Along the last dimensions, those of `normalized_shape`."""
+
+    def rule(node: fx.Node, rows: Any) -> _Carriers:
+        given = arguments(node, ("input", "normalized_shape", *names))
+        shape = None if given is None else given["normalized_shape"]
+        if given is None or not isinstance(shape, (tuple, list)) or len(shape) >= _rank(given["input"]):
+            return None
+        return [given["input"]]
+
+    return rule
+
+
+def _embedding(node: fx.Node, rows: Any) -> _Carriers:
+    """A row of the table for each id."""
+    given = arguments(node, ("input", "weight", "padding_idx"))
+    return None if given is None or not isinstance(given["input"], fx.Node) else [given["input"]]
 
 
 def _reshape(node: fx.Node, rows: Any) -> _Carriers:
@@ -87,79 +153,125 @@ def _reshape(node: fx.Node, rows: Any) -> _Carriers:
 
     Not where -1 stands for a dynamic size, which is no node and cannot be written out.
     """
-    given = all(isinstance(size, (int, fx.Node)) for size in reshape_sizes(node))
-    return _first_argument(node, rows) if reshape_sizes(node) and given else None
+    sizes = reshape_sizes(node)
+    given = all(isinstance(size, (int, fx.Node)) for size in sizes)
+    return _only_first(node, rows) if sizes and given and not node.kwargs else None
 
 
-def _first(count: int) -> Callable[[fx.Node, Any], _Carriers]:
-    """The op's first `count` arguments, where none is passed by name: who moves the gather rewrites the others."""
+def _along(*names: str, dim: str = "dim", default: int | None = None, new: int = 0) -> _Rule:
+    """The op works along the dimensions in its argument `dim`, none of which may be the rows.
+
+    names: of its arguments after the tensor; new: dimensions that the result has more than the tensor.
+    """
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        if node.kwargs:
+        given = arguments(node, ("input", *names))
+        source = None if given is None else given["input"]
+        if given is None or not isinstance(source, fx.Node) or _rank(source) == 0:
             return None
-        carriers = [n for n in node.args[:count] if isinstance(n, fx.Node)]
-        return carriers if len(carriers) == count else None
+        return [source] if _spares_rows(given.get(dim, default), _rank(source) + new) else None
 
     return rule
 
 
-def _along(position: int, default: int | None) -> Callable[[fx.Node, Any], _Carriers]:
-    """The op works along its `dim` argument (at `position`, else `default`), which must not be the rows."""
+def _picking(*names: str) -> _Rule:
+    """`gather` and `scatter`: tensors of one rank, each with all rows."""
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        dim = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
-        inputs = _inputs(node)
-        rank = max(first_value(n).dim() for n in inputs if first_value(n) is not None)
-        crosses_rows = not isinstance(dim, int) or dim in (0, -rank) or (dim < 0 and rank == 1)
-        return None if crosses_rows else inputs
+        given = arguments(node, ("input", "dim", "index", *names))
+        if given is None or not _spares_rows(given["dim"], _rank(node)):
+            return None
+        return _all_of_one_rank([x for name, x in given.items() if name != "dim" and isinstance(x, fx.Node)])
 
     return rule
+
+
+def _cat(node: fx.Node, rows: Any) -> _Carriers:
+    """Along another dimension than the rows, which all parts have."""
+    given = arguments(node, ("tensors", "dim"))
+    parts = None if given is None else given["tensors"]
+    if (
+        given is None
+        or not isinstance(parts, (tuple, list))
+        or not _spares_rows(given.get("dim", 0), _rank(node))
+    ):
+        return None
+    return _all_of_one_rank(parts)
+
+
+def _all_of_one_rank(nodes: Sequence[fx.Node]) -> _Carriers:
+    return list(nodes) if len({_rank(node) for node in nodes}) == 1 else None
 
 
 def _einsum(node: fx.Node, rows: Any) -> _Carriers:
     """The first operand's leading label is the result's, and no other operand has it."""
-    inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
+    equation, *operands = node.args
+    if not isinstance(equation, str) or not isinstance(operands[0], fx.Node):
+        return None
+    inputs, _, output = equation.replace(" ", "").partition("->")
     first, *others = inputs.split(",")
     label = first[:1]
     elsewhere = "".join((first[1:], *others))
     row_wise = label.isalpha() and output.startswith(label) and label not in elsewhere
-    return [node.args[1]] if row_wise and isinstance(node.args[1], fx.Node) else None
+    return [operands[0]] if row_wise else None
 
 
 def _getitem(node: fx.Node, rows: Any) -> _Carriers:
-    """An element of a tuple of results, or an index that leaves dimension 0 whole."""
+    """An element of a tuple of results, or slices, single indices and new dimensions behind dimension 0.
+
+    Not behind it: what takes several elements (a list, a tensor, a mask), for dimensions may then change places.
+    """
     source: Any = node.args[0]
     index: Any = node.args[1]
-    if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), (tuple, list)):
-        return [source]
-    first = index[0] if isinstance(index, tuple) and index else None
-    rank = first_value(source).dim() if isinstance(source, fx.Node) else 0
-    keeps_rows = first == slice(None) or (first is Ellipsis and len(index) <= rank)
-    return [source] if keeps_rows and len(node.all_input_nodes) == 1 else None
+    if not isinstance(source, fx.Node):
+        return None
+    if isinstance(source.meta.get("example_value"), (tuple, list)):
+        return [source] if isinstance(index, int) else None
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    if not all(other is None or other is Ellipsis or _takes_one_or_a_range(other) for other in others):
+        return None
+    indexed = sum(isinstance(other, (int, slice)) for other in others)
+    keeps_rows = first == slice(None) or (first is Ellipsis and indexed < _rank(source))
+    return [source] if keeps_rows else None
 
 
-_RULES: dict[Any, Callable[[fx.Node, Any], _Carriers]] = {
+def _takes_one_or_a_range(index: Any) -> bool:
+    if isinstance(index, slice):
+        return all(isinstance(end, (int, NoneType)) for end in (index.start, index.stop, index.step))
+    return isinstance(index, int) and not isinstance(index, bool)
+
+
+_RULES: dict[Any, _Rule] = {
     **dict.fromkeys((operator.add, operator.sub, operator.mul, operator.truediv, operator.pow), _pointwise),
     **dict.fromkeys(
         (operator.and_, operator.or_, operator.ge, operator.gt, operator.le, operator.lt), _pointwise
     ),
-    **dict.fromkeys((operator.eq, operator.ne, operator.neg, operator.invert, torch.where), _pointwise),
+    **dict.fromkeys((operator.eq, operator.ne, operator.neg, operator.invert), _pointwise),
     **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div, torch.rsqrt, torch.sigmoid), _pointwise),
     **dict.fromkeys((torch.sin, torch.cos, F.silu, F.gelu, F.relu), _pointwise),
     **dict.fromkeys(("add", "sub", "mul", "div", "neg", "pow", "square", "rsqrt", "sigmoid"), _pointwise),
-    **dict.fromkeys(("sin", "cos", "masked_fill", "contiguous", "clamp"), _pointwise),
-    **dict.fromkeys(("to", "type", "type_as", "float", "double", "bfloat16", "half", "bool"), _pointwise),
+    **dict.fromkeys(("sin", "cos", "masked_fill", "clamp"), _pointwise),
+    torch.where: _where,
+    **dict.fromkeys(("to", "type", "type_as", "float", "double", "bfloat16", "half", "bool"), _only_first),
+    "contiguous": _only_first,
+    F.linear: _linear,
+    F.layer_norm: _norm("weight", "bias", "eps"),
     # Dynamo inlines `F.rms_norm` down to `torch.rms_norm`.
-    **dict.fromkeys((F.linear, F.rms_norm, torch.rms_norm, F.layer_norm), _last_dim),
-    **dict.fromkeys((torch.mean, torch.sum, "mean", "sum"), _along(1, None)),
-    **dict.fromkeys((torch.softmax, F.softmax, "softmax"), _along(1, None)),
-    **dict.fromkeys((torch.gather, "gather", torch.scatter, "scatter"), _along(1, None)),
-    **dict.fromkeys((torch.unsqueeze, "unsqueeze"), _along(1, None)),
-    **dict.fromkeys((torch.cat, "unflatten", torch.unflatten, "flatten", torch.flatten), _along(1, 0)),
-    **dict.fromkeys((torch.topk, "topk"), _along(2, -1)),
-    **dict.fromkeys((torch.split, "split", torch.chunk, "chunk"), _along(2, 0)),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _norm("weight", "eps")),
+    **dict.fromkeys((torch.mean, torch.sum, "mean", "sum"), _along("dim", "keepdim", "dtype")),
+    **dict.fromkeys((torch.softmax, "softmax"), _along("dim", "dtype")),
+    F.softmax: _along("dim", "_stacklevel", "dtype"),
+    **dict.fromkeys((torch.gather, "gather"), _picking()),
+    **dict.fromkeys((torch.scatter, "scatter"), _picking("src")),
+    **dict.fromkeys((torch.unsqueeze, "unsqueeze"), _along("dim", new=1)),
+    **dict.fromkeys(("unflatten", torch.unflatten), _along("dim", "sizes")),
+    **dict.fromkeys(("flatten", torch.flatten), _along("start_dim", "end_dim", dim="start_dim", default=0)),
+    torch.cat: _cat,
+    **dict.fromkeys((torch.topk, "topk"), _along("k", "dim", "largest", "sorted", default=-1)),
+    **dict.fromkeys((torch.split, "split"), _along("split_size", "dim", default=0)),
+    **dict.fromkeys((torch.chunk, "chunk"), _along("chunks", "dim", default=0)),
     **dict.fromkeys(RESHAPES, _reshape),
-    F.embedding: _first_argument,
+    F.embedding: _embedding,
     operator.getitem: _getitem,
     torch.einsum: _einsum,
     moe_experts_op: _first(3),  # the padding that it is told of is the caller's to tell anew

@@ -212,6 +212,22 @@ def test_a_cache_that_wraps_around_is_decoded_by_the_op(q_len: int) -> None:
     assert len(nodes_of(gm, "mla_decode")) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_bound_that_is_the_highest_or_lowest_number_hides_nothing_or_all(dtype: torch.dtype) -> None:
+    limits = torch.iinfo(dtype)
+    model = StaticCacheMLA(lambda positions: batched(positions.to(dtype)), rows=4)
+    for last in ([limits.max, limits.min], [limits.max - 1, limits.min + 1]):
+        gm = run(model, torch.randn(BATCH, 1, HIDDEN).double(), torch.tensor(last))
+        assert len(nodes_of(gm, "mla_decode")) == 1
+
+
+def test_lengths_that_cannot_be_read_as_they_lie_are_not_left_out() -> None:
+    model = StaticCacheMLA(lambda positions: torch.arange(KEYS) <= model.last[::3, None, None, None])
+    model.register_buffer("last", torch.tensor([3, 0, 0, 9]))
+    gm = run(model, torch.randn(BATCH, 1, HIDDEN).double(), torch.tensor([7, 9]))
+    assert len(nodes_of(gm, "mla_masked_decode")) == 1
+
+
 def sliding_window(positions: Tensor) -> Tensor:
     return batched(positions) & (torch.arange(KEYS) > positions[:, None, :, None] - 4)
 

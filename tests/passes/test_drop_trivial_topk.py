@@ -117,6 +117,7 @@ def test_whoever_writes_to_the_values_writes_to_no_other_tensor() -> None:
 LEFT_ALONE = {
     "of two elements": (lambda x: x.topk(1, dim=0), torch.randn(2, 4)),
     "of nothing": (lambda x: x.topk(0, dim=0), torch.randn(1, 4)),
+    "of two elements, as numpy would name them": (lambda x: x.topk(1, axis=0), torch.randn(2, 1)),
     "of a number": (lambda x: torch.topk(x, 1), torch.tensor(3.0)),
     "into given tensors": (
         lambda x: torch.topk(x, 1, 0, out=(torch.empty(1, 4), torch.empty(1, 4, dtype=torch.int64))),

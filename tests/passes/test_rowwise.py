@@ -63,6 +63,30 @@ def test_a_gather_climbs_over(name: str) -> None:
     assert carrying_rows == {len(IDS)}, gm.graph
 
 
+X4 = torch.randn(3, 3, 4, 3, generator=torch.Generator().manual_seed(5))
+
+ACROSS_ROWS_4D: dict[str, Callable[[Tensor], Tensor]] = {
+    "lists with a slice between them": lambda x: x[:, [0, 1, 2], :, [0, 1, 2]],
+    "lists behind an ellipsis": lambda x: x[..., [0, 1, 2], :, [0, 1, 2]],
+    "a list and an int with a slice between them": lambda x: x[:, [0, 1, 2], :, 0],
+    "a topk over rows, as numpy would name them": lambda x: torch.topk(x, 3, axis=0).values,
+    "a bias of each row": lambda x: F.linear(x[:, 0, 0], torch.ones(2, 3), x[:, 1, 0, :2]),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS_ROWS_4D)
+def test_a_gather_does_not_climb_over_what_has_as_many_rows_by_accident(name: str) -> None:
+    compiled_graph(
+        lambda x, ids: torch.index_select(ACROSS_ROWS_4D[name](x), 0, ids), X4, torch.tensor([2, 1])
+    )
+
+
+def test_a_gather_of_nothing_does_not_climb_over_a_new_first_dimension() -> None:
+    no_ids = torch.empty(0, dtype=torch.int64)
+    gm = compiled_graph(lambda x, ids: x.unsqueeze(-3).index_select(0, ids), X[:1], no_ids)
+    assert nodes_of(gm, "index_select")[0].args[0].op != "placeholder"
+
+
 ACROSS_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax over rows": lambda x: x.softmax(dim=0),
     "cumsum over rows": lambda x: x.cumsum(0),

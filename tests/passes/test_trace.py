@@ -51,7 +51,14 @@ def layout_ops(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[tuple[str,
         choices: list[tuple[str, tuple]] = [
             ("transpose", (dim, draw(st.integers(0, x.dim() - 1)))),
             ("permute", tuple(draw(st.permutations(range(x.dim()))))),
-            ("narrow", (dim, start := draw(st.integers(0, size - 1)), draw(st.integers(1, size - start)))),
+            (
+                "narrow",
+                (
+                    dim,
+                    start := draw(st.integers(-size, size - 1)),
+                    draw(st.integers(1, -start % size or size)),
+                ),
+            ),
             ("contiguous", ()),
             ("reshape", (draw(st.sampled_from(factorisations(math.prod(x.shape)))),)),
         ]
@@ -122,11 +129,19 @@ def stepped(x: Tensor) -> Tensor:
     return x[..., 1::2][:, -1]
 
 
+def counted_from_the_end(x: Tensor) -> Tensor:
+    return x.narrow(-1, -3, 2).narrow(1, -1, 1).select(0, -1)
+
+
+def by_numpys_names(x: Tensor) -> Tensor:
+    return torch.chunk(torch.narrow(x, axis=2, start=2, length=4), 2, axis=1)[1].unbind(axis=1)[2]
+
+
 def moved(x: Tensor) -> Tensor:
     return torch.movedim(x, 0, -1).swapaxes(0, 1).mT
 
 
-@pytest.mark.parametrize("function", [sliced, split, stepped, moved])
+@pytest.mark.parametrize("function", [sliced, split, stepped, counted_from_the_end, by_numpys_names, moved])
 def test_slices_and_splits_are_followed_to_the_input(function: Op) -> None:
     x = torch.arange(2 * 6 * 8).view(2, 6, 8)
     view, sizes = traced(function, x)
@@ -144,9 +159,10 @@ def test_slices_and_splits_are_followed_to_the_input(function: Op) -> None:
         lambda x: x[:, torch.tensor([1, 0])],
         lambda x: x.roll(1, 0),
         lambda x: x.repeat(1, 2, 1),
+        lambda x: x.repeat_interleave(torch.tensor([2, 0, 1, 1, 1, 1]), 1, output_size=6),
         lambda x: x.view(torch.int32),
     ],
-    ids=["cast", "sum", "gather", "roll", "repeat", "bits"],
+    ids=["cast", "sum", "gather", "roll", "repeat", "repeat each", "bits"],
 )
 def test_what_computes_or_gathers_is_not_looked_through(function: Op) -> None:
     view, _ = traced(function, torch.arange(2 * 6 * 8).view(2, 6, 8))
@@ -165,7 +181,11 @@ def joined(x: Tensor) -> Tensor:
     return torch.cat([x, x[..., :4]], dim=-1).narrow(-1, 2, 8)
 
 
-@pytest.mark.parametrize("function", [filled, joined])
+def joined_by_numpys_name(x: Tensor) -> Tensor:
+    return torch.cat([x, x[..., :4]], axis=-1).narrow(-1, 2, 8)
+
+
+@pytest.mark.parametrize("function", [filled, joined, joined_by_numpys_name])
 def test_joined_parts_are_pieces_with_their_places(function: Op) -> None:
     x = torch.arange(2 * 6 * 8).view(2, 6, 8)
     captured = capture_graph(function, (x,), {})

@@ -7,70 +7,111 @@ the key. Both may have constants and further `arange`s added; masks of 0 and -in
 such a comparison count too. With several query tokens, the bound must grow by one from token to token, which shows
 where it is `start + arange(q_len)`; positions that a caller hands in are anybody's numbers, and are accepted for a
 single token only.
+
+A bound may be any number of its dtype: the highest is a usual way to say that there is none. So what the graph adds to
+it is added in the graph's dtype, in which it may wrap, and what follows from the comparison only after a clamp. The
+side that counts keys is known when compiling, and must not wrap.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from mla_compile.passes.absorption.index_map import Sizes, expanded, index_of
-from mla_compile.passes.absorption.trace import View, argument, is_tensor, tensor, torch_name, trace
+from mla_compile.passes.absorption.trace import View, is_tensor, tensor, torch_name, trace
+from mla_compile.passes.arguments import argument
 
 LABELS = "abcd"
 """Rows, heads, query tokens, keys."""
 
+FURTHEST = 1 << 40
+"""Further than any key, and far from the ends of int64."""
+
+_WHOLE = (torch.int32, torch.int64)
+
 
 @dataclass(frozen=True)
 class Sum:
-    """`constant + sum(step * position[label]) + sum(sign * view)`, of whole numbers.
+    """`constant + sum(step * position[label]) + sum(sign * view)`, added in `dtype`.
 
     counted: the `arange`s that the steps come from, which hold only as long as nobody writes to them.
     """
 
-    constant: int
-    steps: dict[str, int]
+    dtype: torch.dtype
+    constant: int = 0
+    steps: tuple[tuple[str, int], ...] = ()
     views: tuple[tuple[int, View], ...] = ()
     counted: tuple[View, ...] = ()
 
-    def plus(self, other: "Sum", sign: int = 1) -> "Sum":
-        steps = dict(self.steps)
-        for label, step in other.steps.items():
-            steps[label] = steps.get(label, 0) + sign * step
-        views = tuple((sign * own, view) for own, view in other.views)
+    def plus(self, other: "Sum", sign: int) -> "Sum":
+        steps = self.steps + tuple((label, sign * step) for label, step in other.steps)
+        views = self.views + tuple((sign * own, view) for own, view in other.views)
         constant = self.constant + sign * other.constant
-        return Sum(constant, steps, self.views + views, self.counted + other.counted)
+        return Sum(self.dtype, constant, steps, views, self.counted + other.counted)
+
+    def step(self, label: str) -> int:
+        return sum(step for own, step in self.steps if own == label)
 
     @property
-    def labels(self) -> set[str]:
-        """What the views depend on."""
-        return set().union(*(view.labels for _, view in self.views)) if self.views else set()
+    def is_view(self) -> bool:
+        return (self.constant, self.steps) == (0, ()) and [sign for sign, _ in self.views] == [1]
+
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether no value that it takes is beyond its dtype; only of a sum without views."""
+        spans = [(self.step(label), sizes[label]) for label in {label for label, _ in self.steps}]
+        if self.views or not all(isinstance(size, int) for _, size in spans):
+            return False
+        ends = [step * (size - 1) for step, size in spans]
+        low, high = (self.constant + sum(pick(end, 0) for end in ends) for pick in (min, max))
+        limits = torch.iinfo(self.dtype)
+        return bool(limits.min <= low and high <= limits.max)
 
 
-def prefix_length(mask: fx.Node, sizes: Sizes) -> Sum | None:
-    """How many keys the *last* query token of a row sees, not yet clamped to those that there are; else None.
+@dataclass(frozen=True)
+class Prefix:
+    """How many keys a query token of a row sees: `bound + token + more`, cut off at 0 and at the number of keys.
 
-    The earlier tokens see one fewer each. sizes: of `LABELS`; query tokens and keys must be static.
+    bound: of whole rows. With what the graph adds to it, it may be any number of its dtype.
+    token_in_bound: whether the graph adds the token's number to the bound, in the bound's dtype.
+    counted: as in `Sum`, of the whole comparison.
+    """
+
+    bound: Sum
+    token_in_bound: bool
+    more: int
+    counted: tuple[View, ...]
+
+
+def causal_prefix(mask: fx.Node, sizes: Sizes) -> Prefix | None:
+    """The prefix that a mask lets every query token see; None where it is not known to.
+
+    sizes: of `LABELS`; query tokens and keys must be static.
     """
     labels = LABELS[-tensor(mask).dim() :] if tensor(mask).dim() else ""
     indices = [index_of(label, size) for label, size in zip(labels, tensor(mask).shape)]
-    difference = _visible_if_negative(View(mask, tuple(indices)), sizes)
-    if difference is None or not isinstance(sizes["c"], int) or difference.steps.pop("d", 0) != 1:
+    found = _compared(View(mask, tuple(indices)), sizes)
+    if found is None or not isinstance(sizes["c"], int):
         return None
-    growth = -difference.steps.pop("c", 0)
-    if any(difference.steps.values()) or difference.labels & {"b", "d"}:
+    counting, bound, or_equal = found
+    # A key is seen where `key + rest < bound`.
+    if not counting.fits(sizes) or counting.step("d") != 1 or any(counting.step(label) for label in "ab"):
         return None
-    if sizes["c"] > 1 and (growth != 1 or "c" in difference.labels):
+    of_views = set[str]().union(*(view.labels for _, view in bound.views))
+    if not bound.views or of_views & {"b", "d"} or any(bound.step(label) for label in "abd"):
         return None
-    # key + rest < 0 holds for -rest keys; what grows with the token is taken at the last one.
-    bound = Sum(0, {}).plus(Sum(difference.constant, {}, difference.views, difference.counted), -1)
-    return bound.plus(Sum((sizes["c"] - 1) * growth, {}))
+    steps = bound.step("c"), -counting.step("c")
+    if sizes["c"] > 1 and (steps not in ((1, 0), (0, 1)) or "c" in of_views):
+        return None
+    more = int(or_equal) - counting.constant
+    counted = counting.counted + bound.counted
+    return Prefix(bound, steps[0] == 1, more, counted) if abs(more) <= FURTHEST else None
 
 
-def _visible_if_negative(view: View, sizes: Sizes, visible: bool = True) -> Sum | None:
-    """The `x` for which the mask lets a query see a key just where `x < 0`."""
+def _compared(view: View, sizes: Sizes, visible: bool = True) -> tuple[Sum, Sum, bool] | None:
+    """The `x`, `y` and `or_equal` for which the mask lets a query see a key just where `x < y`, or `x <= y`."""
     view = trace(view, sizes)
     node, name = view.node, torch_name(view.node)
     if name in ("invert", "logical_not", "bitwise_not"):
@@ -82,22 +123,27 @@ def _visible_if_negative(view: View, sizes: Sizes, visible: bool = True) -> Sum 
         filled, value = _number(node.args[0]), _number(argument(node, 2, "value"))
         mask = argument(node, 1, "mask")
         return _under(view, mask, sizes, not visible) if (filled, value) == (0.0, -math.inf) else None
-    if name not in ("le", "lt", "ge", "gt") or len(node.args) != 2:
+    if name not in ("le", "lt", "ge", "gt") or len(node.args) != 2 or node.kwargs:
         return None
     left, right = (_whole_number(side, view, sizes) for side in node.args)
-    if left is None or right is None:
+    if left is None or right is None or _common_dtype(node) != max(left.dtype, right.dtype, key=_bits):
         return None
     less, more = (left, right) if name in ("le", "lt") else (right, left)
     or_equal = name in ("le", "ge")
-    if not visible:  # not (l < m) is m <= l
-        less, more, or_equal = more, less, not or_equal
-    return less.plus(more, -1).plus(Sum(-1 if or_equal else 0, {}))
+    # not (l < m) is m <= l
+    return (less, more, or_equal) if visible else (more, less, not or_equal)
 
 
-def _under(view: View, operand: Any, sizes: Sizes, visible: bool) -> Sum | None:
+def _common_dtype(comparison: fx.Node) -> torch.dtype:
+    """In which two tensors are compared. A tensor without dimensions is cast to it, and may wrap."""
+    left, right = (tensor(side) for side in comparison.args if isinstance(side, fx.Node))
+    return torch.result_type(left, right)
+
+
+def _under(view: View, operand: Any, sizes: Sizes, visible: bool) -> tuple[Sum, Sum, bool] | None:
     """The condition that a mask is made of."""
     inner = _operand(view, operand)
-    return None if inner is None else _visible_if_negative(inner, sizes, visible)
+    return None if inner is None else _compared(inner, sizes, visible)
 
 
 def _operand(view: View, operand: Any) -> View | None:
@@ -123,37 +169,50 @@ def _number(value: Any) -> float | None:
 
 
 def _whole_number(value: Any, reader: View, sizes: Sizes) -> Sum | None:
-    """`value` as a sum of constants, `arange`s and views, where `reader` broadcasts it."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Sum(value, {})
+    """`value` as a sum of constants, `arange`s and views, where `reader` broadcasts it; None of other dtypes."""
     view = _operand(reader, value)
-    if view is None or tensor(view.node).dtype not in (torch.int32, torch.int64):
+    if view is None or tensor(view.node).dtype not in _WHOLE:
         return None
-    view = _through_casts(view, sizes)
-    node, name = view.node, torch_name(view.node)
-    if name == "arange":
-        return _counting(view)
-    if name in ("add", "sub") and "alpha" not in node.kwargs and len(node.args) == 2:
-        sides = [_whole_number(side, view, sizes) for side in node.args]
-        if None not in sides:
-            left, right = sides
-            assert left is not None and right is not None
-            return left.plus(right, 1 if name == "add" else -1)
-    return Sum(0, {}, ((1, view),))
-
-
-def _through_casts(view: View, sizes: Sizes) -> View:
-    """Follow layout ops and casts between whole numbers: int32 holds any position."""
     view = trace(view, sizes)
-    while torch_name(view.node) in ("to", "long", "int", "type", "type_as"):
-        inner = _operand(view, view.node.args[0])
-        if inner is None or tensor(inner.node).dtype not in (torch.int32, torch.int64):
-            break
-        view = trace(inner, sizes)
-    return view
+    node, name = view.node, torch_name(view.node)
+    found: Sum | None = None
+    if name == "arange":
+        found = _counting(view, sizes)
+    elif name in ("to", "long", "int", "type", "type_as"):
+        found = _addend(node.args[0], view, sizes)
+    elif name in ("add", "sub") and len(node.args) == 2 and not node.kwargs:
+        left, right = (_addend(side, view, sizes) for side in node.args)
+        if left is not None and right is not None:
+            found = left.plus(right, 1 if name == "add" else -1)
+    return Sum(tensor(node).dtype, views=((1, view),)) if found is None else found
 
 
-def _counting(view: View) -> Sum | None:
+def _addend(value: Any, reader: View, sizes: Sizes) -> Sum | None:
+    """An operand in the dtype of `reader`; None where the cast to it could change it, or moves it elsewhere."""
+    dtype = tensor(reader.node).dtype
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Sum(dtype, value)
+    found = _whole_number(value, reader, sizes)
+    if found is None or tensor(value).device != tensor(reader.node).device:
+        return None
+    if found.dtype == dtype:
+        return found
+    cast = replace(found, dtype=dtype)
+    if found.fits(sizes):
+        return cast if cast.fits(sizes) else None
+    if _bits(found.dtype) > _bits(dtype):
+        return None
+    # What was added before the cast may have wrapped, so that only its result counts.
+    whole = _operand(reader, value)
+    assert whole is not None
+    return cast if found.is_view else Sum(dtype, views=((1, trace(whole, sizes)),))
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.iinfo(dtype).bits
+
+
+def _counting(view: View, sizes: Sizes) -> Sum | None:
     """`arange` as read by a view."""
     node, (index,) = view.node, view.indices
     start, step = (node.args[0], argument(node, 2, "step", 1)) if len(node.args) > 1 else (0, 1)
@@ -161,7 +220,5 @@ def _counting(view: View) -> Sum | None:
     if not isinstance(start, int) or not isinstance(step, int):
         return None
     moved = index.shifted(start, step)
-    total = Sum(moved.offset, {}, counted=(view,))
-    for label, by in moved.terms:
-        total = total.plus(Sum(0, {label: by}))
-    return total
+    found = Sum(tensor(node).dtype, moved.offset, moved.terms, counted=(view,))
+    return found if found.fits(sizes) else None

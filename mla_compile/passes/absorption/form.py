@@ -13,6 +13,7 @@ from torch import fx
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.passes.absorption.causal_prefix import FURTHEST, Prefix
 from mla_compile.passes.absorption.index_map import Index, Sizes, furthest, same
 from mla_compile.passes.absorption.trace import View, tensor
 from mla_compile.passes.emit import counting
@@ -228,14 +229,22 @@ def decode_attention(
 
 
 def token_lengths(
-    like: Any, constant: int, terms: Sequence[tuple[int, Any]], rows: int, q_len: int, keys: int
+    like: Any, prefix: Prefix, terms: Sequence[tuple[int, Any]], rows: int, q_len: int, keys: int
 ) -> Any:
     """Keys that each query token sees, int32 `[rows * q_len]`, from 0 to `keys`.
 
-    The constant and the signed terms, each `[rows or 1]`, are the number that a row's last token sees.
+    terms: signed, each `[rows or 1]`, of which the prefix's bound is the sum.
     """
-    total: Any = constant
+    dtype = prefix.bound.dtype
+    bits = torch.iinfo(dtype).bits
+    total: Any = (prefix.bound.constant + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)  # as in that dtype
     for sign, term in terms:
-        total = total + term if sign > 0 else total - term
-    each = total[:, None] + counting(like, 1 - q_len, 1, torch.int64)
-    return each.clamp(0, keys).to(torch.int32).expand(rows, q_len).reshape(rows * q_len)
+        total = total + term.to(dtype) if sign > 0 else total - term.to(dtype)
+    total = total[:, None]
+    if prefix.token_in_bound:
+        total = total + counting(like, 0, q_len, dtype)
+    # From here on numbers are what they are: the highest of a dtype is often said where there is no bound.
+    total = total.to(torch.int64).clamp(-2 * FURTHEST, 2 * FURTHEST) + prefix.more
+    if not prefix.token_in_bound:
+        total = total + counting(like, 0, q_len, torch.int64)
+    return total.clamp(0, keys).to(torch.int32).expand(rows, q_len).reshape(rows * q_len)

@@ -6,7 +6,8 @@ from typing import Any
 from torch import fx
 
 from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, same
-from mla_compile.passes.absorption.trace import Steps, View, argument, is_tensor, tensor, torch_name, trace
+from mla_compile.passes.absorption.trace import Steps, View, is_tensor, tensor, torch_name, trace
+from mla_compile.passes.arguments import argument
 
 FILLS = ("copy_", "setitem")
 _EMPTY = {"new_empty", "empty", "empty_like", "new_zeros", "zeros", "zeros_like"}

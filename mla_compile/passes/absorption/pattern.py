@@ -21,7 +21,6 @@ from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match, Ne
 from mla_compile.passes.absorption.products import SUMMED, Product, as_product, source_product
 from mla_compile.passes.absorption.trace import (
     View,
-    argument,
     is_layout,
     is_tensor,
     read,
@@ -29,6 +28,7 @@ from mla_compile.passes.absorption.trace import (
     torch_name,
     trace,
 )
+from mla_compile.passes.arguments import argument
 
 
 def find(graph: fx.Graph) -> Iterator[Match | NearMiss]:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import fx
 
 from mla_compile.passes.absorption.index_map import Index, index_of, same
-from mla_compile.passes.absorption.trace import View, argument, is_tensor, tensor, torch_name
+from mla_compile.passes.absorption.trace import View, is_tensor, tensor, torch_name
+from mla_compile.passes.arguments import argument
 
 SUMMED = "z"
 """The label of the dimension that a product sums over; dimension i of its result has the i-th letter."""

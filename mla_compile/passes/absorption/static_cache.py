@@ -4,28 +4,29 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from mla_compile.passes.absorption.causal_prefix import prefix_length
+from mla_compile.passes.absorption.causal_prefix import Prefix, causal_prefix
 from mla_compile.passes.absorption.checks import first_write
 from mla_compile.passes.absorption.form import Reader, reader
 from mla_compile.passes.absorption.index_map import Index, Sizes, same
 from mla_compile.passes.absorption.match import RANK, Match
 from mla_compile.passes.absorption.products import SUMMED
-from mla_compile.passes.absorption.trace import View, argument, is_tensor, tensor, trace
+from mla_compile.passes.absorption.trace import View, is_tensor, tensor, trace
+from mla_compile.passes.arguments import argument
 
 
 @dataclass(frozen=True)
 class StaticCache:
     """A graph input `[cache rows, keys, rank + rope]` (dimensions of size 1 may be between), read whole.
 
-    shape: the cache's, in those three dimensions; first_row: where the batch starts; lengths: constant and signed
-    readers, each `[rows or 1]`, whose sum is what a row's last token sees.
+    shape: the cache's, in those three dimensions; first_row: where the batch starts; terms: signed readers of what
+    the prefix's bound is a sum of, each `[rows or 1]`.
     """
 
     node: fx.Node
     shape: tuple[int, int, int]
     first_row: int
-    constant: int
-    lengths: tuple[tuple[int, Reader], ...]
+    prefix: Prefix
+    terms: tuple[tuple[int, Reader], ...]
 
 
 def static_cache(match: Match) -> StaticCache | None:
@@ -47,17 +48,20 @@ def static_cache(match: Match) -> StaticCache | None:
         return None
     if latents.width != width or (sizes["a"] > 1) != latents.by_row:
         return None
-    bound = prefix_length(mask, sizes)
-    if bound is None or not bound.views:
+    prefix = causal_prefix(mask, sizes)
+    if prefix is None:
         return None
-    readers = [(sign, reader(view, sizes, "a")) for sign, view in bound.views]
-    if first_write(match, [*views, *(view for _, view in bound.views)]) or first_write(
-        match, list(bound.counted), made=True
-    ):
+    bounds = [view for _, view in prefix.bound.views]
+    if first_write(match, [*views, *bounds]) or first_write(match, list(prefix.counted), made=True):
         return None
-    lengths = tuple((sign, found) for sign, found in readers if found is not None)
+    terms: list[tuple[int, Reader]] = []
+    for sign, view in prefix.bound.views:
+        term = reader(view, sizes, "a")
+        if term is None:
+            return None
+        terms.append((sign, term))
     shape = (latents.rows, sizes["d"], width)
-    return StaticCache(views[0].node, shape, latents.first_row, bound.constant, lengths)
+    return StaticCache(views[0].node, shape, latents.first_row, prefix, tuple(terms))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
+from mla_compile.passes.arguments import argument
 from mla_compile.torch_internals import storage_key
 
 Steps = tuple[tuple[fx.Node, fx.Node], ...]
@@ -68,10 +69,6 @@ def torch_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def rereads(view: View) -> list[fx.Node]:
     """The nodes on the way that copied or computed: what the view's node held at the first of them is what counts."""
     return [node for node, source in view.steps if _moves_data(node, source)]
@@ -121,13 +118,18 @@ def _source(view: View, sizes: Sizes) -> View | None:
         indices = _moved(view, source)
     elif name in _RESHAPES:
         indices = reshaped(view.indices, tensor(node).shape, tensor(source).shape, sizes)
-    elif name in _EXPANSIONS:
+    elif name in _EXPANSIONS and _repeats_all_alike(node):
         indices = expanded(view.indices, tensor(node).shape, tensor(source).shape)
     elif name in _COPIES:
         indices = view.indices
     elif name in _CUTS:
         indices = _cut(view, source)
     return None if indices is None else view.onto(source, indices)
+
+
+def _repeats_all_alike(node: fx.Node) -> bool:
+    """Not `repeat_interleave` with a number of its own for each element."""
+    return torch_name(node) != "repeat_interleave" or isinstance(argument(node, 1, "repeats"), int)
 
 
 def _moved(view: View, source: fx.Node) -> Sequence[Index] | None:
@@ -174,7 +176,7 @@ def _cut(view: View, source: fx.Node) -> list[Index] | None:
     start = argument(node, 2, "index" if name == "select" else "start")
     if not isinstance(start, int) or not isinstance(shape[dim], int):
         return None
-    start %= shape[dim] + (name == "narrow")
+    start = start + shape[dim] if start < 0 else start
     if name == "select":
         return [*view.indices[:dim], Index(start), *view.indices[dim:]]
     return [index.shifted(start) if i == dim else index for i, index in enumerate(view.indices)]
