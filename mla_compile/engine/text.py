@@ -68,8 +68,8 @@ class Checkpoint:
             MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one.
         """
         config, _ = read_config(Path(path))
-        found = _tokenizer(path, tokenizer, text=text)
         stop_ids = _stop_ids(Path(path), config.eos_token_id)
+        found = _tokenizer(path, tokenizer, text=text)
         return cls(load_model(path, dtype=dtype, device=device, mtp=mtp), found, stop_ids)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:

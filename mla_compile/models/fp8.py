@@ -10,16 +10,16 @@ from mla_compile.errors import MLAError
 SCALE_SUFFIX = "_scale_inv"
 
 
-def block_size_of(config: Mapping[str, Any], prefix: str = "config.") -> tuple[int, int] | None:
+def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | None:
     """A checkpoint's FP8 block, rows by columns, from its config.json; None where its weights are plain.
 
     Raises:
         MLAError: any other quantisation, `prefix` before the setting's name.
     """
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if not quantization:
+    key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
+    if key is None:
         return None
-    name = f"{prefix}quantization_config"
+    name, quantization = f"{prefix}{key}", config[key]
     expected = "none, or quant_method 'fp8' with weight_block_size [rows, columns]"
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != "fp8":

@@ -35,7 +35,7 @@ def _or_null(rule: Rule) -> Rule:
 
 
 FLAG = Rule("true or false", lambda value: type(value) is bool)
-TEXT = Rule("a text", lambda value: type(value) is str)
+_TEXT = Rule("a text", lambda value: type(value) is str)
 _WIDTH = _integer(1, 2**20)
 _HEAD_WIDTH = _integer(1, 2**16)
 _MAX_LAYERS = 1024
@@ -95,15 +95,15 @@ SETTINGS: dict[str, Rule] = {
     "eos_token_id": _ENDS,
     "attention_bias": _or_null(FLAG),
     "mlp_bias": _or_null(FLAG),
-    "hidden_act": _or_null(TEXT),
+    "hidden_act": _or_null(_TEXT),
     "moe_layer_freq": _or_null(_integer(1, _MAX_LAYERS)),
-    "scoring_func": _or_null(TEXT),
-    "topk_method": _or_null(TEXT),
+    "scoring_func": _or_null(_TEXT),
+    "topk_method": _or_null(_TEXT),
 }
 
 ROPE_SETTINGS: dict[str, Rule] = {
-    "rope_type": TEXT,
-    "type": TEXT,
+    "rope_type": _TEXT,
+    "type": _TEXT,
     "rope_theta": _number(2, 1e15),
     "partial_rotary_factor": _number(0, 1),
     "factor": _number(1, 1e6),

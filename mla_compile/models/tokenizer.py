@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_compile.errors import MLAError
 from mla_compile.models.files import first_line, plain_file, read_object, read_text
-from mla_compile.models.settings import FLAG, TEXT, Rule, check_settings
+from mla_compile.models.settings import FLAG, Rule, check_settings
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -25,11 +25,24 @@ def _is_token(value: object) -> bool:
 
 _TOKEN = Rule("a token's text, or an object with its content", _is_token)
 _TOKENS = Rule("a list of tokens", lambda value: isinstance(value, list) and all(map(_is_token, value)))
+_TEMPLATES = Rule(
+    "a text, or a list of objects with a name and a template",
+    lambda value: (
+        isinstance(value, str)
+        or (
+            isinstance(value, list)
+            and all(
+                isinstance(item, dict) and all(isinstance(item.get(key), str) for key in ("name", "template"))
+                for item in value
+            )
+        )
+    ),
+)
 # What is read of tokenizer_config.json, by the names that transformers gives its tokenizers' arguments.
 _SETTINGS: dict[str, Rule] = {
     **{f"{kind}_token": _TOKEN for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
     "additional_special_tokens": _TOKENS,
-    "chat_template": TEXT,
+    "chat_template": _TEMPLATES,
     "clean_up_tokenization_spaces": FLAG,
     "split_special_tokens": FLAG,
     "model_max_length": Rule("a number >= 1", lambda value: type(value) in (int, float) and value >= 1),  # type: ignore[operator]
