@@ -1,6 +1,5 @@
 """Text in, text out: a checkpoint's tokenizer and stop ids around the engine."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,9 +113,7 @@ class Checkpoint:
         return text
 
 
-def _tokenizer(
-    path: str | Path, given: str | Path | None, *, text: bool
-) -> "PreTrainedTokenizerBase | None":
+def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":
     if given is not None:
         tokenizer = load_tokenizer(given)
         if tokenizer is None:
@@ -258,9 +255,7 @@ def generate(
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
     mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
     text = any(isinstance(prompt, str) for prompt in prompts)
-    checkpoint = Checkpoint.load(
-        model, dtype=dtype, device=device, mtp=mtp, tokenizer=tokenizer, text=text
-    )
+    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp, tokenizer=tokenizer, text=text)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     engine = fitting_engine(

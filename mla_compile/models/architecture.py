@@ -21,6 +21,7 @@ _ONLY_VALUE: dict[str, dict[str, object]] = {
     "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
 
+
 @dataclass(frozen=True)
 class Routing:
     """How a MoE layer chooses experts.
@@ -125,7 +126,7 @@ class Architecture:
         prefix: what comes before a setting's name in an error.
 
         Raises:
-            MLAError: another model type, a setting that is out of its limits or that this model does not compute, named.
+            MLAError: another model type, a setting out of its limits, one that this model does not compute, named.
         """
         model_type = getattr(config, "model_type", type(config).__name__)
         if model_type not in MODEL_TYPES:

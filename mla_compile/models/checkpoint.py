@@ -104,7 +104,7 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
 
 def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
     """What a config.json says of positions, in the place where transformers 5 has it."""
-    top = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
+    top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
     check_settings(top, ROPE_SETTINGS, prefix)
     for key in ("rope_scaling", "rope_parameters"):  # the first has precedence
         table = raw.get(key)
@@ -141,7 +141,9 @@ def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory:
     held = layers_of(files.entries)
     missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
     if missing is not None:
-        expected = f"a number of layers that the safetensors files hold, and they hold none of layer {missing}"
+        expected = (
+            f"a number of layers that the safetensors files hold, and they hold none of layer {missing}"
+        )
         raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, config.num_hidden_layers)
 
 
@@ -163,7 +165,9 @@ def _check(
 ) -> None:
     """Compare a checkpoint's headers with what the model (on the meta device) wants."""
     experts = num_separate_experts(model, files.entries)
-    if experts > len(files.entries):  # each has three tensors: listing those would take as long as a config likes
+    if experts > len(
+        files.entries
+    ):  # each has three tensors: listing those would take as long as a config likes
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)

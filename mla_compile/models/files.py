@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import stat
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from mla_compile.errors import MLAError
 
 _PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
-_SHARED_BLOB = re.compile(r"[0-9a-f]{64}")  # a file of the Hugging Face cache's store, which its repositories share
+_SHARED_BLOB = re.compile(
+    r"[0-9a-f]{64}"
+)  # a file of the Hugging Face cache's store, which its repositories share
 
 
 def plain_file(directory: Path, name: str) -> Path | None:
@@ -62,10 +65,10 @@ def read_text(directory: Path, name: str, *, most: int) -> str | None:
     file = directory / name
     try:
         with real.open("rb") as opened:
-            content = opened.read(most + 1)
-        if len(content) > most:
-            raise MLAError(str(file), f"at most {most} bytes", "more")
-        return content.decode("utf-8")
+            size = os.fstat(opened.fileno()).st_size
+            if size > most:
+                raise MLAError(str(file), f"at most {most} bytes", size)
+            return opened.read(most).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise MLAError(str(file), "a readable file in UTF-8", error) from error
 

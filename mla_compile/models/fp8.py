@@ -26,11 +26,7 @@ def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | N
         mend = "use a checkpoint with plain or block-FP8 weights"
         raise MLAError(name, expected, f"quant_method {method!r:.80}", mend)
     block = quantization.get("weight_block_size")
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or not all(type(n) is int and n >= 1 for n in block)
-    ):
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n >= 1 for n in block):
         raise MLAError(name, expected, f"weight_block_size {block!r:.80}")
     return block[0], block[1]
 

@@ -37,8 +37,8 @@ class SafetensorFiles:
         """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors`.
 
         Raises:
-            MLAError: no file, one that is missing, outside the directory or unreadable (truncated, say, or with a header
-                that does not fit it), a tensor that comes twice.
+            MLAError: no file; one that is missing, outside the directory, or unreadable (truncated, say, or with a
+                header that does not fit it); a tensor that comes twice.
         """
         self.entries: dict[str, Entry] = {}
         for name in _names(directory):

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
-_OTHER_FORMATS = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+_OTHER_FORMATS = (
+    "tokenizer.model",
+    "tiktoken.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 _MOST_CONFIG = 2**24  # bytes
 _MOST_TOKENIZER = 2**28  # bytes
 _MEND = "name a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or give prompts as token ids"

@@ -52,8 +52,9 @@ def refused(directory: Path, content: bytes) -> bool:
     try:
         files = SafetensorFiles(directory)
     except MLAError as error:
-        assert str(directory / SHARD) in str(error)
-        assert "\n" not in str(error)
+        message = str(error)
+        assert str(directory / SHARD) in message
+        assert "\n" not in message
         return True
     finally:
         assert time.perf_counter() - start < 1
@@ -148,8 +149,28 @@ def test_an_index_names_plain_files_only(copy):
         place.mkdir(exist_ok=True)
         shutil.copy(copy / "mtp.safetensors", place / "x.safetensors")
     absolute = str(copy.parent / "x.safetensors")
-    paths = ["../x.safetensors", absolute, "sub/../x.safetensors", "sub/x.safetensors", "..", ".", "", "~/x", "a\\b"]
-    for shard in [*paths, "x.safetensors\0", "\ud800", "x" * 300, "none.safetensors", 5, None, ["mtp.safetensors"], {}]:
+    paths = [
+        "../x.safetensors",
+        absolute,
+        "sub/../x.safetensors",
+        "sub/x.safetensors",
+        "..",
+        ".",
+        "",
+        "~/x",
+        "a\\b",
+    ]
+    for shard in [
+        *paths,
+        "x.safetensors\0",
+        "\ud800",
+        "x" * 300,
+        "none.safetensors",
+        5,
+        None,
+        ["mtp.safetensors"],
+        {},
+    ]:
         name_shard(copy, shard)
         with pytest.raises(MLAError) as caught:
             load_model(copy)
@@ -158,7 +179,15 @@ def test_an_index_names_plain_files_only(copy):
 
 
 def test_an_index_that_is_no_table_is_refused(copy):
-    for text in ("[]", "{}", '{"weight_map": []}', '{"weight_map": 5}', "[" * 100_000, '{"a": 1, "a": 2}', "\xff"):
+    for text in (
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": 5}',
+        "[" * 100_000,
+        '{"a": 1, "a": 2}',
+        "\xff",
+    ):
         (copy / INDEX).write_bytes(text.encode("latin-1"))
         with pytest.raises(MLAError, match=INDEX):
             load_model(copy)
@@ -167,7 +196,9 @@ def test_an_index_that_is_no_table_is_refused(copy):
 def tokenizer_of(path: Path) -> None:
     (path / "tokenizer_config.json").write_text("{}")
     (path / "chat_template.jinja").write_text("")
-    (path / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}')
+    (path / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
 
 
 OPENED = [
@@ -269,7 +300,9 @@ def test_a_snapshot_in_the_hugging_face_cache_loads(checkpoint, tmp_path, shared
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             shutil.copy(checkpoint / "config.json", target)
-        with pytest.raises(MLAError, match=r"config\.json: expected a file inside the checkpoint's directory"):
+        with pytest.raises(
+            MLAError, match=r"config\.json: expected a file inside the checkpoint's directory"
+        ):
             load_model(snapshot)
 
 
@@ -281,12 +314,22 @@ def test_blobs_beside_another_directory_are_outside_of_it(checkpoint, tmp_path):
         load_model(moved / snapshot.name)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_a_file_of_settings_has_a_largest_size(copy, name):
+LARGEST = {
+    **dict.fromkeys(
+        ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"], 2**24
+    ),
+    **dict.fromkeys(["tokenizer.json", INDEX], 2**28),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_a_file_that_is_read_whole_has_a_largest_size(copy, name):
     tokenizer_of(copy)
-    file = copy / name
-    file.write_text(" " * 2**24 + (file.read_text() if file.exists() else "{}"))
-    with pytest.raises(MLAError, match=rf"{name}: expected at most 16777216 bytes, got more"):
+    with (copy / name).open("ab") as file:
+        file.truncate(LARGEST[name] + 1)
+    with pytest.raises(
+        MLAError, match=rf"{name}: expected at most {LARGEST[name]} bytes, got {LARGEST[name] + 1}"
+    ):
         Checkpoint.load(copy)
 
 

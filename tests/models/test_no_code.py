@@ -22,9 +22,12 @@ def generate(*args, **kwargs): pass
 """
 CODE = "evil_code.EvilTokenizer"
 AUTO = {
-    "AutoConfig": "evil_code.EvilConfig", "AutoModel": "evil_code.EvilModel", "AutoProcessor": "evil_code.EvilProcessor",
-    "AutoModelForCausalLM": "evil_code.EvilModel", "AutoTokenizer": [CODE, CODE],
-}  # fmt: skip
+    "AutoConfig": "evil_code.EvilConfig",
+    "AutoModel": "evil_code.EvilModel",
+    "AutoModelForCausalLM": "evil_code.EvilModel",
+    "AutoProcessor": "evil_code.EvilProcessor",
+    "AutoTokenizer": [CODE, CODE],
+}
 
 
 class Pickled:
@@ -41,7 +44,11 @@ def edit(file: Path, **changes: object) -> None:
 
 
 def in_the_tokenizer(path: Path) -> None:
-    edit(path / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, CODE]}, tokenizer_class="EvilTokenizer")
+    edit(
+        path / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": [None, CODE]},
+        tokenizer_class="EvilTokenizer",
+    )
 
 
 def in_the_tokenizer_the_old_way(path: Path) -> None:
@@ -80,7 +87,13 @@ def in_a_processor(path: Path) -> None:
 
 def in_a_class_without_auto_map(path: Path) -> None:
     edit(path / "tokenizer_config.json", tokenizer_class="EvilTokenizer")
-    for name in ("tokenization_evil.py", "modeling_deepseek.py", "configuration_deepseek.py", "__init__.py", "setup.py"):
+    for name in (
+        "tokenization_evil.py",
+        "modeling_deepseek.py",
+        "configuration_deepseek.py",
+        "__init__.py",
+        "setup.py",
+    ):
         shutil.copy(path / "evil_code.py", path / name)
 
 
@@ -168,7 +181,9 @@ def report(checkpoint, tmp_path_factory):
 
 def test_nothing_of_a_checkpoint_runs(report):
     assert not report["ran"]
-    assert report["traps"] == ["in_the_tokenizer", "in_pickles"], "the code that was planted does run where it may"
+    assert report["traps"] == ["in_the_tokenizer", "in_pickles"], (
+        "the code that was planted does run where it may"
+    )
 
 
 def test_nobody_is_asked(report):

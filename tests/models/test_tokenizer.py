@@ -66,7 +66,10 @@ def test_it_reads_and_writes_as_the_one_of_transformers(tmp_path, name):
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
 
     @runs(max_examples=30)
-    @given(st.text(max_size=8) | st.lists(st.sampled_from(["the ", "<end>", "<tool>", "<other>", " , é"])).map("".join))
+    @given(
+        st.text(max_size=8)
+        | st.lists(st.sampled_from(["the ", "<end>", "<tool>", "<other>", " , é"])).map("".join)
+    )
     def same(text: str) -> None:
         ids = ours(text)["input_ids"]
         assert ids == theirs(text)["input_ids"]
@@ -102,10 +105,14 @@ def test_a_template_runs_in_a_sandbox(tmp_path):
         load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
 
 
-@pytest.mark.parametrize("other", ["tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt"])
+@pytest.mark.parametrize(
+    "other", ["tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt"]
+)
 def test_another_format_is_refused_by_name(tmp_path, other):
     (tmp_path / other).write_text("{}")
-    with pytest.raises(MLAError, match=rf"a tokenizer in tokenizer\.json, got {other}; .*--tokenizer DIR.*token ids"):
+    with pytest.raises(
+        MLAError, match=rf"a tokenizer in tokenizer\.json, got {other}; .*--tokenizer DIR.*token ids"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -113,14 +120,33 @@ def test_files_that_a_config_names_are_not_opened(tmp_path):
     write(tmp_path, {})
     elsewhere = tmp_path.parent / "elsewhere.json"
     elsewhere.write_text('{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}')
-    keys = ("tokenizer_file", "vocab_file", "merges_file", "gguf_file", "vocab", "merges", "name_or_path", "tokenizer_object",
-            "fast_tokenizer_files", "special_tokens_map_file", "chat_template_file", "backend")  # fmt: skip
+    keys = [
+        f"{kind}_file"
+        for kind in ("tokenizer", "vocab", "merges", "gguf", "chat_template", "special_tokens_map")
+    ]
+    keys += ["vocab", "merges", "name_or_path", "tokenizer_object", "fast_tokenizer_files", "backend"]
     before = load_tokenizer(tmp_path)("hello")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict.fromkeys(keys, str(elsewhere))))
     assert load_tokenizer(tmp_path)("hello") == before
 
 
-HOSTILE = [None, True, -1, 0, 2**70, 1e300, "x", "", [], [0], {}, {"type": "x"}, {"content": 5}, "\ud800", [["a", "b"]]]
+HOSTILE = [
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1e300,
+    "x",
+    "",
+    [],
+    [0],
+    {},
+    {"type": "x"},
+    {"content": 5},
+    "\ud800",
+    [["a", "b"]],
+]
 
 
 def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -144,8 +170,9 @@ def test_whatever_its_files_say_it_loads_or_is_refused_by_name(tmp_path_factory,
     try:
         tokenizer = load_tokenizer(directory)
     except MLAError as error:
-        assert str(directory) in str(error)
-        assert "\n" not in str(error)
+        message = str(error)
+        assert str(directory) in message
+        assert "\n" not in message
     else:
         assert tokenizer is not None
         tokenizer.decode([1, 2])
@@ -154,5 +181,7 @@ def test_whatever_its_files_say_it_loads_or_is_refused_by_name(tmp_path_factory,
 def test_a_broken_tokenizer_is_a_named_error(tmp_path):
     for text in ("{", "[]", "[" * 100_000, ""):
         (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.raises(MLAError, match=r"tokenizer\.json: expected a tokenizer that the tokenizers library"):
+        with pytest.raises(
+            MLAError, match=r"tokenizer\.json: expected a tokenizer that the tokenizers library"
+        ):
             load_tokenizer(tmp_path)
