@@ -162,9 +162,6 @@ def _refuse_unsupported(config: Any, prefix: str) -> None:
     if config.num_key_value_heads != config.num_attention_heads:
         expected = f"num_attention_heads = {config.num_attention_heads}: MLA shares no keys between heads"
         raise MLAError(f"{prefix}num_key_value_heads", expected, config.num_key_value_heads)
-    if config.qk_rope_head_dim % 2:
-        expected = "an even number, as pairs are rotated"
-        raise MLAError(f"{prefix}qk_rope_head_dim", expected, config.qk_rope_head_dim)
 
 
 def _moe_layers(config: Any, prefix: str) -> tuple[bool, ...]:

@@ -75,7 +75,10 @@ SETTINGS: dict[str, Rule] = {
     "q_lora_rank": _or_null(_WIDTH),
     "kv_lora_rank": _WIDTH,
     "qk_nope_head_dim": _HEAD_WIDTH,
-    "qk_rope_head_dim": _HEAD_WIDTH,
+    "qk_rope_head_dim": Rule(
+        "an even number in [2, 65536], as pairs are rotated",
+        lambda value: type(value) is int and 2 <= value <= 2**16 and value % 2 == 0,
+    ),
     "v_head_dim": _HEAD_WIDTH,
     "intermediate_size": _WIDTH,
     "moe_intermediate_size": _WIDTH,

@@ -116,7 +116,7 @@ def in_a_chat_template(path: Path) -> None:
     (path / "chat_template.jinja").write_text(code)
 
 
-# With what `Checkpoint.load` refuses it; None where it loads and the code is passed over.
+# With what it is refused; None where it loads and the code is passed over.
 PLACES = {
     in_the_tokenizer: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
     in_the_tokenizer_the_old_way: "tokenizer_config.json: auto_map: expected a tokenizer that is no code",
@@ -132,9 +132,10 @@ PLACES = {
     in_a_chat_template: None,
 }
 
-# Loads every directory given to it, then shows that the traps work; what happened goes to stderr.
+# Loads every directory in the one given to it, then shows that the traps work; what happened goes to stderr.
 LOADER = """
-import json, pickle, socket, sys
+import json, pickle, sys
+from functools import partial
 from pathlib import Path
 root = Path(sys.argv[1])
 marker = root / "marker"
@@ -145,13 +146,13 @@ def note(event, arguments):
             file.write(event + "\\\\n")
 
 import transformers
-from mla_compile import MLAError, load_model, load_tokenizer
+from mla_compile import MLAError, load_tokenizer
 from mla_compile.engine import Checkpoint
 sys.addaudithook(note)
 said = {}
 for path in sorted(root.iterdir()):
     said[path.name] = None
-    for load in (load_model, load_tokenizer, Checkpoint.load):
+    for load in (load_tokenizer, partial(Checkpoint.load, text=False)):
         try:
             load(path)
         except MLAError as error:
