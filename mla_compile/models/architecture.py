@@ -169,6 +169,6 @@ def _moe_layers(config: Any, prefix: str) -> tuple[bool, ...]:
         return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
     kinds = config.mlp_layer_types or []
     if len(kinds) != config.num_hidden_layers:
-        expected = f"'dense' or 'sparse' for each of {config.num_hidden_layers} layers"
+        expected = f"'dense' or 'sparse' for each of num_hidden_layers = {config.num_hidden_layers} layers"
         raise MLAError(f"{prefix}mlp_layer_types", expected, kinds)
     return tuple(kind == "sparse" for kind in kinds)

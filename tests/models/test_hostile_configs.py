@@ -146,7 +146,7 @@ def assert_finite(model: MLAForCausalLM) -> None:
 )
 def test_a_config_gives_finite_logits_or_an_error_that_names_the_setting(checkpoints, texts, name, changes):
     (checkpoints[name] / "config.json").write_text(written(texts[name], changes))
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         model = load_model(checkpoints[name])
     except MLAError as error:
@@ -156,11 +156,12 @@ def test_a_config_gives_finite_logits_or_an_error_that_names_the_setting(checkpo
         assert str(checkpoints[name]) in message
         # A size that is possible but not the tensors' own is seen by those.
         parts = [part for key in changes for part in key.split(".")] + ["the tensors of its", "JSON object"]
-        assert any(part in message or part.replace("_", " ") in message for part in parts), message
+        words = message.replace("number of ", "num_").replace(" ", "_")  # some errors are transformers' own
+        assert any(part in message or part in words for part in parts), message
     else:
         assert_finite(model)
     finally:
-        assert time.perf_counter() - start < 3, "no value may cost time"
+        assert time.process_time() - start < 3, "no value may cost time"
 
 
 @pytest.mark.parametrize(

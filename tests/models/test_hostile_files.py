@@ -48,7 +48,7 @@ def packed(header: dict[str, Any] | bytes, data: bytes, length: int | None = Non
 def refused(directory: Path, content: bytes) -> bool:
     """Whether a file is refused, by name and at once. Else all that is read of it are its own bytes."""
     (directory / SHARD).write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         files = SafetensorFiles(directory)
     except MLAError as error:
@@ -57,7 +57,7 @@ def refused(directory: Path, content: bytes) -> bool:
         assert "\n" not in message
         return True
     finally:
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
     read = 0
     for name, entry in files.entries.items():
         if entry.dtype in (*FLOATS, "F8_E4M3"):
