@@ -28,6 +28,14 @@ def generate(
         Path,
         Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
     ] = SHIPPED_MODEL,
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Where to take the tokenizer from, if the checkpoint's own is code, which is never run.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, Option(metavar="TEXT", help="A prompt; its completion is streamed.")
     ] = None,
@@ -134,7 +142,11 @@ def generate(
     compile = compile and _can_compile(place)
     with _writer(output_file, streamed=prompt is not None) as write:
         mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
-        checkpoint = Checkpoint.load(model, dtype=getattr(torch, dtype), device=place, mtp=mtp)
+        text = any(isinstance(request.prompt, str) for request in requests)
+        text = text or bool(stop or json_schema or regex)
+        checkpoint = Checkpoint.load(
+            model, dtype=getattr(torch, dtype), device=place, mtp=mtp, tokenizer=tokenizer, text=text
+        )
         prompts = [checkpoint.encode(request.prompt, request.name) for request in requests]
         grammar = _grammar(json_schema, regex, checkpoint)
         engine = fitting_engine(

@@ -1,6 +1,5 @@
 """Text in, text out: a checkpoint's tokenizer and stop ids around the engine."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,9 @@ from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
+from mla_compile.models.checkpoint import MOST_CONFIG, read_config
+from mla_compile.models.files import first_line, read_object
+from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.speculate import SamplingParams
 from mla_compile.speculate.drafter import DrafterName
 
@@ -35,7 +37,7 @@ Prompt = str | Sequence[int]
 class Checkpoint:
     """A model with what turns text into its token ids and back.
 
-    tokenizer: None where the directory holds none; prompts are token ids then.
+    tokenizer: None where there is none; prompts are token ids then.
     stop_ids: the end-of-sequence ids that the checkpoint names.
     """
 
@@ -51,11 +53,23 @@ class Checkpoint:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         mtp: bool | None = None,
+        tokenizer: str | Path | None = None,
+        text: bool = True,
     ) -> "Checkpoint":
-        """Load a directory in Hugging Face format; the arguments and errors are those of `load_model`."""
-        tokenizer = load_tokenizer(path)
-        model = load_model(path, dtype=dtype, device=device, mtp=mtp)
-        return cls(model, tokenizer, _stop_ids(Path(path), model))
+        """Load a directory in Hugging Face format; other arguments and errors are those of `load_model`.
+
+        Args:
+            tokenizer: a directory to take the tokenizer from, where the checkpoint's own is code, say.
+            text: whether text will be tokenized. Then a tokenizer that cannot be loaded is an error, before any weight
+                is read; else it counts as none.
+
+        Raises:
+            MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one.
+        """
+        config, _ = read_config(Path(path))
+        stop_ids = _stop_ids(Path(path), config.eos_token_id)
+        found = _tokenizer(path, tokenizer, text=text)
+        return cls(load_model(path, dtype=dtype, device=device, mtp=mtp), found, stop_ids)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """Token ids of a prompt, checked against the model; errors call the prompt `name`.
@@ -84,7 +98,10 @@ class Checkpoint:
             raise MLAError(name, "token ids, as the checkpoint has no tokenizer", "text")
         if not prompt:  # a tokenizer may make a start token of it
             raise MLAError(name, "at least one token", "an empty prompt")
-        token_ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
+        try:
+            token_ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
+        except Exception as error:  # tokenizers raises bare `Exception`, for a character without a token, say
+            raise MLAError(name, "text that the tokenizer takes", first_line(error)) from error
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
@@ -96,20 +113,29 @@ class Checkpoint:
         return text
 
 
-def _stop_ids(directory: Path, model: MLAForCausalLM) -> list[int]:
+def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":
+    if given is not None:
+        tokenizer = load_tokenizer(given)
+        if tokenizer is None:
+            raise MLAError("tokenizer", "a directory with a tokenizer.json", given)
+        return tokenizer
+    try:
+        return load_tokenizer(path)
+    except MLAError:
+        if text:
+            raise
+        return None
+
+
+def _stop_ids(directory: Path, of_config: int | list[int] | None) -> list[int]:
     """End-of-sequence ids: those of generation_config.json where it names any, else the config's."""
-    file, found = directory / "generation_config.json", None
-    if file.exists():
-        try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise MLAError(str(file), "a readable JSON object", error) from error
+    name = "generation_config.json"
+    generation = read_object(directory, name, most=MOST_CONFIG) or {}
+    check_settings(generation, {"eos_token_id": SETTINGS["eos_token_id"]}, f"{directory / name}: ")
+    found = generation.get("eos_token_id")
     if found is None:
-        found = model.config.eos_token_id
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(token, int) for token in ids):
-        raise MLAError("eos_token_id", "an integer or a list of them", found)
-    return ids
+        found = of_config
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 class TextStream:
@@ -187,6 +213,7 @@ def generate(
     prompts: Sequence[Prompt],
     *,
     model: str | Path = SHIPPED_MODEL,
+    tokenizer: str | Path | None = None,
     num_speculative_tokens: int | None = None,
     drafter: DrafterName | None = None,
     max_new_tokens: int = 128,
@@ -205,6 +232,8 @@ def generate(
     Args:
         prompts: texts, or token ids `[tokens]` each.
         model: a directory in Hugging Face format; by default the small model that comes with the package.
+        tokenizer: a directory to take the tokenizer from, where the model's own is code, which is never run. Without a
+            tokenizer prompts are token ids, and completions have no text.
         num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer or `drafter` is given,
             else 0. The tokens are the same whatever it is.
         drafter: "mtp", "ngram", or None for the MTP layer where there is one; see `Engine`.
@@ -225,7 +254,8 @@ def generate(
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
     mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
-    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp)
+    text = any(isinstance(prompt, str) for prompt in prompts)
+    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp, tokenizer=tokenizer, text=text)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     engine = fitting_engine(

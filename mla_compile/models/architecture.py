@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mla_compile.errors import MLAError
 from mla_compile.models.rotary import Rope
+from mla_compile.models.settings import SETTINGS, check_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,20 +20,6 @@ _ONLY_VALUE: dict[str, dict[str, object]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm4_moe_lite": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "n_shared_experts",
-)
 
 
 @dataclass(frozen=True)
@@ -54,18 +41,16 @@ class Routing:
     scaling_factor: float
 
     @classmethod
-    def from_config(cls, config: "PreTrainedConfig") -> "Routing":
-        """Raises `MLAError` for settings under which `topk` experts cannot be chosen."""
+    def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Routing":
+        """Raises `MLAError`, `prefix` before a setting's name, where `topk` experts cannot be chosen."""
         softmax = config.model_type == "deepseek_v2"
         if softmax and config.topk_method not in ("greedy", "group_limited_greedy"):
-            raise MLAError(
-                "config.topk_method", "'greedy' or 'group_limited_greedy'", repr(config.topk_method)
-            )
+            expected = "'greedy' or 'group_limited_greedy'"
+            raise MLAError(f"{prefix}topk_method", expected, repr(config.topk_method))
         one_group = softmax and config.topk_method == "greedy"
-        for name in ("num_experts_per_tok", "n_group", "topk_group"):
-            value = getattr(config, name)
-            if not isinstance(value, int) and not (one_group and name.endswith("group")):
-                raise MLAError(f"config.{name}", "an integer >= 1", value)
+        for name in ("n_group", "topk_group"):
+            if getattr(config, name) is None and not one_group:
+                raise MLAError(f"{prefix}{name}", "an integer >= 1", None)
         routing = cls(
             scoring="softmax" if softmax else "sigmoid",
             num_experts=config.n_routed_experts,
@@ -75,10 +60,10 @@ class Routing:
             normalize=bool(config.norm_topk_prob),
             scaling_factor=config.routed_scaling_factor,
         )
-        routing._check()
+        routing._check(prefix)
         return routing
 
-    def _check(self) -> None:
+    def _check(self, prefix: str) -> None:
         least = 2 if self.scoring == "sigmoid" else 1
         if (
             self.num_groups < 1
@@ -88,15 +73,14 @@ class Routing:
             expected = (
                 f"a divisor of n_routed_experts = {self.num_experts} that leaves groups of {least} or more"
             )
-            raise MLAError("config.n_group", expected, self.num_groups)
+            raise MLAError(f"{prefix}n_group", expected, self.num_groups)
         if not 1 <= self.topk_groups <= self.num_groups:
-            raise MLAError(
-                "config.topk_group", f"between 1 and n_group = {self.num_groups}", self.topk_groups
-            )
+            expected = f"between 1 and n_group = {self.num_groups}"
+            raise MLAError(f"{prefix}topk_group", expected, self.topk_groups)
         choice = self.topk_groups * (self.num_experts // self.num_groups)
         if not 1 <= self.topk <= choice:
             expected = f"between 1 and {choice}, the experts of topk_group groups"
-            raise MLAError("config.num_experts_per_tok", expected, self.topk)
+            raise MLAError(f"{prefix}num_experts_per_tok", expected, self.topk)
 
 
 @dataclass(frozen=True)
@@ -136,16 +120,20 @@ class Architecture:
         return float(head_dim**-0.5) * self.rope.softmax_factor
 
     @classmethod
-    def from_config(cls, config: "PreTrainedConfig") -> "Architecture":
+    def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Architecture":
         """Read a `DeepseekV2Config`, `DeepseekV3Config` or `Glm4MoeLiteConfig`.
 
+        prefix: what comes before a setting's name in an error.
+
         Raises:
-            MLAError: another model type, or a setting that this model does not compute, named.
+            MLAError: another model type, a setting out of its limits, one that this model does not compute, named.
         """
         model_type = getattr(config, "model_type", type(config).__name__)
         if model_type not in MODEL_TYPES:
-            raise MLAError("config.model_type", "one of " + ", ".join(MODEL_TYPES), model_type)
-        _refuse_unsupported(config)
+            raise MLAError(f"{prefix}model_type", "one of " + ", ".join(MODEL_TYPES), model_type)
+        values = {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
+        check_settings(values, SETTINGS, prefix)
+        _refuse_unsupported(config, prefix)
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -158,40 +146,29 @@ class Architecture:
             intermediate_size=config.intermediate_size,
             moe_intermediate_size=config.moe_intermediate_size,
             num_shared_experts=config.n_shared_experts,
-            is_moe=_moe_layers(config),
+            is_moe=_moe_layers(config, prefix),
             rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=bool(config.tie_word_embeddings),
-            routing=Routing.from_config(config),
-            rope=Rope.from_config(config),
+            tie_word_embeddings=config.tie_word_embeddings,
+            routing=Routing.from_config(config, prefix),
+            rope=Rope.from_config(config, prefix),
         )
 
 
-def _refuse_unsupported(config: Any) -> None:
+def _refuse_unsupported(config: Any, prefix: str) -> None:
     for name, value in (_ONLY_VALUE[""] | _ONLY_VALUE[config.model_type]).items():
         got = getattr(config, name, value)
         if got != value and got is not None:
-            raise MLAError(f"config.{name}", repr(value), repr(got), "this setting is not supported")
+            raise MLAError(f"{prefix}{name}", repr(value), repr(got), "this setting is not supported")
     if config.num_key_value_heads != config.num_attention_heads:
         expected = f"num_attention_heads = {config.num_attention_heads}: MLA shares no keys between heads"
-        raise MLAError("config.num_key_value_heads", expected, config.num_key_value_heads)
-    for name in _SIZES:
-        size = getattr(config, name)
-        if not isinstance(size, int) or size < 1:
-            raise MLAError(f"config.{name}", "an integer >= 1", size)
-    if config.qk_rope_head_dim % 2:
-        raise MLAError(
-            "config.qk_rope_head_dim", "an even number, as pairs are rotated", config.qk_rope_head_dim
-        )
+        raise MLAError(f"{prefix}num_key_value_heads", expected, config.num_key_value_heads)
 
 
-def _moe_layers(config: Any) -> tuple[bool, ...]:
+def _moe_layers(config: Any, prefix: str) -> tuple[bool, ...]:
     if config.model_type != "glm4_moe_lite":
-        num_dense = config.first_k_dense_replace
-        if not isinstance(num_dense, int):
-            raise MLAError("config.first_k_dense_replace", "an integer", num_dense)
-        return tuple(layer >= num_dense for layer in range(config.num_hidden_layers))
-    kinds = config.mlp_layer_types
-    if len(kinds) != config.num_hidden_layers or not set(kinds) <= {"dense", "sparse"}:
-        expected = f"'dense' or 'sparse' for each of {config.num_hidden_layers} layers"
-        raise MLAError("config.mlp_layer_types", expected, kinds)
+        return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
+    kinds = config.mlp_layer_types or []
+    if len(kinds) != config.num_hidden_layers:
+        expected = f"'dense' or 'sparse' for each of num_hidden_layers = {config.num_hidden_layers} layers"
+        raise MLAError(f"{prefix}mlp_layer_types", expected, kinds)
     return tuple(kind == "sparse" for kind in kinds)

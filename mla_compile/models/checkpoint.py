@@ -1,6 +1,5 @@
 """Loading Hugging Face checkpoints. transformers is imported here, when a checkpoint is loaded, and not before."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,18 +7,30 @@ import torch
 
 from mla_compile.errors import MLAError
 from mla_compile.models import fp8
-from mla_compile.models.architecture import MODEL_TYPES
+from mla_compile.models.architecture import MODEL_TYPES, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
-from mla_compile.models.names import is_past_trunk, layers_past_trunk, shared_copies, slots
-from mla_compile.models.safetensor_files import SafetensorFiles
+from mla_compile.models.files import first_line, read_object
+from mla_compile.models.names import (
+    is_past_trunk,
+    layers_of,
+    layers_past_trunk,
+    num_separate_experts,
+    shared_copies,
+    slots,
+)
+from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
+from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors' words
-_FLOAT8 = "F8_E4M3"
+CONFIG = "config.json"
+MOST_CONFIG = 2**24
+"""Bytes of a file of settings."""
+_FLOAT8 = "F8_E4M3"  # in safetensors' words
 _FLOAT8_SCALE = "F8_E8M0"
 _LISTED = 8  # tensors named per kind of mistake
+_TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
 
 
 def load_model(
@@ -31,7 +42,8 @@ def load_model(
 ) -> MLAForCausalLM:
     """Load a DeepSeek-V2, DeepSeek-V3 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
 
-    Block-FP8 weights are dequantised. Every tensor is checked by its header before the first one is read.
+    Block-FP8 weights are dequantised. The config is checked before any other file is opened, and every tensor by its
+    header before the first one is read. docs/checkpoints.md says what a checkpoint may make this do.
 
     Args:
         path: the checkpoint's directory.
@@ -46,10 +58,9 @@ def load_model(
     """
     directory = Path(path)
     _check_target(dtype, device)
-    raw = _read_json(directory)
-    block = fp8.block_size_of(raw)
-    config = _config(directory)
+    config, block = read_config(directory)
     files = SafetensorFiles(directory)
+    _check_layers(config, files, directory)
     if mtp is not False:
         mtp = _has_mtp(files, config, directory, wanted=mtp)
     with torch.device("meta"):
@@ -66,24 +77,54 @@ def load_model(
     return model.eval()
 
 
-def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
-    """A checkpoint's tokenizer; None where it has none.
+def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
+    """A checkpoint's config, checked, and the FP8 block of its weights, None where they are plain.
 
     Raises:
-        MLAError: tokenizer files that transformers cannot read.
+        MLAError: no directory, no config, or what is wrong with it, with the file and the setting named.
     """
-    directory = Path(path)
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    from transformers import AutoTokenizer
+    file = directory / CONFIG
+    raw = read_object(directory, CONFIG, most=MOST_CONFIG) if directory.is_dir() else None
+    if raw is None:
+        got = "none" if directory.is_dir() else "no such directory"
+        raise MLAError(str(file), "a checkpoint's config", got, "give a directory in Hugging Face format")
+    prefix = f"{file}: "
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise MLAError(f"{prefix}model_type", "one of " + ", ".join(MODEL_TYPES), f"{model_type!r:.80}")
+    check_settings(raw, SETTINGS, prefix)
+    block = fp8.block_size_of(raw, prefix)
+    known = {name: raw[name] for name in SETTINGS if name in raw} | _rope(raw, prefix)
+    # transformers asks for Python's float, and JSON writes some as 1.
+    known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
+    config = _config(model_type, known, file)
+    Architecture.from_config(config, prefix)
+    return config, block
+
+
+def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What a config.json says of positions, in the place where transformers 5 has it."""
+    top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
+    check_settings(top, ROPE_SETTINGS, prefix)
+    for key in ("rope_scaling", "rope_parameters"):  # the first has precedence
+        table = raw.get(key)
+        if table is not None and not isinstance(table, dict):
+            raise MLAError(f"{prefix}{key}", "an object, or null", f"{table!r:.80}")
+        if table:
+            check_settings(table, ROPE_SETTINGS, f"{prefix}{key}.")
+            return top | {"rope_parameters": {name: table[name] for name in ROPE_SETTINGS if name in table}}
+    return top
+
+
+def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTrainedConfig":
+    from transformers import AutoConfig
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare `Exception` for a malformed file
-        raise MLAError(
-            str(directory), "a tokenizer that transformers can read", _first_line(error)
-        ) from error
-    return tokenizer
+        # Of transformers' own class, and of these settings only: it would follow others to other files and to code.
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # its validators raise many classes, all about the file's contents
+        raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error
+    return config
 
 
 def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
@@ -92,40 +133,18 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
-        raise MLAError("device", "a device of this machine", device, _first_line(error)) from error
+        raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
-def _read_json(directory: Path) -> dict[str, Any]:
-    file = directory / "config.json"
-    if not file.is_file():
-        got = "none" if directory.is_dir() else "no such directory"
-        raise MLAError(str(file), "a checkpoint's config", got, "give a directory in Hugging Face format")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MLAError(str(file), "readable JSON", error) from error
-    if not isinstance(raw, dict) or raw.get("model_type") not in MODEL_TYPES:
-        got = raw.get("model_type", "none") if isinstance(raw, dict) else type(raw).__name__
-        raise MLAError(str(file), "a model_type of " + ", ".join(MODEL_TYPES), got)
-    return raw
-
-
-def _config(directory: Path) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    try:
-        # Published configs name remote code in `auto_map`; transformers' own classes are the ones we read.
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
+def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory: Path) -> None:
+    """Before a layer is built: that the files have tensors of each."""
+    held = layers_of(files.entries)
+    missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
+    if missing is not None:
+        expected = (
+            f"a number of layers that the safetensors files hold, and they hold none of layer {missing}"
         )
-    except Exception as error:  # its validators raise many classes, all about the file's contents
-        file = str(directory / "config.json")
-        raise MLAError(file, "values that transformers accepts", _first_line(error)) from error
-    return config
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, config.num_hidden_layers)
 
 
 def _has_mtp(
@@ -134,10 +153,10 @@ def _has_mtp(
     layers = layers_past_trunk(files.entries, config.num_hidden_layers)
     if len(layers) > 1:
         got = f"{len(layers)}: layers {layers[0]} to {layers[-1]}, after num_hidden_layers = {config.num_hidden_layers}"
-        raise MLAError(str(directory), "at most one MTP layer", got, "pass mtp=False to load the trunk alone")
+        raise MLAError(str(directory), "at most one MTP layer", got, _TRUNK_ALONE)
     if wanted and not layers:
         expected = f"an MTP layer (tensors model.layers.{config.num_hidden_layers}.*)"
-        raise MLAError(str(directory), expected, "none", "pass mtp=None or False to load the trunk alone")
+        raise MLAError(str(directory), expected, "none", _TRUNK_ALONE)
     return bool(layers)
 
 
@@ -145,6 +164,13 @@ def _check(
     model: MLAForCausalLM, files: SafetensorFiles, directory: Path, block: tuple[int, int] | None
 ) -> None:
     """Compare a checkpoint's headers with what the model (on the meta device) wants."""
+    experts = num_separate_experts(model, files.entries)
+    if experts > len(
+        files.entries
+    ):  # each has three tensors: listing those would take as long as a config likes
+        expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
+        got = f"{model.arch.routing.num_experts} in each of its layers"
+        raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
     required = {name: tuple(slot.shape) for name, slot in slots(model, files.entries).items()}
     quantized = [
         name
@@ -153,7 +179,7 @@ def _check(
     ]
     if quantized and block is None:
         expected = "quantization_config with weight_block_size, as some tensors are float8"
-        raise MLAError(str(directory / "config.json"), expected, "none")
+        raise MLAError(str(directory / CONFIG), expected, "none")
     if block is not None:
         required |= {n + fp8.SCALE_SUFFIX: fp8.scale_shape(required[n], block) for n in quantized}
     known = required | shared_copies(model)
@@ -179,7 +205,7 @@ def _check(
 
 
 def _accepted_dtypes(name: str) -> tuple[str, ...]:
-    return (*_FLOATS, _FLOAT8_SCALE if name.endswith(fp8.SCALE_SUFFIX) else _FLOAT8)
+    return (*FLOATS, _FLOAT8_SCALE if name.endswith(fp8.SCALE_SUFFIX) else _FLOAT8)
 
 
 def _shorten(names: list[str]) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_compile.models.deepseek import MLAForCausalLM
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
 def slots(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str, Tensor]:
@@ -55,10 +55,27 @@ def shared_copies(model: MLAForCausalLM) -> dict[str, tuple[int, ...]]:
     return dict.fromkeys(names, (model.arch.vocab_size, model.arch.hidden_size))
 
 
+def num_separate_experts(model: MLAForCausalLM, checkpoint: Container[str]) -> int:
+    """How many experts `slots` names one by one, all layers together."""
+    num_layers = model.arch.num_layers
+    stacks = [
+        (hugging_face_name(ours, num_layers), tensor.shape[0])
+        for ours, tensor in model.state_dict().items()
+        if ours.endswith(".w_down")
+    ]
+    return sum(
+        experts for name, experts in stacks if f"{name.removesuffix('w_down')}down_proj" not in checkpoint
+    )
+
+
+def layers_of(checkpoint: Iterable[str]) -> set[int]:
+    """Numbers of the layers that a checkpoint has tensors of."""
+    return {int(match[1]) for name in checkpoint if (match := _LAYER.match(name))}
+
+
 def layers_past_trunk(checkpoint: Iterable[str], num_layers: int) -> list[int]:
     """Numbers of the layers that a checkpoint holds beyond the trunk's: its MTP layers."""
-    numbers = {int(match[1]) for name in checkpoint if (match := _LAYER.match(name))}
-    return sorted(number for number in numbers if number >= num_layers)
+    return sorted(number for number in layers_of(checkpoint) if number >= num_layers)
 
 
 def is_past_trunk(name: str, num_layers: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.errors import MLAError
+from mla_compile.models.settings import ROPE_SETTINGS, check_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,14 +31,26 @@ class Rope:
     interleave: bool
 
     @classmethod
-    def from_config(cls, config: "PreTrainedConfig") -> "Rope":
-        """Read a config's `rope_parameters`; raises `MLAError` for a type other than "default" and "yarn"."""
-        parameters: dict[str, Any] = config.rope_parameters
-        rope_type = parameters["rope_type"]
+    def from_config(cls, config: "PreTrainedConfig", prefix: str = "config.") -> "Rope":
+        """Read a config's `rope_parameters`.
+
+        prefix: what comes before a setting's name in an error.
+
+        Raises:
+            MLAError: a type other than "default" and "yarn", or a setting that is out of its limits, named.
+        """
+        prefix = f"{prefix}rope_parameters"
+        parameters: Any = config.rope_parameters
+        if not isinstance(parameters, dict):
+            raise MLAError(prefix, "a table", repr(parameters))
+        prefix = f"{prefix}."
+        check_settings(parameters, ROPE_SETTINGS, prefix)
+        rope_type = parameters.get("rope_type")
+        for name in ("rope_theta", "factor") if rope_type == "yarn" else ("rope_theta",):
+            if name not in parameters:
+                raise MLAError(f"{prefix}{name}", ROPE_SETTINGS[name].expected, "none")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise MLAError(
-                "config.rope_parameters.partial_rotary_factor", "1.0", parameters["partial_rotary_factor"]
-            )
+            raise MLAError(f"{prefix}partial_rotary_factor", "1.0", parameters["partial_rotary_factor"])
         # transformers' DeepSeek-V2 knows no rope_interleave: it always interleaves.
         interleave = bool(getattr(config, "rope_interleave", True))
         if rope_type == "default":
@@ -46,14 +59,15 @@ class Rope:
             inv_freq = 1.0 / (parameters["rope_theta"] ** exponents)
             return cls(tuple(inv_freq.tolist()), 1.0, 1.0, interleave)
         if rope_type == "yarn":
-            if not isinstance(parameters.get("factor"), int | float):
-                raise MLAError("config.rope_parameters.factor", "a number", parameters.get("factor"))
+            fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
+            if fast <= slow:
+                raise MLAError(f"{prefix}beta_fast", f"more than beta_slow = {slow}", fast)
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             with torch.device("cpu"):
                 inv_freq, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
             return cls(tuple(inv_freq.tolist()), attention_factor, _softmax_factor(parameters), interleave)
-        raise MLAError("config.rope_parameters.rope_type", "'default' or 'yarn'", repr(rope_type))
+        raise MLAError(f"{prefix}rope_type", "'default' or 'yarn'", repr(rope_type))
 
 
 def _softmax_factor(parameters: dict[str, Any]) -> float:

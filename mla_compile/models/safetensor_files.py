@@ -1,6 +1,6 @@
 """A checkpoint's safetensors files, seen as one table of named tensors."""
 
-import json
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.models.files import parse_object, plain_file, read_object
 
 INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that are plain floats, in safetensors' words."""
+_MOST_INDEX = 2**28  # bytes
+_MOST_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,23 @@ class SafetensorFiles:
         """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors`.
 
         Raises:
-            MLAError: no file, a missing or unreadable one (truncated, say), a tensor that two files hold.
+            MLAError: no file; one that is missing, outside the directory, or unreadable (truncated, say, or with a
+                header that does not fit it); a tensor that comes twice.
         """
         self.entries: dict[str, Entry] = {}
-        for path in _paths(directory):
+        for name in _names(directory):
+            path, real = directory / name, plain_file(directory, name)
+            if real is None:
+                mend = "download it again"
+                raise MLAError(str(path), f"the file that {INDEX} names", "none", mend)
             try:
-                file: Any = safe_open(path, framework="pt", device="cpu")
-                for name in file.keys():  # noqa: SIM118, a handle is no dict
-                    if name in self.entries:
-                        raise MLAError(str(path), "each tensor in one file", f"a second {name}")
-                    header = file.get_slice(name)
-                    self.entries[name] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
+                _refuse_repeats(real, path)
+                file: Any = safe_open(real, framework="pt", device="cpu")
+                for tensor in file.keys():  # noqa: SIM118, a handle is no dict
+                    if tensor in self.entries:
+                        raise MLAError(str(path), "each tensor in one file", f"a second {tensor}")
+                    header = file.get_slice(tensor)
+                    self.entries[tensor] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
             except (OSError, SafetensorError) as error:
                 raise MLAError(
                     str(path), "a readable safetensors file", error, "download it again"
@@ -54,25 +65,28 @@ class SafetensorFiles:
         return tensor
 
 
-def _paths(directory: Path) -> list[Path]:
-    index, single = directory / INDEX, directory / "model.safetensors"
-    if index.exists():
-        return _indexed_paths(index)
-    paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
-    if not paths:
+def _names(directory: Path) -> list[str]:
+    index = read_object(directory, INDEX, most=_MOST_INDEX)
+    if index is not None:
+        table = index.get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+            raise MLAError(str(directory / INDEX), "a weight_map of tensors to files", f"{table!r:.80}")
+        return sorted(set(table.values()))
+    if plain_file(directory, "model.safetensors") is not None:
+        return ["model.safetensors"]
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
         raise MLAError(
             str(directory), "at least one .safetensors file", "none", "convert the checkpoint first"
         )
-    return paths
+    return names
 
 
-def _indexed_paths(index: Path) -> list[Path]:
-    try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [index.parent / file for file in files]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MLAError(str(index), "JSON with a weight_map of tensors to files", repr(error)) from error
-    for path in paths:
-        if not path.exists():
-            raise MLAError(str(path), f"the file that {index.name} names", "none", "download it again")
-    return paths
+def _refuse_repeats(real: Path, path: Path) -> None:
+    """Of a tensor that a header has twice safetensors takes the last; all else in a header it checks itself."""
+    with real.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        header = file.read(length) if length <= _MOST_HEADER else b""
+    if length and len(header) == length:
+        parse_object(header.decode("utf-8", errors="replace"), f"{path} header")

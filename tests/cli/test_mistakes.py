@@ -178,7 +178,10 @@ def test_text_without_a_tokenizer_is_named(generate, without_tokenizer):
 
 def test_a_bad_end_of_sequence_id_is_named(generate, copy):
     (copy / "generation_config.json").write_text('{"eos_token_id": "stop"}')
-    assert_one_line(generate("--prompt", "a", "--model", copy), "eos_token_id: expected an integer")
+    assert_one_line(
+        generate("--prompt", "a", "--model", copy),
+        "generation_config.json: eos_token_id: expected a token id",
+    )
     (copy / "generation_config.json").write_text("{")
     assert_one_line(
         generate("--prompt", "a", "--model", copy), "generation_config.json: expected a readable JSON"

@@ -6,14 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
 from transformers.modeling_layers import MtpModel
 
 from mla_compile import MLAError
-from mla_compile.models import load_model, load_tokenizer
+from mla_compile.models import load_model
 from mla_compile.models.names import hugging_face_name
 from tests.models.small import add_shard, reference_model, save, unstack, v3_config
 
@@ -112,18 +108,3 @@ def test_names_of_our_tensors_are_hugging_face_ones():
     assert hugging_face_name("mtp.norm.weight", 3) == MTP + "shared_head.norm.weight"
     assert hugging_face_name("mtp.enorm.weight", 3) == MTP + "enorm.weight"
     assert hugging_face_name("mtp.layer.mlp.gate.weight", 3) == MTP + "mlp.gate.weight"
-
-
-def test_a_tokenizer_is_loaded_where_there_is_one(copy):
-    assert load_tokenizer(copy) is None
-    words = Tokenizer(WordLevel({"<unk>": 0, "mla": 1, "mtp": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(copy)
-    tokenizer = load_tokenizer(copy)
-    assert tokenizer("mtp mla what")["input_ids"] == [2, 1, 0]
-
-
-def test_a_broken_tokenizer_is_a_named_error(copy):
-    (copy / "tokenizer.json").write_text("{")
-    with pytest.raises(MLAError, match="expected a tokenizer that transformers can read"):
-        load_tokenizer(copy)

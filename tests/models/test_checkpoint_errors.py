@@ -78,27 +78,27 @@ def no_config(path: Path) -> str:
 
 def broken_config(path: Path) -> str:
     (path / "config.json").write_text('{"model_type": ')
-    return "config.json: expected readable JSON"
+    return "config.json: expected a readable JSON object"
 
 
 def binary_config(path: Path) -> str:
     (path / "config.json").write_bytes(b"\xff\xfe\x00")
-    return "config.json: expected readable JSON"
+    return "config.json: expected a readable file in UTF-8"
 
 
 def config_of_another_model(path: Path) -> str:
     edit_config(path, model_type="llama")
-    return "config.json: expected a model_type of deepseek_v2, deepseek_v3, glm4_moe_lite, got llama"
+    return "config.json: model_type: expected one of deepseek_v2, deepseek_v3, glm4_moe_lite, got 'llama'"
 
 
 def config_with_a_text_for_a_number(path: Path) -> str:
     edit_config(path, hidden_size="wide")
-    return "config.json: expected values that transformers accepts"
+    return "config.json: hidden_size: expected an integer in [1, 1048576], got 'wide'"
 
 
 def config_is_a_list(path: Path) -> str:
     (path / "config.json").write_text("[]")
-    return "config.json: expected a model_type"
+    return "config.json: expected a readable JSON object, got list"
 
 
 def no_weights(path: Path) -> str:
@@ -125,7 +125,7 @@ def empty_shard(path: Path) -> str:
 
 def broken_index(path: Path) -> str:
     (path / "model.safetensors.index.json").write_text("{}")
-    return "model.safetensors.index.json: expected JSON with a weight_map"
+    return "model.safetensors.index.json: expected a weight_map of tensors to files"
 
 
 def tensor_in_two_files(path: Path) -> str:

@@ -134,7 +134,9 @@ def test_a_missing_or_misshapen_scale_is_listed(copy):
 )
 def test_any_other_quantisation_is_one_named_error(copy, quantization):
     set_quantization(copy, **quantization)
-    with pytest.raises(MLAError, match=r"config\.quantization_config: expected none, or quant_method 'fp8'"):
+    with pytest.raises(
+        MLAError, match=r"config\.json: quantization_config: expected none, or quant_method 'fp8'"
+    ):
         load_model(copy)
 
 

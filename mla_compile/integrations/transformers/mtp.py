@@ -18,7 +18,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import (
 )
 
 from mla_compile.errors import MLAError
-from mla_compile.models.safetensor_files import SafetensorFiles
+from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
 
 
 class LongcatMtpLayer(nn.Module):
@@ -47,17 +47,16 @@ class LongcatMtpLayer(nn.Module):
     def from_pretrained(cls, model: LongcatFlashForCausalLM) -> "LongcatMtpLayer":
         """The layer that the model's checkpoint holds under `model.mtp`. Raises `MLAError` where it does not."""
         layer = cls(model)
-        path: Any = model.config.name_or_path
-        directory = (
-            Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
-        )
-        files = SafetensorFiles(directory)
+        files = SafetensorFiles(_directory(model))
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 published = _published_name(name)
                 if published not in files.entries:
                     mend = "or load a checkpoint with the MTP layer's weights"
                     raise MLAError("drafter", f"'ngram' for a checkpoint without {published}", "'mtp'", mend)
+                entry = files.entries[published]
+                if entry.shape != parameter.shape or entry.dtype not in FLOATS:
+                    raise MLAError(published, f"float {list(parameter.shape)}", entry)
                 parameter.copy_(files.read(published))
         return layer
 
@@ -82,6 +81,22 @@ class LongcatMtpLayer(nn.Module):
         hidden = hidden + attended
         out: Tensor = self.norm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
         return out
+
+
+def _directory(model: PreTrainedModel) -> Path:
+    """The checkpoint that the model was loaded from: a directory, or a snapshot in the Hugging Face cache.
+
+    Raises:
+        MLAError: it is not on this machine; nothing is downloaded.
+    """
+    path: Any = model.config.name_or_path
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:  # not in the cache; not the name of a repository
+        expected = "a model whose checkpoint, with its MTP layer, is still on this machine"
+        raise MLAError("mtp", expected, path, "give the layer as mtp, or drafter='ngram'") from error
 
 
 def _published_name(ours: str) -> str:
@@ -136,8 +151,10 @@ def _load(model: PreTrainedModel) -> nn.Module:
     count = _num_mtp_layers(model)
     if count != 1:
         raise MLAError("drafter", "'ngram' for a model with several MTP layers", f"'mtp', and {count} layers")
+    directory = _directory(model)
+    SafetensorFiles(directory)  # refuses what transformers would follow out of it
     try:
-        with _mtp_known(model):
+        with _mtp_known(model, directory):
             loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
     except RuntimeError as error:
         expected = (
@@ -148,12 +165,13 @@ def _load(model: PreTrainedModel) -> nn.Module:
 
 
 @contextmanager
-def _mtp_known(model: PreTrainedModel) -> Iterator[None]:
-    """What `MtpModel.from_pretrained` asks of a model, and GLM-4 MoE Lite lacks.
+def _mtp_known(model: PreTrainedModel, directory: Path) -> Iterator[None]:
+    """What `MtpModel.from_pretrained` asks of a model, and GLM-4 MoE Lite lacks; the directory as its checkpoint.
 
     It also finds the layer's weights by the published models' numbers of layers, 61 or 47, whatever this one has.
     """
     config: Any = model.config.get_text_config()
+    name_or_path = model.config.name_or_path
     fields: dict[str, Any] = {"num_mtp_layers": 1}
     if hasattr(config, "mlp_layer_types"):
         fields["mtp_mlp_layer_types"] = ["sparse"]
@@ -162,9 +180,11 @@ def _mtp_known(model: PreTrainedModel) -> Iterator[None]:
     try:
         for name, value in missing.items():
             setattr(config, name, value)
+        model.config.name_or_path = str(directory)  # or a hub's name would be looked up on the network
         model._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.{config.num_hidden_layers}\."}
         yield
     finally:
+        model.config.name_or_path = name_or_path
         del model._keys_to_ignore_on_load_unexpected
         if patterns is not None:
             model._keys_to_ignore_on_load_unexpected = patterns

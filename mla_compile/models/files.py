@@ -1,0 +1,120 @@
+"""A checkpoint's files: plain names of regular files inside its directory, and strict JSON in them."""
+
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import MLAError
+
+_PLAIN_NAME = re.compile(r"\w[\w.+ -]*")
+_SHARED_BLOB = re.compile(
+    r"[0-9a-f]{64}"
+)  # a file of the Hugging Face cache's store, which its repositories share
+
+
+def plain_file(directory: Path, name: str) -> Path | None:
+    """Where the file `name` of a checkpoint is, links followed; None where there is none.
+
+    Raises:
+        MLAError: the name is a path, the file is a link out of the checkpoint, or not a regular file.
+    """
+    if not _PLAIN_NAME.fullmatch(name):
+        raise MLAError(str(directory), "plain names of files inside it", repr(name[:80]))
+    file = directory / name
+    try:
+        real = file.resolve(strict=True)
+        mode = real.stat().st_mode
+    except FileNotFoundError as error:
+        if not file.is_symlink():
+            return None
+        raise MLAError(str(file), "a file", "a link to nothing", "download it again") from error
+    except (OSError, RuntimeError) as error:  # pathlib raises a RuntimeError for a loop of links
+        raise MLAError(str(file), "a readable file", error) from error
+    if not _belongs(real, directory.resolve()):
+        mend = "put the file itself there"
+        raise MLAError(str(file), "a file inside the checkpoint's directory", f"a link to {real}", mend)
+    if not stat.S_ISREG(mode):
+        raise MLAError(str(file), "a regular file", stat.filemode(mode))
+    return real
+
+
+def _belongs(real: Path, directory: Path) -> bool:
+    """Inside the directory, or where the Hugging Face cache keeps the files of a snapshot.
+
+    `<cache>/models--<name>/snapshots/<commit>/` holds links to `<cache>/models--<name>/blobs/<etag>`, and since
+    huggingface_hub 2 those may be links to `<cache>/blobs/<two digits>/<hash>`.
+    """
+    if real.is_relative_to(directory):
+        return True
+    if directory.parent.name != "snapshots" or not directory.parents[1].name.startswith("models--"):
+        return False
+    repository, cache = directory.parents[1:3]
+    shared = _SHARED_BLOB.fullmatch(real.name) and real.parent == cache / "blobs" / real.name[:2]
+    return real.parent == repository / "blobs" or bool(shared)
+
+
+def read_text(directory: Path, name: str, *, most: int) -> str | None:
+    """A file in UTF-8 of at most `most` bytes; None where there is none. Raises `MLAError` as `plain_file` does."""
+    real = plain_file(directory, name)
+    if real is None:
+        return None
+    file = directory / name
+    try:
+        with real.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > most:
+                raise MLAError(str(file), f"at most {most} bytes", size)
+            return opened.read(most).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MLAError(str(file), "a readable file in UTF-8", error) from error
+
+
+def read_object(directory: Path, name: str, *, most: int) -> dict[str, Any] | None:
+    """The JSON object that a file of at most `most` bytes holds; None where there is no file.
+
+    Raises:
+        MLAError: as `plain_file` does; no JSON, nested too deeply, a key that comes twice, NaN or an infinite number,
+            something other than an object.
+    """
+    text = read_text(directory, name, most=most)
+    return None if text is None else parse_object(text, str(directory / name))
+
+
+def parse_object(text: str, name: str) -> dict[str, Any]:
+    """The JSON object in `text`, which errors call `name`. Raises `MLAError` as `read_object` does."""
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite
+        )
+    except RecursionError as error:
+        raise MLAError(name, "a readable JSON object", "one nested too deeply") from error
+    except ValueError as error:
+        raise MLAError(name, "a readable JSON object", error) from error
+    if not isinstance(value, dict):
+        raise MLAError(name, "a readable JSON object", type(value).__name__)
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {repeated[:80]!r} twice")
+    return table
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:80]}")
+    return value
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, short enough for a line of ours."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,128 @@
+"""The settings that our model reads of a config: what each may be.
+
+The limits leave room for any model that exists, and none for a product of sizes that overflows 64 bits or for logits
+that are no numbers. Whether the sizes are the checkpoint's own is told by its tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mla_compile.errors import MLAError
+
+
+@dataclass(frozen=True)
+class Rule:
+    expected: str
+    accepts: Callable[[object], bool]
+
+
+def _integer(least: int, most: int) -> Rule:
+    def accepts(value: object) -> bool:
+        return type(value) is int and least <= value <= most
+
+    return Rule(f"an integer in [{least}, {most}]", accepts)
+
+
+def _number(least: float, most: float) -> Rule:
+    def accepts(value: object) -> bool:
+        return type(value) in (int, float) and least <= value <= most  # type: ignore[operator]
+
+    return Rule(f"a number in [{least:g}, {most:g}]", accepts)
+
+
+def _or_null(rule: Rule) -> Rule:
+    return Rule(f"{rule.expected}, or null", lambda value: value is None or rule.accepts(value))
+
+
+FLAG = Rule("true or false", lambda value: type(value) is bool)
+_TEXT = Rule("a text", lambda value: type(value) is str)
+_WIDTH = _integer(1, 2**20)
+_HEAD_WIDTH = _integer(1, 2**16)
+_MAX_LAYERS = 1024
+_MAX_ENDS = 256
+
+
+def _is_end(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+_ENDS = Rule(
+    f"a token id, a list of at most {_MAX_ENDS}, or null",
+    lambda value: (
+        value is None
+        or _is_end(value)
+        or (isinstance(value, list) and len(value) <= _MAX_ENDS and all(map(_is_end, value)))
+    ),
+)
+_LAYER_TYPES = Rule(
+    f"a list of at most {_MAX_LAYERS} of 'dense' and 'sparse', or null",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, list)
+            and len(value) <= _MAX_LAYERS
+            and all(kind in ("dense", "sparse") for kind in value)
+        )
+    ),
+)
+
+SETTINGS: dict[str, Rule] = {
+    "vocab_size": _integer(1, 2**24),
+    "hidden_size": _WIDTH,
+    "num_hidden_layers": _integer(1, _MAX_LAYERS),
+    "num_attention_heads": _integer(1, 2**16),
+    "num_key_value_heads": _or_null(_integer(1, 2**16)),
+    "q_lora_rank": _or_null(_WIDTH),
+    "kv_lora_rank": _WIDTH,
+    "qk_nope_head_dim": _HEAD_WIDTH,
+    "qk_rope_head_dim": Rule(
+        "an even number in [2, 65536], as pairs are rotated",
+        lambda value: type(value) is int and 2 <= value <= 2**16 and value % 2 == 0,
+    ),
+    "v_head_dim": _HEAD_WIDTH,
+    "intermediate_size": _WIDTH,
+    "moe_intermediate_size": _WIDTH,
+    "n_routed_experts": _integer(1, 2**16),
+    "n_shared_experts": _integer(1, 1024),
+    "num_experts_per_tok": _integer(1, 2**16),
+    "n_group": _or_null(_integer(1, 2**16)),
+    "topk_group": _or_null(_integer(1, 2**16)),
+    "first_k_dense_replace": _integer(0, _MAX_LAYERS),
+    "mlp_layer_types": _LAYER_TYPES,
+    "norm_topk_prob": _or_null(FLAG),
+    "routed_scaling_factor": _number(1e-4, 1e4),
+    "rms_norm_eps": _number(1e-12, 1),  # 0 makes NaN of a row of zeros
+    "max_position_embeddings": _integer(2, 2**24),  # float32 holds these positions exactly
+    "tie_word_embeddings": FLAG,
+    "rope_interleave": _or_null(FLAG),
+    "eos_token_id": _ENDS,
+    "attention_bias": _or_null(FLAG),
+    "mlp_bias": _or_null(FLAG),
+    "hidden_act": _or_null(_TEXT),
+    "moe_layer_freq": _or_null(_integer(1, _MAX_LAYERS)),
+    "scoring_func": _or_null(_TEXT),
+    "topk_method": _or_null(_TEXT),
+}
+
+ROPE_SETTINGS: dict[str, Rule] = {
+    "rope_type": _TEXT,
+    "type": _TEXT,
+    "rope_theta": _number(2, 1e15),
+    "partial_rotary_factor": _number(0, 1),
+    "factor": _number(1, 1e6),
+    "attention_factor": _or_null(_number(1e-3, 1e3)),
+    "beta_fast": _or_null(_number(1e-3, 1e6)),
+    "beta_slow": _or_null(_number(1e-3, 1e6)),
+    "mscale": _or_null(_number(0, 100)),
+    "mscale_all_dim": _or_null(_number(0, 100)),
+    "original_max_position_embeddings": _integer(1, 2**24),
+    "truncate": _or_null(FLAG),
+}
+
+
+def check_settings(values: Mapping[str, object], rules: Mapping[str, Rule], prefix: str) -> None:
+    """Raises `MLAError` for the first of `values` that its rule refuses, named `prefix` and its key."""
+    for name, rule in rules.items():
+        if name in values and not rule.accepts(values[name]):
+            got = repr(values[name])
+            raise MLAError(prefix + name, rule.expected, got if len(got) <= 80 else got[:80] + "...")
