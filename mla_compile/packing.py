@@ -74,8 +74,9 @@ def pack_batch(
         backend: the decode backend to use, by name; None is the automatic choice.
         pad: give every decode row 1 + k query tokens, and round the number of decode rows up to a power of two and
             that of prompt tokens up to one of four sizes for a factor of two, so that few CUDA graphs serve all
-            batches. Padding sees nothing and writes nowhere. Without it, one token is padded to two, and decode rows have as many query tokens as the
-            longest; of a backend that takes one length only, the shortest rows decode and the others prefill.
+            batches. Padding sees nothing and writes nowhere. Without it, one token is padded to two, and decode rows
+            have as many query tokens as the longest; of a backend that takes one length only, the shortest rows decode
+            and the others prefill.
 
     Raises:
         MLAError: an argument that is not so, by name, or a backend that cannot serve.

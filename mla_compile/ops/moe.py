@@ -57,8 +57,8 @@ def _validate(
         if weight.dtype != x.dtype:
             raise MLAError(name, f"the dtype of x, {x.dtype}", weight.dtype)
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
-        expected = f"at most as many decode tokens as x has, {x.shape[0]}"
-        raise MLAError("batch", expected, f"{row_lens.shape[0]} rows of {q_len}")
+        most = f"at most as many decode tokens as x has, {x.shape[0]}"
+        raise MLAError("batch", most, f"{row_lens.shape[0]} rows of {q_len}")
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

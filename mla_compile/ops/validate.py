@@ -305,7 +305,7 @@ def lengths(name: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) 
     if low < 0:
         raise MLAError(name, "lengths >= 0", low)
     check_capacity(name, high, block_table.shape[1], kv_cache.shape[1])
-    used = torch.arange(block_table.shape[1]) * kv_cache.shape[1] < seq_lens[:, None]
+    used = torch.arange(block_table.shape[1], device="cpu") * kv_cache.shape[1] < seq_lens[:, None]
     pages = block_table[used]
     if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= kv_cache.shape[0]):
         got = f"[{int(pages.min())}, {int(pages.max())}]"
