@@ -586,7 +586,7 @@ class Engine:
         accepted = [
             len(report.tokens) - 1
             for row, report in zip(sampled, reports, strict=True)
-            if report.active and not isinstance(row, Chunk)
+            if report.active and report.tokens and not isinstance(row, Chunk)
         ]
         seconds = None if self._num_untimed else now - self._last_report
         self._num_untimed = max(0, self._num_untimed - 1)

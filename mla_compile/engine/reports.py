@@ -94,7 +94,10 @@ class ReportReader:
                 places = [
                     _by_id(token, values[j], ids[j], num_logprobs[row]) for j, token in enumerate(tokens)
                 ]
-            reports.append(RowReport(tokens, bool(line[ACTIVE]), line[NUM_VERIFIED], places))
+            error = None
+            if line[ACTIVE] < 0:
+                error = f"the model's logits for position {-line[ACTIVE]} are NaN or infinite"
+            reports.append(RowReport(tokens, line[ACTIVE] > 0, line[NUM_VERIFIED], places, error))
         return reports
 
 
