@@ -122,4 +122,4 @@ class Generation:
                         return
                     await self.engine.turn()
         finally:
-            self.abort()
+            self.engine.leave(self)

@@ -78,7 +78,7 @@ class Grammar:
         _require_llguidance()
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_regex(regex), tokenizer, "regex")
+        return cls(LLMatcher.grammar_from_regex(_checked_text("regex", regex)), tokenizer, "regex")
 
     @classmethod
     def from_ebnf(cls, rules: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
@@ -86,7 +86,7 @@ class Grammar:
         _require_llguidance()
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_lark(rules), tokenizer, "ebnf")
+        return cls(LLMatcher.grammar_from_lark(_checked_text("ebnf", rules)), tokenizer, "ebnf")
 
     def matcher(self, token_ids: Sequence[int] = ()) -> "LLMatcher":
         """A matcher of a row's own that has read these tokens."""
@@ -259,6 +259,12 @@ def _known_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "LLTokenizer":
         except Exception as error:  # whatever the Rust side says
             raise MLAError("tokenizer", "a fast tokenizer that llguidance can read", error) from error
     return _tokenizers[tokenizer]
+
+
+def _checked_text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise MLAError(name, "a str", repr(given))
+    return given
 
 
 def _require_llguidance() -> None:

@@ -523,7 +523,7 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
         accelerate(biased)
     unknown = stock_model("deepseek_v3")
     with pytest.raises(MLAError, match=r"loaded from a checkpoint.*or drafter='ngram'"):
-        accelerate(unknown, num_speculative_tokens=1)
+        accelerate(unknown, num_speculative_tokens=1, drafter="mtp")
     with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a model with recurrent"):
         accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
 
@@ -541,11 +541,25 @@ def test_an_engine_of_a_recurrent_model_warms_up_before_its_first_prompt() -> No
 
 
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-def test_a_checkpoint_without_the_mtp_layers_weights_is_named(family: str, tmp_path: Path) -> None:
-    stock_model(family).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with pytest.raises(MLAError, match="drafter: expected 'ngram' for a checkpoint without"):
-        accelerate(model, num_speculative_tokens=1)
+@pytest.mark.parametrize("where", ["nowhere", "not in the checkpoint", "the checkpoint is gone"])
+def test_an_mtp_layer_that_is_nowhere_is_looked_up_for_or_named(
+    family: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stock_model(family)
+    if where != "nowhere":
+        model.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    if where == "the checkpoint is gone":
+        model.config.name_or_path = str(tmp_path / "gone")
+    expected = greedy(model, prompts(), STEPS)
+    with pytest.raises(MLAError, match="(drafter|mtp): expected .*(without|gone|loaded from)"):
+        accelerate(model, num_speculative_tokens=2, drafter="mtp")
+    assert not caplog.records
+    accelerate(model, num_speculative_tokens=2, compile=False)
+    (record,) = caplog.records
+    assert "no MTP layer drafts, a look-up does: " in record.getMessage()
+    assert model.mla._engine.drafter == "ngram"
+    assert greedy(model, prompts(), STEPS) == expected
 
 
 def test_a_text_past_the_border_of_longrope_has_the_long_frequencies() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
@@ -19,6 +20,10 @@ from transformers.models.longcat_flash.modeling_longcat_flash import (
 
 from mla_compile.errors import MLAError
 from mla_compile.models.safetensor_files import SafetensorFiles
+
+
+class MissingMtpLayer(MLAError):
+    """A model's config names an MTP layer whose weights are nowhere."""
 
 
 class LongcatMtpLayer(nn.Module):
@@ -45,7 +50,7 @@ class LongcatMtpLayer(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model: LongcatFlashForCausalLM) -> "LongcatMtpLayer":
-        """The layer that the model's checkpoint holds under `model.mtp`. Raises `MLAError` where it does not."""
+        """The layer that the model's checkpoint holds under `model.mtp`. Raises `MissingMtpLayer` where it does not."""
         layer = cls(model)
         path: Any = model.config.name_or_path
         directory = (
@@ -57,7 +62,8 @@ class LongcatMtpLayer(nn.Module):
                 published = _published_name(name)
                 if published not in files.entries:
                     mend = "or load a checkpoint with the MTP layer's weights"
-                    raise MLAError("drafter", f"'ngram' for a checkpoint without {published}", "'mtp'", mend)
+                    expected = f"'ngram' for a checkpoint without {published}"
+                    raise MissingMtpLayer("drafter", expected, "'mtp'", mend)
                 parameter.copy_(files.read(published))
         return layer
 
@@ -102,7 +108,8 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
     Returns None where the model's config names none.
 
     Raises:
-        MLAError: the config names one that cannot be loaded, or several.
+        MissingMtpLayer: the config names one that is nowhere to be found.
+        MLAError: the config names several, or `mtp` is neither.
     """
     if mtp is None:
         if _num_mtp_layers(model) == 0:
@@ -110,8 +117,12 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
         if not model.config.name_or_path:
             expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
             mend = "give the layer as mtp, or drafter='ngram'"
-            raise MLAError("mtp", expected, "a model without one", mend)
-        mtp = _load(model)
+            raise MissingMtpLayer("mtp", expected, "a model without one", mend)
+        try:
+            mtp = _load(model)
+        except (OSError, HFValidationError) as error:  # a path that is no directory is taken for a name on the hub
+            expected = f"'ngram' where the model's checkpoint ({model.config.name_or_path}) is gone"
+            raise MissingMtpLayer("drafter", expected, error) from error
     if isinstance(mtp, LongcatMtpLayer):
         return mtp
     if not isinstance(mtp, MtpModel):
@@ -143,7 +154,7 @@ def _load(model: PreTrainedModel) -> nn.Module:
         expected = (
             f"'ngram' for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
         )
-        raise MLAError("drafter", expected, error) from error
+        raise MissingMtpLayer("drafter", expected, error) from error
     return loaded.eval()
 
 
