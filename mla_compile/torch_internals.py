@@ -111,14 +111,17 @@ def mark_state_tensor(tensor: torch.Tensor) -> None:
     The other sizes are fixed: left to itself, Dynamo would make them symbols once it has seen two of them.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
-    mark_rows(tensor)
+    mark_varying(tensor)
     for dim in range(1, tensor.dim()):
         torch._dynamo.mark_static(tensor, dim)
 
 
-def mark_rows(tensor: torch.Tensor) -> None:
-    """Tell the compiler that the first dimension of a tensor varies from call to call, whatever it is."""
-    torch._dynamo.decorators.mark_unbacked(tensor, 0)
+def mark_varying(tensor: torch.Tensor, dim: int = 0, *, size: str | None = None) -> None:
+    """Tell the compiler that a size of a tensor varies from call to call, whatever it is, 1 too.
+
+    size: a name for it. Sizes of the same name are the same one; without, each is taken to be another.
+    """
+    torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=size)
 
 
 def mark_cache(tensor: torch.Tensor) -> None:

@@ -12,8 +12,9 @@ from torch._inductor import cudagraph_trees
 
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, capture
-from mla_compile.engine.buckets import choose_rows, padded_prompt_tokens, row_sizes
+from mla_compile.engine.buckets import choose_rows, row_sizes
 from mla_compile.engine.capture import Captures
+from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
 from tests.any_length import AnyLength

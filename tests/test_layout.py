@@ -14,7 +14,9 @@ PACKAGE = Path(mla_compile.__file__).parent
 # Lower parts first. A part may import those of lower levels and its own level's.
 LEVELS = [
     {"errors", "torch_internals"},
-    {"ops", "batch"},
+    {"batch"},
+    {"ops"},
+    {"packing"},
     {"passes"},
     {"backend"},
     {"models"},

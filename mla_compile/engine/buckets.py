@@ -23,15 +23,6 @@ def choose_rows(count: int, sizes: Sequence[int], recorded: Container[int], *, s
     return next((size for size in larger if size in recorded), own)
 
 
-def padded_prompt_tokens(count: int) -> int:
-    """The least size of a mixed step's prompts that has room for `count` tokens.
-
-    Each size is captured by itself. There are few, four for a factor of two, and below 128 the multiples of 16.
-    """
-    unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
-    return -(-count // unit) * unit
-
-
 @dataclass
 class Bucket:
     """One captured shape of one step, and what came of it; `rows * q_len + prompt_tokens` tokens.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.backend import resolve_settings
-from mla_compile.engine.buckets import CaptureReport, padded_prompt_tokens
+from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.draft_length import Drafting, DraftLength
 from mla_compile.engine.generation import Generation
@@ -16,6 +16,7 @@ from mla_compile.engine.grammar import allowed_tokens
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Chunk, Plan, Request, Row
 from mla_compile.engine.variants import Variant
+from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import (
     DecodeState,
     PromptChunk,
@@ -27,7 +28,7 @@ from mla_compile.speculate import (
 )
 from mla_compile.speculate.choice import NO_TOKEN
 from mla_compile.speculate.drafter import DrafterName
-from mla_compile.torch_internals import mark_rows, with_own_code
+from mla_compile.torch_internals import mark_varying, with_own_code
 
 VERIFY = "verify"
 """The step's first half, where tokens are chosen on the host."""
@@ -242,7 +243,7 @@ class Launcher:
         targets = self._choose(decoder, state, logits, sampled)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
         for given in (targets, hidden):
-            mark_rows(given)
+            mark_varying(given)
         if (variant, length) not in self._advances:
             advance = self._compiled(f"advance, {variant.name}", decoder, decoder.advance)
             self._advances[variant, length] = advance

@@ -10,10 +10,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mla_compile.batch import copied_to
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.scheduler import Grant, Plan, Request
 from mla_compile.engine.variants import Variant
+from mla_compile.ops.segments import copied_to
 from mla_compile.speculate import DecodeState, row_drafts
 
 FEW = 4

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from mla_compile.batch import MLABatch, decode_segment, prefill_segment
+from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.explanation.explain import Explanation, explain
 from mla_compile.models import MLAForCausalLM
+from mla_compile.ops.segments import decode_segment, prefill_segment
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 
 PAGE_SIZE = 16

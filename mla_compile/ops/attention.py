@@ -1,18 +1,14 @@
 """`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op
 from mla_compile.ops.prefill import prefill_op
-
-if TYPE_CHECKING:
-    from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 
 
 def _fake(
@@ -33,10 +29,12 @@ def _fake(
     prefill_slot_mapping: Tensor | None,
     prefill_host_lens: Tensor | None,
     q_len: int,
+    page_size: int,
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
     validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+    validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
         _check_backend(q_pe, kv_cache, w_uk, decode_q_lens, q_len, decode_backend)
     return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
@@ -60,6 +58,7 @@ def lower_mla_attention(
     prefill_slot_mapping: Tensor | None,
     prefill_host_lens: Tensor | None,
     q_len: int,
+    page_size: int,
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
@@ -125,7 +124,7 @@ attention_op = define_op(
     "Tensor w_uv, Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, "
     "Tensor? decode_q_lens, Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, "
     "Tensor? prefill_block_table, Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, "
-    "SymInt q_len, float softmax_scale, str? decode_backend=None) -> Tensor",
+    "SymInt q_len, int page_size, float softmax_scale, str? decode_backend=None) -> Tensor",
     fake=_fake,
     tags=(torch.Tag.cudagraph_unsafe,),
 )(lambda *args: lower_mla_attention(*args).contiguous())
@@ -139,7 +138,7 @@ def mla_attention(
     kv_cache: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
-    batch: "MLABatch",
+    batch: MLABatch,
     softmax_scale: float,
 ) -> Tensor:
     """Multi-head latent attention of a packed batch over a paged latent cache, which it appends to first.
@@ -185,6 +184,7 @@ def mla_attention(
         *_decode_args(decode),
         *_prefill_args(prefill),
         1 if decode is None else decode.q_len,
+        batch.page_size,
         softmax_scale,
         None if decode is None else decode.backend,
     )
@@ -210,13 +210,13 @@ def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tup
     return w_uk, w_uv.transpose(1, 2)
 
 
-def _decode_args(segment: "DecodeSegment | None") -> tuple[Tensor | None, ...]:
+def _decode_args(segment: DecodeSegment | None) -> tuple[Tensor | None, ...]:
     if segment is None:
         return (None,) * 4
     return segment.seq_lens, segment.block_table, segment.slot_mapping, segment.q_lens
 
 
-def _prefill_args(segment: "PrefillSegment | None") -> tuple[Tensor | None, ...]:
+def _prefill_args(segment: PrefillSegment | None) -> tuple[Tensor | None, ...]:
     if segment is None:
         return (None,) * 5
     return (

@@ -5,17 +5,13 @@ compile. Comparisons of symbolic sizes only fail where they are statically known
 Functions that read values do so only where the tensor is on the CPU.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.paging import check_capacity
+from mla_compile.ops.paging import check_capacity, slots_of
 from mla_compile.torch_internals import statically_known_true
-
-if TYPE_CHECKING:
-    from mla_compile.batch import MLABatch
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -113,10 +109,13 @@ def norm_rope_append(
 
 def _rows(prefix: str, seq_lens: Tensor, block_table: Tensor, like: Tensor) -> None:
     _tensor(f"{prefix}seq_lens", seq_lens, "rows", dtype=torch.int32, like=like)
-    _tensor(f"{prefix}block_table", block_table, "rows, max_pages", dtype=torch.int32, like=like)
-    _size(f"{prefix}block_table", block_table, 0, seq_lens.shape[0], "rows of seq_lens")
-    if statically_known_true(block_table.shape[1] < 1):
-        raise MLAError(f"{prefix}block_table", "at least one page per row", list(block_table.shape))
+    _table_of(prefix, block_table, seq_lens, "seq_lens")
+
+
+def _table_of(prefix: str, table: Tensor, lens: Tensor, name: str) -> None:
+    block_table(table, prefix)
+    _tensor(f"{prefix}block_table", table, "rows, max_pages", like=lens)
+    _size(f"{prefix}block_table", table, 0, lens.shape[0], f"rows of {name}")
 
 
 def _query_rows(prefix: str, q_lens: Tensor | None, q_len: int, tokens: int, seq_lens: Tensor) -> None:
@@ -130,6 +129,12 @@ def _query_rows(prefix: str, q_lens: Tensor | None, q_len: int, tokens: int, seq
         _size(f"{prefix}q_lens", q_lens, 0, seq_lens.shape[0], "rows of seq_lens")
 
 
+def block_table(block_table: Tensor, prefix: str = "") -> None:
+    _tensor(f"{prefix}block_table", block_table, "rows, max_pages", dtype=torch.int32)
+    if statically_known_true(block_table.shape[1] < 1):
+        raise MLAError(f"{prefix}block_table", "at least one page per row", list(block_table.shape))
+
+
 def decode_metadata(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
 ) -> None:
@@ -138,10 +143,7 @@ def decode_metadata(
     if page_size < 1:
         raise MLAError("page_size", ">= 1 token per page", page_size)
     _tensor("num_cached", num_cached, "rows", dtype=torch.int32)
-    _tensor("block_table", block_table, "rows, max_pages", dtype=torch.int32, like=num_cached)
-    _size("block_table", block_table, 0, num_cached.shape[0], "rows of num_cached")
-    if statically_known_true(block_table.shape[1] < 1):
-        raise MLAError("block_table", "at least one page per row", list(block_table.shape))
+    _table_of("", block_table, num_cached, "num_cached")
     if q_lens is not None:
         _tensor("q_lens", q_lens, "rows", dtype=torch.int32, like=num_cached)
         _size("q_lens", q_lens, 0, num_cached.shape[0], "rows of num_cached")
@@ -345,42 +347,94 @@ def chunk_lengths(
         raise MLAError(f"{prefix}cu_seqlens_q", f"{sums.tolist()}, from host_lens", cu_seqlens_q.tolist())
 
 
-def batch(batch: "MLABatch", tokens: int, kv_cache: Tensor) -> None:
-    if not hasattr(batch, "decode") or not hasattr(batch, "prefill"):
+def page_size(page_size: int, kv_cache: Tensor) -> None:
+    """The batch was built for pages as large as those of the cache."""
+    if statically_known_true(kv_cache.shape[1] != page_size):
+        mend = f"build the batch with page_size={kv_cache.shape[1]}"
+        raise MLAError("batch.page_size", f"that of kv_cache, {kv_cache.shape[1]}", page_size, mend)
+
+
+def batch(batch: MLABatch, tokens: int, kv_cache: Tensor) -> None:
+    if not isinstance(batch, MLABatch):
         raise MLAError("batch", "an MLABatch", type(batch).__name__)
-    decode, prefill = batch.decode, batch.prefill
-    if decode is None and prefill is None:
-        raise MLAError("batch", "a decode segment, a prefill segment or both", "neither")
+    page_size(batch.page_size, kv_cache)
     expected = 0
-    if decode is not None:
-        prefix = "batch.decode."
-        _rows(prefix, decode.seq_lens, decode.block_table, kv_cache)
-        _tensor(
-            f"{prefix}slot_mapping", decode.slot_mapping, "rows * q_len", dtype=torch.int64, like=kv_cache
-        )
-        _query_rows(prefix, decode.q_lens, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens)
-        lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
-        query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
-        slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)
-        expected += decode.slot_mapping.shape[0]
-    if prefill is not None:
-        prefix = "batch.prefill."
-        _prefill_rows(
-            prefix, prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table, prefill.host_lens, kv_cache
-        )
-        _tensor(f"{prefix}slot_mapping", prefill.slot_mapping, "tokens", dtype=torch.int64, like=kv_cache)
-        lengths(f"{prefix}seq_lens", prefill.seq_lens, prefill.block_table, kv_cache)
-        slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
-        tokens_in_chunks = prefill.slot_mapping.shape[0]
-        chunk_lengths(
-            prefix,
-            prefill.host_lens,
-            prefill.cu_seqlens_q,
-            prefill.seq_lens,
-            tokens_in_chunks,
-            prefill.block_table,
-            kv_cache,
-        )
-        expected += prefill.slot_mapping.shape[0]
+    if batch.decode is not None:
+        _decode_segment("batch.decode.", batch.decode, kv_cache)
+        expected += batch.decode.slot_mapping.shape[0]
+    if batch.prefill is not None:
+        _prefill_segment("batch.prefill.", batch.prefill, kv_cache)
+        expected += batch.prefill.slot_mapping.shape[0]
     if tokens != expected:
         raise MLAError("q_nope", f"{expected} tokens (those of batch)", tokens)
+    if kv_cache.device.type == "cpu":
+        _written_pages_have_one_owner(batch, kv_cache)
+
+
+def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> None:
+    _rows(prefix, decode.seq_lens, decode.block_table, kv_cache)
+    _tensor(f"{prefix}slot_mapping", decode.slot_mapping, "rows * q_len", dtype=torch.int64, like=kv_cache)
+    _query_rows(prefix, decode.q_lens, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens)
+    lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
+    query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
+    slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)
+    if kv_cache.device.type == "cpu":
+        valid = torch.full_like(decode.seq_lens, decode.q_len) if decode.q_lens is None else decode.q_lens
+        index = torch.arange(decode.q_len, device="cpu")
+        positions = torch.where(index < valid[:, None], (decode.seq_lens - valid)[:, None] + index, -1)
+        _slots_follow(prefix, decode, positions)
+
+
+def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
+    cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
+    _prefill_rows(prefix, cu_seqlens_q, seq_lens, table, prefill.host_lens, kv_cache)
+    _tensor(f"{prefix}slot_mapping", prefill.slot_mapping, "tokens", dtype=torch.int64, like=kv_cache)
+    lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
+    slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
+    tokens = prefill.slot_mapping.shape[0]
+    chunk_lengths(prefix, prefill.host_lens, cu_seqlens_q, seq_lens, tokens, table, kv_cache)
+    if kv_cache.device.type == "cpu":
+        lens, ends = prefill.host_lens.unbind(1)
+        row = torch.arange(len(lens), device="cpu").repeat_interleave(lens)
+        index = torch.arange(tokens, device="cpu") - cu_seqlens_q[row]
+        _slots_follow(prefix, prefill, (ends - lens)[row] + index, row)
+
+
+def _slots_follow(
+    prefix: str, segment: DecodeSegment | PrefillSegment, positions: Tensor, row: Tensor | None = None
+) -> None:
+    """Each token writes to the place that its row's table gives its position, or nowhere.
+
+    positions: int `[rows, n]`, or `[tokens]` with the `row` of each; -1 for what must write nowhere.
+    """
+    table, got = segment.block_table, segment.slot_mapping
+    if row is not None:
+        table, positions = table[row], positions[:, None]
+    expected = slots_of(table, positions, segment.page_size).view(-1)
+    wrong = (got != expected) & (got != -1)
+    if wrong.any():
+        token = int(wrong.nonzero()[0])
+        mend = "build the segment with decode_segment, prefill_segment or pack_batch"
+        name = f"{prefix}slot_mapping"
+        raise MLAError(
+            name, f"{int(expected[token])} or -1 for token {token}, by block_table", int(got[token]), mend
+        )
+
+
+def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
+    """No page that a token writes to is in another row's table, or twice in its own, within their lengths."""
+    num_pages, page_size, _ = kv_cache.shape
+    held, written = [], []
+    for segment in (batch.decode, batch.prefill):
+        if segment is not None:
+            start = torch.arange(segment.block_table.shape[1], device="cpu") * page_size
+            held.append(segment.block_table[start < segment.seq_lens[:, None]])
+            written.append(segment.slot_mapping[segment.slot_mapping >= 0] // page_size)
+    times_held = torch.bincount(torch.cat(held), minlength=num_pages)
+    shared = torch.cat(written)
+    shared = shared[times_held[shared] > 1]
+    if shared.numel():
+        page = int(shared[0])
+        expected = "one place in the tables for a page that is written to"
+        mend = "give every row pages of its own; rows may share full pages that they only read"
+        raise MLAError("batch: block_table", expected, f"page {page} in {int(times_held[page])} places", mend)

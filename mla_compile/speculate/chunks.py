@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mla_compile.batch import PrefillSegment, copied_to, prefill_segment
+from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
+from mla_compile.ops.segments import copied_to, prefill_segment
 from mla_compile.speculate.state import DecodeState
-from mla_compile.torch_internals import mark_rows
+from mla_compile.torch_internals import mark_varying
 
 MIN_TOKENS = 2
 """Of a call: Inductor asks of a number of tokens whether it is 1, and compiles anew where it is."""
@@ -81,33 +82,27 @@ class PromptChunks:
             next_token_ids += [*prompt[start + 1 : stop + 1], 0][: stop - start]
             if stop == len(prompt):
                 last_of_row[row] = len(token_ids) - 1
-        count = len(token_ids)
-        capacity = state.block_table.shape[1] * page_size
-        # One token would be another graph.
-        padding = [min(capacity, rest) for rest in range(max(num_tokens, MIN_TOKENS) - count, 0, -capacity)]
-        token_ids += [0] * sum(padding)
-        next_token_ids += [0] * sum(padding)
 
         def integers(values: list[int]) -> Tensor:
-            return copied_to(device, torch.tensor(values, dtype=torch.int64))
+            return copied_to(device, torch.tensor(values, dtype=torch.int64, device="cpu"))
 
-        tables = state.block_table.index_select(0, integers([chunk.row for chunk in chunks]))
         segment, positions = prefill_segment(
-            [chunk.stop - chunk.start for chunk in chunks] + padding,
-            [chunk.start for chunk in chunks] + [0] * len(padding),
-            torch.nn.functional.pad(tables, (0, 0, 0, len(padding))),  # on page 0, the dummy page
+            [chunk.stop - chunk.start for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
             page_size=page_size,
+            num_tokens=max(num_tokens, MIN_TOKENS),
         )
-        segment.slot_mapping[count:] = -1
+        padding = [0] * (positions.shape[0] - len(token_ids))
         packed = cls(
-            token_ids=integers(token_ids),
-            next_token_ids=integers(next_token_ids),
+            token_ids=integers(token_ids + padding),
+            next_token_ids=integers(next_token_ids + padding),
             positions=positions,
             segment=segment,
             last_of_row=integers(last_of_row),
         )
         for tensor in (*packed.tensors(), segment.host_lens):
-            mark_rows(tensor)
+            mark_varying(tensor)
         return packed
 
     def tensors(self) -> list[Tensor]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from mla_compile.batch import MLABatch, decode_segment
+from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
+from mla_compile.ops.segments import decode_segment
 from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import mark_state_tensor
 

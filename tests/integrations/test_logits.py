@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile.batch import MLABatch, decode_segment, prefill_segment
+from mla_compile.batch import MLABatch
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.ops.segments import decode_segment, prefill_segment
 from tests.integrations import stock
 from tests.integrations.families import FAMILIES, VOCAB_SIZE, stock_model
 

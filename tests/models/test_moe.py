@@ -109,6 +109,7 @@ def test_padding_of_decode_rows_gets_no_expert(q_lens, seq_lens):
         torch.tensor(seq_lens, dtype=torch.int32),
         torch.zeros(3, 1, dtype=torch.int32),
         torch.zeros(12, dtype=torch.int64),
+        page_size=4,
         q_len=4,
         q_lens=None if q_lens is None else row_lens,
     )
@@ -117,13 +118,13 @@ def test_padding_of_decode_rows_gets_no_expert(q_lens, seq_lens):
 
 def test_a_decode_segment_may_have_no_rows():
     case, none = problem(5), torch.zeros(0, dtype=torch.int32)
-    rows = DecodeSegment(none, torch.zeros(0, 1, dtype=torch.int32), none.long(), q_len=2)
+    rows = DecodeSegment(none, torch.zeros(0, 1, dtype=torch.int32), none.long(), page_size=4, q_len=2)
     assert torch.equal(moe_experts(*case, MLABatch(rows)), moe_experts(*case))
 
 
 def test_more_decode_tokens_than_there_are_tokens_are_refused():
     lens, slots = torch.ones(3, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
-    batch = MLABatch(DecodeSegment(lens, torch.zeros(3, 1, dtype=torch.int32), slots, q_len=2))
+    batch = MLABatch(DecodeSegment(lens, torch.zeros(3, 1, dtype=torch.int32), slots, page_size=4, q_len=2))
     with pytest.raises(MLAError, match=r"^batch: expected at most as many decode tokens as x has, 5"):
         moe_experts(*problem(5), batch)
 

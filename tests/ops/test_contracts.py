@@ -1,10 +1,13 @@
 """Op contracts (schema, fake, mutation) and the errors that bad input gets."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.library import opcheck
 
 from mla_compile import (
@@ -18,7 +21,8 @@ from mla_compile import (
     prefill_segment,
 )
 from mla_compile.ops.decode_metadata import mla_decode_metadata
-from tests.cases import Case, make_case
+from mla_compile.ops.reference import mla_attention_reference
+from tests.cases import Case, make_case, relative_error
 from tests.kernel_cases import metadata_args
 
 ops = torch.ops.mla_compile
@@ -28,7 +32,14 @@ def attention_args(case: Case) -> tuple:
     d, p = case.batch.decode, case.batch.prefill
     decode = (d.seq_lens, d.block_table, d.slot_mapping, d.q_lens) if d else (None,) * 4
     prefill = (p.cu_seqlens_q, p.seq_lens, p.block_table, p.slot_mapping, p.host_lens) if p else (None,) * 5
-    return (*case.args()[:7], *decode, *prefill, d.q_len if d else 1, case.softmax_scale)
+    return (
+        *case.args()[:7],
+        *decode,
+        *prefill,
+        d.q_len if d else 1,
+        case.batch.page_size,
+        case.softmax_scale,
+    )
 
 
 def decode_kwargs(case: Case) -> dict:
@@ -215,10 +226,9 @@ def test_prefill_refuses(name: str, change: Change) -> None:
     refuse(mla_prefill, change(prefill_kwargs(make_case(**PREFILL))), name)
 
 
-def test_attention_refuses_a_batch_of_no_segments_or_of_other_tokens() -> None:
+def test_attention_refuses_a_batch_of_other_tokens() -> None:
     case = make_case(**DECODE)
     for batch, message in (
-        (MLABatch(), "^batch: expected a decode segment"),
         (MLABatch(decode=replace(case.batch.decode, q_len=4)), "^batch.decode.q_len: expected"),
         (make_case([3, 6, 2], q_len=2).batch, "^(batch|q_nope)"),
         (MLABatch(decode=replace(case.batch.decode, seq_lens=case.batch.decode.seq_lens + 99)), "seq_lens"),
@@ -233,6 +243,73 @@ def test_compiled_code_on_the_cpu_refuses_rows_that_the_block_table_cannot_hold(
     long = replace(case.batch.decode, seq_lens=case.batch.decode.seq_lens + 90)
     with pytest.raises(MLAError, match="seq_lens: expected at most 8 tokens"):
         compiled(*case.args()[:7], MLABatch(decode=long), 0.2)
+
+
+def with_entry(table: torch.Tensor, place: tuple[int, int], page: int) -> torch.Tensor:
+    table = table.clone()
+    table[place] = page
+    return table
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_batch_that_fits_no_longer_is_refused_or_harms_no_other_row(draw: random.Random) -> None:
+    """One number of a good batch is changed: a page size, a page, a slot, a length."""
+    decode = [draw.randint(0, 9) for _ in range(draw.randint(0, 3))]
+    prefill = [(draw.randint(1, 6), draw.randint(0, 6)) for _ in range(draw.randint(0 if decode else 1, 2))]
+    case = make_case(decode, prefill, q_len=draw.randint(1, 3), seed=draw.randint(0, 99), poison=False)
+    kinds = [name for name in ("decode", "prefill") if getattr(case.batch, name) is not None]
+    kind = draw.choice(kinds)
+    segment = getattr(case.batch, kind)
+    rows, columns = segment.block_table.shape
+    num_pages = case.kv_cache.shape[0]
+    row, token = draw.randrange(rows), draw.randrange(len(segment.slot_mapping))
+    what = draw.choice(["page_size", "page", "zeros", "slot", "length"])
+    if what == "page_size":
+        wrong = replace(segment, page_size=draw.choice([1, 2, 3, 5, 8, 16]))
+    elif what == "page":
+        place = (row, draw.randrange(columns))
+        wrong = replace(
+            segment, block_table=with_entry(segment.block_table, place, draw.randint(-1, num_pages))
+        )
+    elif what == "zeros":
+        wrong = replace(segment, block_table=torch.zeros_like(segment.block_table))
+    elif what == "slot":
+        slots = segment.slot_mapping.clone()
+        slots[token] = draw.randint(-1, 4 * num_pages)
+        wrong = replace(segment, slot_mapping=slots)
+    else:
+        lens = segment.seq_lens.clone()
+        lens[row] += draw.choice([-1, 1, 4])
+        wrong = replace(segment, seq_lens=lens)
+    before = case.kv_cache.clone()
+    try:
+        case.batch = MLABatch(**{name: getattr(case.batch, name) for name in kinds} | {kind: wrong})
+        expected = mla_attention_reference(*case.clone().args())
+        out = mla_attention(*case.args())
+    except (MLAError, IndexError):  # the definition checks nothing
+        with pytest.raises(MLAError):
+            mla_attention(*case.args()[:7], MLABatch(**{**vars(case.batch), kind: wrong}), 0.2)
+        assert torch.equal(case.kv_cache, before)
+        return
+    assert relative_error(out, expected) < 1e-5
+    changed = {int(page) for page in (case.kv_cache != before).any(2).any(1).nonzero()}
+    for name in kinds:
+        part = getattr(case.batch, name)
+        for table, length in zip(part.block_table.tolist(), part.seq_lens.tolist()):
+            changed -= set(table[: -(-length // 4)])
+    assert not changed, "a page of nobody was written to"
+
+
+def test_a_wrong_page_size_is_refused_while_compiling_too() -> None:
+    torch.compiler.reset()
+    case = make_case(**DECODE)
+    wrong = MLABatch(decode=replace(case.batch.decode, page_size=8))
+    with pytest.raises(MLAError, match=r"batch\.page_size: expected that of kv_cache, 4, got 8; build"):
+        mla_attention(*case.args()[:7], wrong, 0.2)
+    compiled = torch.compile(mla_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"batch\.page_size: expected that of kv_cache, 4, got 8; build"):
+        compiled(*case.args()[:7], wrong, 0.2)
 
 
 def test_something_that_is_no_batch_is_refused() -> None:

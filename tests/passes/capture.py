@@ -132,8 +132,6 @@ def make_inputs(
     if chunks:
         own = table[rows : rows + len(chunks)].clone()
         prefill, _ = prefill_segment(list(chunks), [2] * len(chunks), own, page_size=PAGE_SIZE)
-        # The builders give views of one tensor where lengths share it, and a guard on a view's base recompiles.
-        prefill = type(prefill)(**{name: tensor.clone() for name, tensor in vars(prefill).items()})
     x = torch.randn(rows * q_len + sum(chunks), HIDDEN)
     if unbacked:
         mark_unbacked(x, 0)

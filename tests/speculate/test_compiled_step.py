@@ -10,7 +10,7 @@ from mla_compile import MLABatch, decode_segment
 from mla_compile.engine import Engine
 from mla_compile.passes import pipeline
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from mla_compile.torch_internals import capture_graph, compile_counters, mark_rows, with_own_code
+from mla_compile.torch_internals import capture_graph, compile_counters, mark_varying, with_own_code
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import HIDDEN, PAGE_SIZE, Stack, nodes_of
 
@@ -74,7 +74,7 @@ def test_compiled_layers_read_the_same_metadata() -> None:
     inputs = torch.randn(2, HIDDEN), torch.tensor([5, 2]).int(), torch.tensor([[1, 2], [3, 4]]).int()
     inputs = (*inputs, torch.tensor([True, False]))
     for tensor in inputs:
-        mark_rows(tensor)
+        mark_varying(tensor)
     model = Rows(3)
     _, codes = run_and_get_code(torch.compile(model, backend="mla", fullgraph=True), *inputs)
     code = "\n".join(codes)

@@ -20,7 +20,7 @@ from mla_compile.passes import pipeline
 from mla_compile.passes.effects import live_nodes
 from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
-from mla_compile.torch_internals import capture_graph, compile_counters, mark_rows, with_own_code
+from mla_compile.torch_internals import capture_graph, compile_counters, mark_varying, with_own_code
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
 from tests.passes.capture import nodes_of, shape
@@ -515,7 +515,7 @@ def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> 
         logits, hidden = verify(state, chunks)
         targets = decoder.choose_targets(state, logits)
         for tensor in (targets, hidden):
-            mark_rows(tensor)
+            mark_varying(tensor)
         advance(state, targets, hidden, chunks)
 
     runner.mixed = mixed

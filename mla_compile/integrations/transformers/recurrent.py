@@ -65,6 +65,7 @@ class RecurrentStates:
                 block_table=segment.block_table[one],
                 slot_mapping=segment.slot_mapping[tokens],
                 host_lens=segment.host_lens[one],
+                page_size=segment.page_size,
             )
             if seq_len == q_len:
                 self._clear()

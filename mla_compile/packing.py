@@ -1,0 +1,291 @@
+"""Rows of a step in, a batch for one's own compiled module out: `pack_batch`.
+
+    your rows      r0: 3 tokens, decodes      r1: 5 tokens, a prompt      r2: 2 tokens, decodes
+
+    packed         r0 r0 r0 · | r2 r2 · ·     r1 r1 r1 r1 r1 · · ...      · repeats your first token, writes nowhere
+                   └ decode rows, q_len 4 ┘   └ prompt chunks ┘
+
+What varies from batch to batch is marked for the compiler, so that all batches together make three graphs for one
+`num_speculative_tokens`: decode rows alone, prompts alone, both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+from mla_compile.errors import MLAError
+from mla_compile.ops import validate
+from mla_compile.ops.backends import DecodeCall, QueryLenSupport, describe_device, select_backend
+from mla_compile.ops.segments import copied_to, decode_segment, pad_rows, prefill_segment
+from mla_compile.torch_internals import mark_varying
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """What `pack_batch` makes; `out[packed.order]` is the module's output with its tokens in your order.
+
+    batch: for `mla_attention`.
+    positions: of the tokens, int64 `[tokens]`.
+    tensors: the per-token tensors that were given, each `[tokens, ...]`.
+    order: where each token that was given is now, int64 `[sum(query_lens)]`.
+    """
+
+    batch: MLABatch
+    positions: Tensor
+    tensors: tuple[Tensor, ...]
+    order: Tensor
+
+
+def pack_batch(
+    query_lens: Sequence[int],
+    num_cached: Sequence[int],
+    block_table: Tensor,
+    *per_token: Tensor,
+    has_sampled: Sequence[bool],
+    page_size: int,
+    num_speculative_tokens: int = 0,
+    backend: str | None = None,
+    pad: bool = True,
+) -> PackedBatch:
+    """Pack the tokens that rows run in one step, decode rows first, and say which are whose.
+
+        packed = pack_batch([1, 5], [17, 0], block_table, token_ids, has_sampled=[True, False], page_size=16)
+        logits = compiled(*packed.tensors, packed.positions, packed.batch)[packed.order]
+
+    A row decodes if it has sampled since its latents were last built and has at most `1 + num_speculative_tokens`
+    query tokens; all others are prompt chunks. Attention is exact on both ways; decode is the quick one for few
+    tokens, prefill for many.
+
+    Args:
+        query_lens: tokens of each row in this step, >= 1.
+        num_cached: tokens that each row holds in the cache before it, >= 0.
+        block_table: pages of each row, int32 `[rows, max_pages]`, on the device of the model.
+        per_token: tensors `[sum(query_lens), ...]`, the rows' tokens one after the other: token ids, say.
+        has_sampled: whether a row has sampled a token since its latents were last built. A prompt has not, nor a row
+            that was preempted and runs again.
+        page_size: tokens a page of the cache.
+        num_speculative_tokens: drafts of a step, k >= 0: rows that decode have up to 1 + k query tokens.
+        backend: the decode backend to use, by name; None is the automatic choice.
+        pad: give every decode row 1 + k query tokens, and round the number of decode rows up to a power of two and
+            that of prompt tokens up to one of four sizes for a factor of two, so that few CUDA graphs serve all
+            batches. Padding sees nothing and writes nowhere. Without it decode rows have as many query tokens as the
+            longest; of a backend that takes one length only, the shortest rows decode and the others prefill.
+
+    Raises:
+        MLAError: an argument that is not so, by name, or a backend that cannot serve.
+    """
+    _check(query_lens, num_cached, block_table, per_token, has_sampled, page_size, num_speculative_tokens)
+    device = block_table.device
+    support = _support(device, backend)
+    layout = classify(
+        query_lens, has_sampled, threshold=1 + num_speculative_tokens, support=support, padded=pad
+    )
+    decode = prefill = None
+    if layout.decode:
+        lens, held, table = _rows(layout.decode, query_lens, num_cached, block_table)
+        padding = [0] * (padded_rows(len(lens)) - len(lens)) if pad else []
+        # Rows of one length are no graph of their own, but where the backend would have to flatten them.
+        all_valid = support is QueryLenSupport.UNIFORM and {*lens, *padding} == {layout.q_len}
+        decode, _ = decode_segment(
+            _upload(held + padding, torch.int32, device),
+            pad_rows(table, len(padding)),
+            q_len=layout.q_len,
+            page_size=page_size,
+            q_lens=None if all_valid else _upload(lens + padding, torch.int32, device),
+            backend=backend,
+        )
+    if layout.prefill:
+        lens, held, table = _rows(layout.prefill, query_lens, num_cached, block_table)
+        num_tokens = padded_prompt_tokens(sum(lens)) if pad else 0
+        prefill, _ = prefill_segment(lens, held, table, page_size=page_size, num_tokens=num_tokens)
+    order, source, positions = _order(query_lens, num_cached, layout, decode, prefill)
+    packed = PackedBatch(
+        batch=MLABatch(decode, prefill),
+        positions=copied_to(device, positions),
+        tensors=tuple(tensor.index_select(0, copied_to(tensor.device, source)) for tensor in per_token),
+        order=copied_to(device, order),
+    )
+    _mark(packed)
+    return packed
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Rows by their index, in the order given.
+
+    decode: rows of the decode segment.
+    q_len: query tokens of each of them, padding included; 0 where there is none.
+    prefill: rows of the prefill segment.
+    """
+
+    decode: list[int]
+    q_len: int
+    prefill: list[int]
+
+
+def classify(
+    query_lens: Sequence[int],
+    has_sampled: Sequence[bool],
+    *,
+    threshold: int,
+    support: QueryLenSupport,
+    padded: bool,
+) -> RowLayout:
+    """Deal rows to decode and prefill.
+
+    Rows that have not sampled since their latents were last built prefill, whatever their length.
+
+    Args:
+        query_lens: query tokens of each row in this step, >= 1.
+        has_sampled: of each row, see `pack_batch`.
+        threshold: up to so many are decode, >= 1.
+        support: of the decode backend. SINGLE_ONLY takes what VARLEN does, flattened.
+        padded: give all rows `threshold` query tokens, so that one captured shape serves every step. Otherwise a
+            UNIFORM backend decodes the rows of the smallest length only.
+    """
+    decode = [row for row, n in enumerate(query_lens) if has_sampled[row] and n <= threshold]
+    if not padded and support is QueryLenSupport.UNIFORM:
+        shortest = min((query_lens[row] for row in decode), default=0)
+        decode = [row for row in decode if query_lens[row] == shortest]
+    longest = max((query_lens[row] for row in decode), default=0)
+    chosen = set(decode)
+    return RowLayout(
+        decode=decode,
+        q_len=threshold if padded and decode else longest,
+        prefill=[row for row in range(len(query_lens)) if row not in chosen],
+    )
+
+
+def padded_prompt_tokens(count: int) -> int:
+    """The least size that prompts are padded to with room for `count` tokens; 0 for none.
+
+    Each size is captured by itself. There are few, four for a factor of two, and below 128 the multiples of 16.
+    """
+    unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
+    return -(-count // unit) * unit
+
+
+def padded_rows(count: int) -> int:
+    """The power of two that a number of decode rows is padded to, >= 1."""
+    return 1 << (count - 1).bit_length()
+
+
+def _support(device: torch.device, backend: str | None) -> QueryLenSupport:
+    """What the backend takes; of the automatic choice, what the first one takes that runs on the device."""
+    device_type, capability = describe_device(device)
+    call = DecodeCall(device_type, capability, captured=True if backend is None else None)
+    return select_backend(call, backend).backend.query_len_support
+
+
+def _rows(
+    rows: list[int], query_lens: Sequence[int], num_cached: Sequence[int], block_table: Tensor
+) -> tuple[list[int], list[int], Tensor]:
+    """What is given of some of the rows."""
+    table = block_table.index_select(0, _upload(rows, torch.int64, block_table.device))
+    return [query_lens[row] for row in rows], [num_cached[row] for row in rows], table
+
+
+def _upload(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return copied_to(device, torch.tensor(values, dtype=dtype, device="cpu"))
+
+
+def _order(
+    query_lens: Sequence[int],
+    num_cached: Sequence[int],
+    layout: RowLayout,
+    decode: DecodeSegment | None,
+    prefill: PrefillSegment | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the rows' tokens go, which of them each packed token is, the first one for padding, and its position."""
+    num_decode_tokens = 0 if decode is None else decode.slot_mapping.shape[0]
+    num_prefill_tokens = 0 if prefill is None else prefill.slot_mapping.shape[0]
+    starts, end = [0] * len(query_lens), num_decode_tokens
+    for i, row in enumerate(layout.decode):
+        starts[row] = i * layout.q_len
+    for row in layout.prefill:
+        starts[row], end = end, end + query_lens[row]
+    lens = torch.tensor(query_lens, device="cpu")
+    first = torch.stack([lens.cumsum(0) - lens, *torch.tensor([starts, list(num_cached)], device="cpu")])
+    own, packed, held = first.repeat_interleave(lens, dim=1)
+    token = torch.arange(len(own), device="cpu")
+    order = packed + token - own
+    source = torch.zeros(num_decode_tokens + num_prefill_tokens, dtype=torch.int64, device="cpu")
+    source[order] = token
+    return order, source, (held + token - own)[source]
+
+
+def _mark(packed: PackedBatch) -> None:
+    """Tell the compiler which sizes vary from batch to batch, and which of them are the same."""
+    decode, prefill = packed.batch.decode, packed.batch.prefill
+    sizes: dict[str, list[Tensor]] = {
+        "tokens": [packed.positions, *packed.tensors],
+        "order": [packed.order],
+        "decode_tokens": [],
+        "prefill_tokens": [],
+    }
+    if decode is not None:
+        sizes["tokens" if prefill is None else "decode_tokens"].append(decode.slot_mapping)
+        sizes["rows"] = [decode.seq_lens, decode.block_table]
+        sizes["rows"] += [] if decode.q_lens is None else [decode.q_lens]
+        mark_varying(decode.block_table, dim=1)
+    if prefill is not None:
+        sizes["tokens" if decode is None else "prefill_tokens"].append(prefill.slot_mapping)
+        sizes["chunks"] = [prefill.seq_lens, prefill.block_table, prefill.host_lens]
+        sizes["chunks + 1"] = [prefill.cu_seqlens_q]
+        mark_varying(prefill.block_table, dim=1)
+    for size, tensors in sizes.items():
+        for tensor in tensors:
+            mark_varying(tensor, size=f"mla_compile: {size}")
+
+
+def _check(
+    query_lens: Sequence[int],
+    num_cached: Sequence[int],
+    block_table: Tensor,
+    per_token: Sequence[object],
+    has_sampled: Sequence[bool],
+    page_size: int,
+    num_speculative_tokens: int,
+) -> None:
+    _check_int("page_size", page_size, 1)
+    _check_int("num_speculative_tokens", num_speculative_tokens, 0)
+    validate.block_table(block_table)
+    rows, max_pages = block_table.shape
+    capacity = max_pages * page_size
+    for name, values, kind in (
+        ("query_lens", query_lens, int),
+        ("num_cached", num_cached, int),
+        ("has_sampled", has_sampled, bool),
+    ):
+        if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+            mend = ".tolist() makes one of a tensor or an array" if hasattr(values, "tolist") else ""
+            raise MLAError(name, f"a list of {kind.__name__}, one a row", _shown(values), mend)
+        if len(values) != rows:
+            raise MLAError(name, f"one entry per row of block_table ({rows})", len(values))
+    for row, (count, cached) in enumerate(zip(query_lens, num_cached)):
+        if count < 1:
+            raise MLAError(f"query_lens[{row}]", "at least one token a row", count, "leave the row out")
+        if cached < 0:
+            raise MLAError(f"num_cached[{row}]", "at least 0", cached)
+        if cached + count > capacity:
+            expected = f"at most {capacity} tokens ({max_pages} pages of {page_size})"
+            raise MLAError(f"row {row}", expected, f"{cached} + {count}", "widen block_table")
+    total = sum(query_lens)
+    for i, tensor in enumerate(per_token):
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != total:
+            expected = f"a tensor [{total}, ...], the tokens of query_lens one after the other"
+            raise MLAError(f"per_token[{i}]", expected, _shown(tensor))
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise MLAError(name, f"an integer >= {least}", repr(value))
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return value if isinstance(value, list | tuple) else type(value).__name__
