@@ -202,7 +202,7 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
     """
     from llguidance.numpy import fill_next_token_bitmask_par
 
-    masks = torch.full((len(rows), n, words), -1, dtype=torch.int32)
+    masks = torch.full((len(rows), n, words), -1, dtype=torch.int32, device="cpu")
     for row in rows:
         row.read()
     ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
@@ -210,7 +210,7 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
         # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
         for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
             mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
-            filled = torch.zeros(len(mine), width, dtype=torch.int32)
+            filled = torch.zeros(len(mine), width, dtype=torch.int32, device="cpu")
             asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
             fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
             masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))

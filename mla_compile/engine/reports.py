@@ -71,7 +71,7 @@ class ReportReader:
         if not state.report.is_cuda:
             self._pending.append(([tensor.clone() for tensor in reported], None, rows, num_logprobs))
             return
-        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in reported]
+        hosts = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in reported]
         for host, tensor in zip(hosts, reported, strict=True):
             host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()

@@ -161,7 +161,7 @@ class _Columns:
         request = self._request
         self._columns.append(tokens)
         if request.streamer is not None:
-            request.streamer.put(torch.tensor(tokens))
+            request.streamer.put(torch.tensor(tokens, device="cpu"))
         stopped = [token in request.stop_ids for token in tokens]
         if request.criteria:
             by_criteria = self._criteria(tokens).tolist()
