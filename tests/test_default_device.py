@@ -21,8 +21,29 @@ from tests.models_for_tests import tiny_model
 from tests.test_grammar import REGEX, SMALL
 
 FACTORIES = {
-    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
-    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+    ),
+    *(
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
+    ),
 }
 PACKAGE = Path(mla_compile.__file__).parent
 
@@ -36,10 +57,10 @@ def test_every_tensor_of_the_package_is_made_on_a_device_that_is_named() -> None
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if is_torchs and node.func.attr in FACTORIES:
-                if "device" not in {keyword.arg for keyword in node.keywords}:
-                    unnamed.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            keywords = {keyword.arg for keyword in node.keywords}
+            if of_torch and node.func.attr in FACTORIES and "device" not in keywords:
+                unnamed.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert not unnamed, "give device= here"
 
 
@@ -51,7 +72,13 @@ GRAMMAR = Grammar.from_regex(REGEX, SMALL)
 
 
 def engine(**settings: object) -> Engine:
-    sizes = {"max_rows": 2, "max_model_len": 64, "page_size": 4, "compile": False, "num_speculative_tokens": 2}
+    sizes = {
+        "max_rows": 2,
+        "max_model_len": 64,
+        "page_size": 4,
+        "compile": False,
+        "num_speculative_tokens": 2,
+    }
     return Engine(copy.deepcopy(model()), **{**sizes, **settings})
 
 

@@ -191,8 +191,12 @@ def test_steps_that_check_themselves_find_nothing_wrong_with_nan() -> None:
     assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == cut(healthy, poison)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"do_sample": True}, {"output_logits": True, "return_dict_in_generate": True}])
-def test_an_accelerated_model_raises_where_stock_would_go_on_with_any_token(kwargs: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"do_sample": True}, {"output_logits": True, "return_dict_in_generate": True}]
+)
+def test_an_accelerated_model_raises_where_stock_would_go_on_with_any_token(
+    kwargs: dict[str, object],
+) -> None:
     stock = stock_model("deepseek_v2")
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -201,7 +205,9 @@ def test_an_accelerated_model_raises_where_stock_would_go_on_with_any_token(kwar
     weight = stock.get_input_embeddings().weight
     kept = weight[8].clone()
     weight[8] = torch.nan
-    with pytest.raises(MLAError, match=r"^logits: expected numbers, got row 1: the model's logits for position 3"):
+    with pytest.raises(
+        MLAError, match=r"^logits: expected numbers, got row 1: the model's logits for position 3"
+    ):
         stock.generate(ids, **{**settings, **kwargs})
     weight[8] = kept
     assert torch.equal(stock.generate(ids, **settings), expected)

@@ -29,7 +29,13 @@ def threads_switch_often() -> Iterator[None]:
 
 
 def engine(**settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False, "num_speculative_tokens": 2}
+    sizes = {
+        "max_rows": 4,
+        "max_model_len": 64,
+        "page_size": 4,
+        "compile": False,
+        "num_speculative_tokens": 2,
+    }
     return Engine(copy.deepcopy(model()), **{**sizes, **settings})
 
 
@@ -45,15 +51,14 @@ class Client:
         self.engine, self.random = of, random.Random(seed)
         self.taken: list[tuple[int, Generation]] = []
         self.aborted: set[Generation] = set()
-        self.num_refused = 0
+        self.refusals: list[str] = []
 
     def run(self) -> None:
         for _ in range(60):
             try:
                 self.act()
             except MLAError as error:
-                assert str(error).startswith("engine: expected one thread at a time, got Thread")
-                self.num_refused += 1
+                self.refusals.append(str(error))
 
     def act(self) -> None:
         dice = self.random.random()
@@ -88,7 +93,11 @@ def test_threads_that_meet_are_refused_and_what_was_taken_on_is_right(
             assert completion.token_ids == expected[number][: len(completion.token_ids)]
         else:
             assert (completion.token_ids, completion.finish_reason) == (expected[number], "length")
-    assert taken and sum(client.num_refused for client in clients)
+    refusals = [refusal for client in clients for refusal in client.refusals]
+    assert taken and refusals
+    assert all(
+        refusal.startswith("engine: expected one thread at a time, got Thread") for refusal in refusals
+    )
     assert mine.stats.pages_in_use == mine.stats.rows_in_use == mine.stats.num_waiting == 0
 
 
@@ -150,7 +159,9 @@ def test_every_call_says_who_is_in_the_engine_and_changes_nothing(
 def test_threads_may_take_turns(expected: list[list[int]]) -> None:
     mine, texts = engine(), []
     for i, prompt in enumerate(PROMPTS):
-        other = threading.Thread(target=lambda p=prompt: texts.append(mine.generate([p], max_new_tokens=LENGTH)))
+        other = threading.Thread(
+            target=lambda p=prompt: texts.append(mine.generate([p], max_new_tokens=LENGTH))
+        )
         other.start()
         other.join()
         assert texts[i][0].token_ids == expected[i]

@@ -47,8 +47,8 @@ DEFAULT_MAX_TOKENS = 128
 class Engine:
     """Serves one model to requests that arrive at any time, up to `max_rows` of them at once.
 
-    It belongs to one thread at a time: what another one calls while a call runs raises an `MLAError` and changes nothing,
-    `has_work` and `stats` excepted. Between calls it may be handed over.
+    It belongs to one thread at a time: what another one calls while a call runs raises an `MLAError` and changes
+    nothing, `has_work` and `stats` excepted. Between calls it may be handed over.
     """
 
     def __init__(
@@ -80,33 +80,34 @@ class Engine:
             drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
                 request's own text. None for the MTP layer where there is one, else the look-up.
             adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
-                acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right. Tokens do
-                not depend on it. Each number of drafts is a step of its own, compiled and captured when it is first tried,
-                or by `warm_up`.
+                acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right.
+                Tokens do not depend on it. Each number of drafts is a step of its own, compiled and captured when it is
+                first tried, or by `warm_up`.
             max_rows: requests that run at once; others wait.
             max_model_len: tokens of a request at most, prompt included.
             page_size: tokens per cache page.
             num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
                 `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said
                 becoming part of their prompt; at least as many as one request needs.
-            max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
-                512 more than `max_rows` decode rows take.
+            max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at
+                least 512 more than `max_rows` decode rows take.
             prefix_caching: whether prompts reuse cached pages of others that begin alike.
             tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
             compile: False runs everything eagerly.
             compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
-                them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is met.
-                That takes as long as compiling the step, and eager steps cost the host several times what they cost the
-                device, so it pays in what serves for long.
-            mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for one
-                with prompts.
+                them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is
+                met. That takes as long as compiling the step, and eager steps cost the host several times what they
+                cost the device, so it pays in what serves for long.
+            mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for
+                one with prompts.
             shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
-            decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
-                `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
+            decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device
+                or `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or
+                run.
             capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-                recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none; further
-                numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few numbers of
-                either, and graphs share memory.
+                recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none;
+                further numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few
+                numbers of either, and graphs share memory.
 
         Raises:
             MLAError: a bad argument, named.
@@ -132,6 +133,8 @@ class Engine:
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         check_name("decode_backend", decode_backend)
         select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.k = num_speculative_tokens
         self.drafter = _checked_drafter(drafter, self.k, model)
@@ -214,9 +217,15 @@ class Engine:
         grammar: Grammar | None = None,
         priority: int = 0,
     ) -> Generation:
-        """Take on a request, which runs with the next steps; see `stream` for the arguments.
+        """Take on a request, which runs with the next steps.
 
-        priority: lower ones are served first, and equal ones in the order of their arrival.
+        Args:
+            prompt: token ids, at least one.
+            sampling: of one completion (`n` is 1); greedy by default.
+            max_new_tokens: at most so many, >= 1, where `SamplingParams.max_tokens` says nothing.
+            stop_ids: the model's end-of-sequence ids; see `stream`.
+            grammar: what it may say; None for anything. See `stream`.
+            priority: an integer; lower ones are served first, and equal ones in the order of their arrival.
 
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
@@ -239,7 +248,13 @@ class Engine:
         return generation
 
     def abort(self, generation: Generation) -> None:
-        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is."""
+        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
+
+        generation: what `add` returned.
+
+        Raises:
+            MLAError: anything else.
+        """
         if not isinstance(generation, Generation) or generation.engine is not self:
             raise MLAError("generation", "what this engine's `add` returned", repr(generation))
         with self._turn:
@@ -310,7 +325,15 @@ class Engine:
         grammars: Grammar | Sequence[Grammar | None] | None = None,
         show_progress: bool = False,
     ) -> list[Completion]:
-        """Complete every prompt; see `stream`. show_progress: with a bar on stderr."""
+        """Complete every prompt; what `stream` yields in the end.
+
+        Args:
+            prompts, sampling, max_new_tokens, stop_ids, grammars: see `stream`.
+            show_progress: with a bar on stderr.
+
+        Raises:
+            MLAError: as `stream` does.
+        """
         _check_booleans(show_progress=show_progress)
         stream = self.stream(
             prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
@@ -427,8 +450,12 @@ class Engine:
         Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
         and write none.
 
+        Args:
+            sampling: of the kind; greedy by default.
+            stop_ids: as many as requests will have.
+
         Raises:
-            MLAError: requests are under way.
+            MLAError: a bad argument, named; requests are under way.
         """
         params = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
         _check_stop_ids(stop_ids)
@@ -462,6 +489,12 @@ class Engine:
         stop_ids: Sequence[int],
     ) -> tuple[Step, DecodeState]:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
+
+        Args:
+            prompts: token ids of each, at least one each.
+            max_new_tokens: of a prompt at most, >= 1, where its `SamplingParams.max_tokens` says nothing.
+            sampling: for each prompt.
+            stop_ids: the model's end-of-sequence ids.
 
         Returns the step and the state to call it with, for loops that are not the engine's. They are good until the
         engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
@@ -523,8 +556,8 @@ class Engine:
         _check_stop_ids(stop_ids)
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
-        if params.stop_strings and self.tokenizer is None:
-            raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings)
+        if params.stop_strings and not hasattr(self.tokenizer, "backend_tokenizer"):
+            raise MLAError("stop", "none in an engine without a fast tokenizer", params.stop_strings)
         ends = {*(() if params.ignore_eos else stop_ids), *params.stop_token_ids}
         completion = Completion(prompt_index=place[0], index=place[1])
         row = None

@@ -117,6 +117,27 @@ def test_scores_of_rows_that_have_ended_are_zeros(model: Any, on: Any) -> None:
     assert all((logits[1] == 0).all() == (i > ends[1]) for i, logits in enumerate(out.logits))
 
 
+@pytest.mark.parametrize("place", [(0, 3), (1, 0), (2, 6), (3, 9)])
+def test_scores_and_logits_of_rows_that_go_on_are_those_of_stock(
+    model: Any, on: Any, place: tuple[int, int]
+) -> None:
+    """Also where others have ended, and of the token that ends a row."""
+    row, j = place
+    eos = int(generate(model)[row, IDS.shape[1] + j])
+    kwargs = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    stock = generate(model, eos_token_id=eos, **kwargs)
+    on()
+    ours = generate(model, eos_token_id=eos, **kwargs)
+    assert torch.equal(ours.sequences, stock.sequences)
+    said = ours.sequences[:, IDS.shape[1] :] == eos
+    live = said.int().cumsum(dim=1) - said.int() == 0
+    assert not live.all()
+    for name in ("scores", "logits"):
+        for i, (mine, theirs) in enumerate(zip(ours[name], stock[name], strict=True)):
+            torch.testing.assert_close(mine[live[:, i]], theirs[live[:, i]], atol=1e-4, rtol=1e-4)
+            assert not mine[~live[:, i]].any()
+
+
 class Collect(BaseStreamer):
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -552,7 +573,7 @@ def test_an_mtp_layer_that_is_nowhere_is_looked_up_for_or_named(
     if where == "the checkpoint is gone":
         model.config.name_or_path = str(tmp_path / "gone")
     expected = greedy(model, prompts(), STEPS)
-    with pytest.raises(MLAError, match="(drafter|mtp): expected .*(without|gone|loaded from)"):
+    with pytest.raises(MLAError, match=r"(drafter|mtp): expected .*(without|gone|loaded from)"):
         accelerate(model, num_speculative_tokens=2, drafter="mtp")
     assert not caplog.records
     accelerate(model, num_speculative_tokens=2, compile=False)

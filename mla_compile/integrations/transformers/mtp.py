@@ -120,7 +120,10 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
             raise MissingMtpLayer("mtp", expected, "a model without one", mend)
         try:
             mtp = _load(model)
-        except (OSError, HFValidationError) as error:  # a path that is no directory is taken for a name on the hub
+        except (
+            OSError,
+            HFValidationError,
+        ) as error:  # a path that is no directory is taken for a name on the hub
             expected = f"'ngram' where the model's checkpoint ({model.config.name_or_path}) is gone"
             raise MissingMtpLayer("drafter", expected, error) from error
     if isinstance(mtp, LongcatMtpLayer):
