@@ -255,12 +255,15 @@ class Engine:
         Raises:
             MLAError: anything else.
         """
-        if not isinstance(generation, Generation) or generation.engine is not self:
-            raise MLAError("generation", "what this engine's `add` returned", repr(generation))
+        self._check_mine(generation)
         with self._turn:
             if not generation.has_ended:
                 generation.end("abort")
                 self._let_go(generation)
+
+    def _check_mine(self, generation: object) -> None:
+        if not isinstance(generation, Generation) or generation.engine is not self:
+            raise MLAError("generation", "what this engine's `add` returned", repr(generation))
 
     def leave(self, generation: Generation) -> None:
         """Abort a request that nobody reads any more; while a call of the engine runs, when that one ends."""
@@ -386,11 +389,8 @@ class Engine:
             sampling = [sampling or SamplingParams()] * len(prompts)
         if grammars is None or isinstance(grammars, Grammar):
             grammars = [grammars] * len(prompts)
-        for name, given in {"sampling": sampling, "grammars": grammars}.items():
-            if not isinstance(given, Sequence):
-                raise MLAError(name, "one for all prompts, or a list", repr(given))
-            if len(given) != len(prompts):
-                raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+        _check_one_each("sampling", sampling, prompts)
+        _check_one_each("grammars", grammars, prompts)
         generations = [
             self._generation(
                 prompt,
@@ -514,8 +514,7 @@ class Engine:
     ) -> tuple[Step, DecodeState]:
         self._check_idle("start")
         _check_prompts(prompts)
-        if not isinstance(sampling, Sequence) or len(sampling) != len(prompts):
-            raise MLAError("sampling", f"a list of one entry per prompt ({len(prompts)})", repr(sampling))
+        _check_one_each("sampling", sampling, prompts)
         if not 1 <= len(prompts) <= self.max_rows:
             raise MLAError("prompts", f"1 to max_rows = {self.max_rows} of them", len(prompts))
         if len(prompts) * self.pages_per_row >= self.num_pages:
@@ -710,6 +709,13 @@ def _checked_drafter(name: DrafterName | None, k: int, model: ServedModel) -> Dr
         mend = "load a checkpoint with one"
         raise MLAError("drafter", "'ngram' or None for a model without an MTP layer", repr(name), mend)
     return name or ("mtp" if model.has_mtp else "ngram")
+
+
+def _check_one_each(name: str, given: object, prompts: Sequence[object]) -> None:
+    if not isinstance(given, Sequence):
+        raise MLAError(name, "one for all prompts, or a list", repr(given))
+    if len(given) != len(prompts):
+        raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
 
 
 def _check_prompts(prompts: object) -> None:

@@ -8,7 +8,7 @@ Plain decoding, verification and drafting ask for the noise of the same position
 that agrees with the target's logits then agrees with its sample too.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 
@@ -92,12 +92,11 @@ class SamplingParams:
     def _check_end(self) -> None:
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise MLAError("max_tokens", "None or an integer >= 1", self.max_tokens)
-        stops = self.stop_strings if isinstance(self.stop, Sequence) else [None]
-        if not all(isinstance(stop, str) for stop in stops) or "" in stops:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not _is_list_of(stops, lambda stop: isinstance(stop, str) and stop != ""):
             raise MLAError("stop", "strings that are not empty", repr(self.stop))
-        ids = self.stop_token_ids
-        if not isinstance(ids, Collection) or isinstance(ids, Tensor) or not all(map(_is_int, ids)):
-            raise MLAError("stop_token_ids", "integers", repr(ids))
+        if not _is_list_of(self.stop_token_ids, _is_int):
+            raise MLAError("stop_token_ids", "integers", repr(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise MLAError("ignore_eos", "True or False", repr(self.ignore_eos))
         if not _is_int(self.n) or not 1 <= self.n <= 2**63 - self.seed:
@@ -120,6 +119,10 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(values: object, check: Callable[[object], bool]) -> bool:
+    return isinstance(values, Collection) and not isinstance(values, Tensor) and all(map(check, values))
 
 
 def _is_number(value: object) -> bool:
