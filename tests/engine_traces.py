@@ -2,9 +2,11 @@
 
 Everything that a trace may not change is checked: each request's tokens are those that it has alone, one token a step,
 in one piece, and in the end every page and row is free. Free pages hold NaN, so reading one shows. The drafts are
-planted: some right, some wrong, as the tiny model's own are hardly ever right.
+planted: some right, some wrong, as the tiny model's own are hardly ever right. Some models are poisoned: where the text
+has a certain id, the request ends in an error, and its neighbours do not.
 """
 
+import copy
 import random
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
 
-from mla_compile import Engine, SamplingParams
+from mla_compile import Engine, MLABatch, SamplingParams
 from mla_compile.engine import Completion, Generation
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.stop_strings import Found
@@ -26,6 +28,8 @@ from tests.speculate.prompt_lookup import prompt_lookup
 from tests.toy_engine import Arrival, Trace
 
 VOCAB = 40
+POISONS = ("latents", "logits", "infinite logits", "drafts")
+"""What an id may spoil; see `poisoned`."""
 KINDS = (
     SamplingParams(),
     SamplingParams(temperature=1.2, seed=7, top_k=20),
@@ -62,6 +66,39 @@ def model() -> MLAForCausalLM:
     made.lm_head.weight.mul_(3)
     made.layers[0].self_attn.o_proj.weight.mul_(4)  # so that tokens depend on what the caches hold
     return made.double()
+
+
+class Poisoned(MLAForCausalLM):
+    """`model()`, but for what comes of reading a certain id; see `poisoned`."""
+
+    where: str
+    poison: int
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+        hidden = super().forward(token_ids, positions, batch)
+        worst = {"logits": torch.nan, "infinite logits": torch.inf}.get(self.where)
+        return hidden if worst is None else torch.where((token_ids == self.poison)[:, None], worst, hidden)
+
+    def forward_mtp(
+        self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
+    ) -> Tensor:
+        out = super().forward_mtp(next_token_ids, hidden, positions, batch)
+        bad = (next_token_ids == self.poison)[:, None] if self.where == "drafts" else False
+        return torch.where(torch.as_tensor(bad), torch.nan, out)
+
+
+@cache
+def poisoned(where: str, poison: int) -> MLAForCausalLM:
+    """`model()`, in which reading the id `poison` gives NaN.
+
+    where: "latents", from the embedding on, so that a draft's spoils all positions of its row; "logits", or "infinite
+    logits", of that position alone; "drafts", of the MTP layer alone.
+    """
+    made = copy.deepcopy(model())
+    made.__class__, made.where, made.poison = Poisoned, where, poison
+    if where == "latents":
+        made.embed_tokens.weight[poison] = torch.nan
+    return made
 
 
 def stop_ids(trace: Trace) -> list[int]:
@@ -107,6 +144,7 @@ class Outcome:
     num_stopped: int = 0
     num_cut: int = 0
     num_accepted_adaptively: int = 0
+    num_failed: int = 0
     tokens: list[list[int]] = field(default_factory=list)
 
 
@@ -119,8 +157,9 @@ class EngineRun:
         lengths = [a.num_shared + a.num_own + a.max_new_tokens for a in trace.arrivals]
         self.max_model_len = max(lengths)
         pages = 1 + -(-self.max_model_len // trace.page_size)
+        self.model = model() if trace.poison is None else poisoned(*trace.poison)
         self.engine = Engine(
-            model(),
+            self.model,
             num_speculative_tokens=trace.k,
             drafter=trace.drafter,
             adaptive_draft_length=trace.adaptive,
@@ -163,8 +202,8 @@ class EngineRun:
             text_of
         ) in self.trace.arrivals:  # before this engine's caches are used: they belong to the newest engine
             text(tuple(text_of.prompt()), sampling(text_of))
-        model().allocate_cache(self.engine.num_pages, self.trace.page_size)
-        self.engine._caches = model().caches()
+        self.model.allocate_cache(self.engine.num_pages, self.trace.page_size)
+        self.engine._caches = self.model.caches()
         arrivals = self.trace.arrivals
         clock, last = 0, max(arrival.step for arrival in arrivals)
         limit = last + 50 + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
@@ -201,6 +240,9 @@ class EngineRun:
         for latents in engine._caches:
             latents[blank] = torch.nan
         engine.step()
+        shared = [page for page in range(engine.num_pages) if engine._pool.is_registered(page)]
+        for latents in engine._caches[: len(self.model.layers)]:
+            assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
     def _plant(self, drafter: Drafter, k: int) -> None:
         """Where the host knows the text: in most rows drafts of which a random number are right.
@@ -223,6 +265,8 @@ class EngineRun:
                 for j in range(k):
                     if self.random.random() < self.trace.acceptance and 0 <= start + j < len(known):
                         drafts[row, j] = known[start + j]
+                    if self.trace.poison is not None and self.random.random() < 0.1:
+                        drafts[row, j] = self.trace.poison[1]
             return drafts
 
         drafter.draft = planted
@@ -250,12 +294,18 @@ class EngineRun:
         if arrival.num_until_stop is not None and arrival.num_until_stop <= whole:
             whole, reason = arrival.num_until_stop, "stop"
             self.outcome.num_cut += completion.finish_reason == "stop"
+        failed = self._fails_after(generation.prompt, alone.token_ids)
+        if failed is not None and failed < whole:
+            whole, reason = failed, "error"
         if completion.finish_reason == "abort":
             assert len(completion.token_ids) <= whole
             whole, reason = len(completion.token_ids), "abort"
             assert arrival.abort_step is not None
         self.outcome.num_aborted += reason == "abort"
         self.outcome.num_stopped += reason == "stop"
+        self.outcome.num_failed += reason == "error"
+        message = f"the model's logits for position {len(generation.prompt) + whole} are NaN or infinite"
+        assert completion.error == (message if reason == "error" else None)
         where = f"request {number}"
         assert completion.token_ids == alone.token_ids[:whole], where
         assert completion.finish_reason == reason, where
@@ -266,6 +316,16 @@ class EngineRun:
                 for token, told in mine.items():
                     assert abs(told.logprob - expected[token].logprob) < 1e-5, where
         self.outcome.tokens.append(completion.token_ids)
+
+    def _fails_after(self, prompt: list[int], tokens: list[int]) -> int | None:
+        """How many of the tokens the poisoned model says after the prompt; None for all of them."""
+        where, poison = self.trace.poison or ("drafts", 0)
+        # Latents spoil all that follows them. Of a prompt's logits the last ones alone are asked for.
+        if where == "drafts":
+            return None
+        if poison in (prompt if where == "latents" else prompt[-1:]):
+            return 0
+        return tokens.index(poison) + 1 if poison in tokens else None
 
 
 def run(trace: Trace) -> Outcome:

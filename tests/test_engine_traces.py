@@ -5,11 +5,12 @@ A failure prints its smallest trace, to be pasted into `run(...)`. `MLA_ENGINE_T
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from mla_compile import Completion, Engine
@@ -18,13 +19,26 @@ from mla_compile.engine.pages import PagePool
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from tests.engine_traces import Outcome, run, sampling, text
+from tests.engine_traces import POISONS, Outcome, run, sampling, text
 from tests.toy_engine import Trace, check_traces, traces
 
 
 def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
     met = check_traces(run, 50)
-    assert all(met[field.name] for field in fields(Outcome) if field.name != "tokens"), met
+    assert all(met[field.name] for field in fields(Outcome) if field.name not in ("tokens", "num_failed")), (
+        met
+    )
+
+
+def poisoned_traces() -> st.SearchStrategy[Trace]:
+    # Prompts are full of 3; 23 and 28 are said.
+    poison = st.tuples(st.sampled_from(POISONS), st.sampled_from([23, 28, 3]))
+    return st.builds(lambda trace, poison: replace(trace, poison=poison), traces(), poison)
+
+
+def test_a_request_whose_logits_become_nan_ends_in_an_error_and_no_other_does() -> None:
+    met = check_traces(run, 40, poisoned_traces())
+    assert min(met["num_failed"], met["num_reused_tokens"], met["num_accepted"]) > 5, met
 
 
 @pytest.mark.slow
@@ -32,7 +46,14 @@ def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
 def test_thousands_of_traces() -> None:
     met = check_traces(run, int(os.environ.get("MLA_ENGINE_TRACES", "300")))
     for name, count in met.items():
-        assert count > met["traces"] / 50, f"hardly any trace has {name}"
+        assert count > met["traces"] / 50 or name == "num_failed", f"hardly any trace has {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_thousands_of_poisoned_traces() -> None:
+    met = check_traces(run, int(os.environ.get("MLA_ENGINE_TRACES", "300")), poisoned_traces())
+    assert met["num_failed"] > met["traces"] / 10
 
 
 def rows_stay_active(patch: pytest.MonkeyPatch) -> None:

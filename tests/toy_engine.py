@@ -60,6 +60,7 @@ class Trace:
     acceptance: with which probability a draft is right.
     vocab_size: of the model; one token of it ends a row.
     adaptive: steps have any number of drafts, up to k; in the real engine only.
+    poison: what an id makes NaN or infinite where it is read, and the id; in the real engine only. See `engine_traces`.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -72,6 +73,7 @@ class Trace:
     acceptance: float = 0.5
     vocab_size: int = 20
     adaptive: bool = False
+    poison: tuple[str, int] | None = None
     seed: int = 0
 
     @property
@@ -438,12 +440,14 @@ def run(trace: Trace) -> Outcome:
     return ToyEngine(trace).run()
 
 
-def check_traces(run: Callable[[Trace], object], count: int) -> Counter[str]:
+def check_traces(
+    run: Callable[[Trace], object], count: int, drawn: st.SearchStrategy[Trace] | None = None
+) -> Counter[str]:
     """Run so many random traces; in how many of them each number of an outcome was positive."""
     met: Counter[str] = Counter()
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck))
-    @given(traces())
+    @given(traces() if drawn is None else drawn)
     def check(trace: Trace) -> None:
         outcome = run(trace)
         met["traces"] += 1

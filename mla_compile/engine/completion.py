@@ -19,7 +19,8 @@ class Completion:
     logprobs: for each token, the log-probabilities of the chosen one and of the `SamplingParams.logprobs` most likely
         ones, by token id, as in vLLM; the chosen one comes first and, if it is not among the likely ones, makes one
         more. None where they were not asked for.
-    error: why this prompt alone could not go on: its grammar allows no token after these. None where all went well.
+    error: why this prompt alone could not go on after these tokens: its grammar allows none, or the model's logits are
+        NaN or infinite. None where all went well.
     prompt_index: which of a call's prompts it completes; index: which of that prompt's `SamplingParams.n`.
     """
 
@@ -54,7 +55,7 @@ class Completion:
             self.logprobs = self.logprobs or []
             self.logprobs += report.logprobs
         self.num_steps += is_step
-        self.num_prefills += not is_step
+        self.num_prefills += 0 if is_step else len(report.tokens)
         self.error = report.error
         if self.error is not None:
             self.finish_reason = "error"

@@ -27,6 +27,7 @@ from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Chunk, Grant, Plan, Request, Row, Scheduler
 from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.stop_strings import StopStrings
+from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
@@ -46,42 +47,8 @@ DEFAULT_MAX_TOKENS = 128
 class Engine:
     """Serves one model to requests that arrive at any time, up to `max_rows` of them at once.
 
-    Args:
-        model: its caches are allocated here; they serve one engine at a time, the newest.
-        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
-        drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
-            request's own text. None for the MTP layer where there is one, else the look-up.
-        adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
-            acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right. Tokens do
-            not depend on it. Each number of drafts is a step of its own, compiled and captured when it is first tried,
-            or by `warm_up`.
-        max_rows: requests that run at once; others wait.
-        max_model_len: tokens of a request at most, prompt included.
-        page_size: tokens per cache page.
-        num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
-            `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said
-            becoming part of their prompt; at least as many as one request needs.
-        max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
-            512 more than `max_rows` decode rows take.
-        prefix_caching: whether prompts reuse cached pages of others that begin alike.
-        tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
-        compile: False runs everything eagerly.
-        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
-            them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is met.
-            That takes as long as compiling the step, and eager steps cost the host several times what they cost the
-            device, so it pays in what serves for long.
-        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for one
-            with prompts.
-        shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
-        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
-            `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or run.
-        capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none; further
-            numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few numbers of
-            either, and graphs share memory.
-
-    Raises:
-        MLAError: a bad argument, named.
+    It belongs to one thread at a time: what another one calls while a call runs raises an `MLAError` and changes
+    nothing, `has_work` and `stats` excepted. Between calls it may be handed over.
     """
 
     def __init__(
@@ -105,6 +72,47 @@ class Engine:
         decode_backend: str | None = None,
         capture_budget: int | None = None,
     ) -> None:
+        """An engine of its own caches.
+
+        Args:
+            model: its caches are allocated here; they serve one engine at a time, the newest.
+            num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
+            drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
+                request's own text. None for the MTP layer where there is one, else the look-up.
+            adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
+                acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right.
+                Tokens do not depend on it. Each number of drafts is a step of its own, compiled and captured when it is
+                first tried, or by `warm_up`.
+            max_rows: requests that run at once; others wait.
+            max_model_len: tokens of a request at most, prompt included.
+            page_size: tokens per cache page.
+            num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
+                `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said
+                becoming part of their prompt; at least as many as one request needs.
+            max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at
+                least 512 more than `max_rows` decode rows take.
+            prefix_caching: whether prompts reuse cached pages of others that begin alike.
+            tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
+            compile: False runs everything eagerly.
+            compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
+                them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is
+                met. That takes as long as compiling the step, and eager steps cost the host several times what they
+                cost the device, so it pays in what serves for long.
+            mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for
+                one with prompts.
+            shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
+            decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device
+                or `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or
+                run.
+            capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
+                recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none;
+                further numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few
+                numbers of either, and graphs share memory.
+
+        Raises:
+            MLAError: a bad argument, named.
+        """
+        _check_model(model)
         _check_integers(
             max_rows=max_rows,
             max_model_len=max_model_len,
@@ -125,6 +133,8 @@ class Engine:
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         check_name("decode_backend", decode_backend)
         select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.k = num_speculative_tokens
         self.drafter = _checked_drafter(drafter, self.k, model)
@@ -168,6 +178,7 @@ class Engine:
         self._generations: dict[Request, Generation] = {}
         self._reports = ReportReader(self.device)
         self._launched: deque[tuple[list[Row], Drafting]] = deque()  # of the reports that are awaited
+        self._turn = Turn()
         self._begin_anew()
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(self.num_pages, page_size)
@@ -206,9 +217,15 @@ class Engine:
         grammar: Grammar | None = None,
         priority: int = 0,
     ) -> Generation:
-        """Take on a request, which runs with the next steps; see `stream` for the arguments.
+        """Take on a request, which runs with the next steps.
 
-        priority: lower ones are served first, and equal ones in the order of their arrival.
+        Args:
+            prompt: token ids, at least one.
+            sampling: of one completion (`n` is 1); greedy by default.
+            max_new_tokens: at most so many, >= 1, where `SamplingParams.max_tokens` says nothing.
+            stop_ids: the model's end-of-sequence ids; see `stream`.
+            grammar: what it may say; None for anything. See `stream`.
+            priority: an integer; lower ones are served first, and equal ones in the order of their arrival.
 
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
@@ -231,11 +248,26 @@ class Engine:
         return generation
 
     def abort(self, generation: Generation) -> None:
-        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is."""
-        if generation.has_ended:
-            return
-        generation.end("abort")
-        self._let_go(generation)
+        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
+
+        generation: what `add` returned.
+
+        Raises:
+            MLAError: anything else.
+        """
+        self._check_mine(generation)
+        with self._turn:
+            if not generation.has_ended:
+                generation.end("abort")
+                self._let_go(generation)
+
+    def _check_mine(self, generation: object) -> None:
+        if not isinstance(generation, Generation) or generation.engine is not self:
+            raise MLAError("generation", "what this engine's `add` returned", repr(generation))
+
+    def leave(self, generation: Generation) -> None:
+        """Abort a request that nobody reads any more; while a call of the engine runs, when that one ends."""
+        self._turn.when_free(lambda: self.abort(generation))
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -248,6 +280,10 @@ class Engine:
             MLAError: another engine has taken over the model's caches.
             Exception: what the model raised; all requests have ended with finish_reason "error" then.
         """
+        with self._turn:
+            self._step()
+
+    def _step(self) -> None:
         self._check_caches()
         start = time.perf_counter()
         preempted = self._scheduler.num_preemptions
@@ -292,11 +328,21 @@ class Engine:
         grammars: Grammar | Sequence[Grammar | None] | None = None,
         show_progress: bool = False,
     ) -> list[Completion]:
-        """Complete every prompt; see `stream`. show_progress: with a bar on stderr."""
+        """Complete every prompt; what `stream` yields in the end.
+
+        Args:
+            prompts, sampling, max_new_tokens, stop_ids, grammars: see `stream`.
+            show_progress: with a bar on stderr.
+
+        Raises:
+            MLAError: as `stream` does.
+        """
+        _check_booleans(show_progress=show_progress)
         stream = self.stream(
             prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
         )
-        last = deque(with_progress_bar(stream) if show_progress else stream, maxlen=1)
+        with self._turn:
+            last = deque(with_progress_bar(stream) if show_progress else stream, maxlen=1)
         return last[0] if last else []
 
     def stream(
@@ -334,19 +380,17 @@ class Engine:
                 the model's caches.
         """
         self._check_chosen_in_step(choose=choose, grammars=grammars)
+        if choose is not None and not callable(choose):
+            raise MLAError("choose", "a TokenChooser or None", repr(choose))
         if choose is not None and grammars is not None:
             raise MLAError("choose", "None where there are grammars", type(choose).__name__)
-        if not isinstance(prompts, Sequence):
-            raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
+        _check_prompts(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if grammars is None or isinstance(grammars, Grammar):
             grammars = [grammars] * len(prompts)
-        for name, given in {"sampling": sampling, "grammars": grammars}.items():
-            if not isinstance(given, Sequence):
-                raise MLAError(name, "one for all prompts, or a list", repr(given))
-            if len(given) != len(prompts):
-                raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+        _check_one_each("sampling", sampling, prompts)
+        _check_one_each("grammars", grammars, prompts)
         generations = [
             self._generation(
                 prompt,
@@ -388,7 +432,7 @@ class Engine:
                     self.step()
         finally:
             for generation in generations:
-                self.abort(generation)
+                self.leave(generation)
 
     # --- before and beside requests
 
@@ -406,20 +450,26 @@ class Engine:
         Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
         and write none.
 
+        Args:
+            sampling: of the kind; greedy by default.
+            stop_ids: as many as requests will have.
+
         Raises:
-            MLAError: requests are under way.
+            MLAError: a bad argument, named; requests are under way.
         """
-        self._check_idle("warm_up")
         params = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
         _check_stop_ids(stop_ids)
-        if self.model.is_recurrent:  # its states get their sizes from a prompt
-            self.generate([[0]], max_new_tokens=1)
-        self._launcher.warm_up(Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids}))
-        return self.capture_report()
+        with self._turn:
+            self._check_idle("warm_up")
+            if self.model.is_recurrent:  # its states get their sizes from a prompt
+                self.generate([[0]], max_new_tokens=1)
+            self._launcher.warm_up(Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids}))
+            return self.capture_report()
 
     def capture_report(self) -> CaptureReport:
         """Which numbers of rows were compiled and captured by now, in what time and memory, and why others were not."""
-        return self._launcher.capture_report()
+        with self._turn:
+            return self._launcher.capture_report()
 
     def reset_prefix_cache(self) -> None:
         """Forget what the caches hold: after the model's weights have changed, say.
@@ -427,8 +477,9 @@ class Engine:
         Raises:
             MLAError: requests are under way.
         """
-        self._check_idle("reset_prefix_cache")
-        self._begin_anew()
+        with self._turn:
+            self._check_idle("reset_prefix_cache")
+            self._begin_anew()
 
     def start(
         self,
@@ -439,19 +490,38 @@ class Engine:
     ) -> tuple[Step, DecodeState]:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
+        Args:
+            prompts: token ids of each, at least one each.
+            max_new_tokens: of a prompt at most, >= 1, where its `SamplingParams.max_tokens` says nothing.
+            sampling: for each prompt.
+            stop_ids: the model's end-of-sequence ids.
+
         Returns the step and the state to call it with, for loops that are not the engine's. They are good until the
         engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
 
         Raises:
             MLAError: a bad argument, named; requests are under way.
         """
+        with self._turn:
+            return self._start(prompts, max_new_tokens, sampling, stop_ids)
+
+    def _start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sequence[SamplingParams],
+        stop_ids: Sequence[int],
+    ) -> tuple[Step, DecodeState]:
         self._check_idle("start")
+        _check_prompts(prompts)
+        _check_one_each("sampling", sampling, prompts)
         if not 1 <= len(prompts) <= self.max_rows:
             raise MLAError("prompts", f"1 to max_rows = {self.max_rows} of them", len(prompts))
         if len(prompts) * self.pages_per_row >= self.num_pages:
             raise MLAError("num_pages", f"more than {len(prompts) * self.pages_per_row}", self.num_pages)
         plan, generations, grants = Plan(), {}, self.pages_per_row // self._pages_per_grant
         for slot, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            params = _checked_sampling(f"sampling[{slot}]", params)
             generation = self._generation(prompt, params, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
             request = Request(generation.prompt, generation.max_len, (0, slot))
             generations[request] = generation
@@ -485,8 +555,8 @@ class Engine:
         _check_stop_ids(stop_ids)
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
-        if params.stop_strings and self.tokenizer is None:
-            raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings)
+        if params.stop_strings and not hasattr(self.tokenizer, "backend_tokenizer"):
+            raise MLAError("stop", "none in an engine without a fast tokenizer", params.stop_strings)
         ends = {*(() if params.ignore_eos else stop_ids), *params.stop_token_ids}
         completion = Completion(prompt_index=place[0], index=place[1])
         row = None
@@ -529,10 +599,11 @@ class Engine:
                 raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
 
     def _take_on(self, generation: Generation) -> None:
-        generation.request = self._scheduler.add(
-            generation.prompt, max_len=generation.max_len, priority=generation.priority
-        )
-        self._generations[generation.request] = generation
+        with self._turn:
+            generation.request = self._scheduler.add(
+                generation.prompt, max_len=generation.max_len, priority=generation.priority
+            )
+            self._generations[generation.request] = generation
 
     def _let_go(self, generation: Generation) -> None:
         """Of a request that has ended: its pages are free, and what is still launched for it is dropped."""
@@ -586,7 +657,7 @@ class Engine:
         accepted = [
             len(report.tokens) - 1
             for row, report in zip(sampled, reports, strict=True)
-            if report.active and not isinstance(row, Chunk)
+            if report.active and report.tokens and not isinstance(row, Chunk)
         ]
         seconds = None if self._num_untimed else now - self._last_report
         self._num_untimed = max(0, self._num_untimed - 1)
@@ -614,6 +685,13 @@ def _check_integers(**values: int | None) -> None:
             raise MLAError(name, "an integer >= 1", repr(value))
 
 
+def _check_model(model: object) -> None:
+    needed = ("logits", "allocate_cache", "caches", "vocab_size", "device", "has_mtp", "is_recurrent")
+    if not callable(model) or not all(hasattr(model, name) for name in needed):
+        mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
+        raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)
+
+
 def _check_booleans(**values: object) -> None:
     for name, value in values.items():
         if type(value) is not bool:
@@ -633,8 +711,20 @@ def _checked_drafter(name: DrafterName | None, k: int, model: ServedModel) -> Dr
     return name or ("mtp" if model.has_mtp else "ngram")
 
 
+def _check_one_each(name: str, given: object, prompts: Sequence[object]) -> None:
+    if not isinstance(given, Sequence):
+        raise MLAError(name, "one for all prompts, or a list", repr(given))
+    if len(given) != len(prompts):
+        raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+
+
+def _check_prompts(prompts: object) -> None:
+    if not isinstance(prompts, Sequence):
+        raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
+
+
 def _check_stop_ids(stop_ids: object) -> None:
-    if not isinstance(stop_ids, Collection):
+    if not isinstance(stop_ids, Collection) or isinstance(stop_ids, torch.Tensor):
         raise MLAError("stop_ids", "a list of token ids", type(stop_ids).__name__)
     for token in stop_ids:
         if type(token) is not int or not -(2**63) <= token < 2**63:

@@ -30,7 +30,8 @@ class TokenChooser(Protocol):
             completions: what each row has emitted. `Completion.prompt_index` tells which of the prompts it is.
 
         Returns:
-            int64 `[rows, n]`. Drafts are accepted as long as they agree with it.
+            int64 `[rows, n]`. Drafts are accepted as long as they agree with it. Where logits are NaN or infinite it
+            does not matter: the row ends with finish_reason "error" if it comes there.
         """
 
 
@@ -121,4 +122,4 @@ class Generation:
                         return
                     await self.engine.turn()
         finally:
-            self.abort()
+            self.engine.leave(self)

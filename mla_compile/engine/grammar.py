@@ -78,7 +78,7 @@ class Grammar:
         _require_llguidance()
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_regex(regex), tokenizer, "regex")
+        return cls(LLMatcher.grammar_from_regex(_checked_text("regex", regex)), tokenizer, "regex")
 
     @classmethod
     def from_ebnf(cls, rules: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
@@ -86,7 +86,7 @@ class Grammar:
         _require_llguidance()
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_lark(rules), tokenizer, "ebnf")
+        return cls(LLMatcher.grammar_from_lark(_checked_text("ebnf", rules)), tokenizer, "ebnf")
 
     def matcher(self, token_ids: Sequence[int] = ()) -> "LLMatcher":
         """A matcher of a row's own that has read these tokens."""
@@ -202,7 +202,7 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
     """
     from llguidance.numpy import fill_next_token_bitmask_par
 
-    masks = torch.full((len(rows), n, words), -1, dtype=torch.int32)
+    masks = torch.full((len(rows), n, words), -1, dtype=torch.int32, device="cpu")
     for row in rows:
         row.read()
     ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
@@ -210,7 +210,7 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
         # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
         for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
             mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
-            filled = torch.zeros(len(mine), width, dtype=torch.int32)
+            filled = torch.zeros(len(mine), width, dtype=torch.int32, device="cpu")
             asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
             fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
             masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))
@@ -259,6 +259,12 @@ def _known_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "LLTokenizer":
         except Exception as error:  # whatever the Rust side says
             raise MLAError("tokenizer", "a fast tokenizer that llguidance can read", error) from error
     return _tokenizers[tokenizer]
+
+
+def _checked_text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise MLAError(name, "a str", repr(given))
+    return given
 
 
 def _require_llguidance() -> None:

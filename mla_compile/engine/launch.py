@@ -26,6 +26,7 @@ from mla_compile.speculate import (
     Step,
     shadow_check,
 )
+from mla_compile.speculate.choice import NO_TOKEN
 from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import mark_varying, with_own_code
 
@@ -270,7 +271,9 @@ class Launcher:
                 if rows:
                     index = torch.tensor(sorted(rows), device=self._device)
                     drafts, completions = guesses[index, : n - 1], [asked[row] for row in sorted(rows)]
-                    targets[index, :n] = choose(logits[index, :n], drafts, completions)
+                    chosen = choose(logits[index, :n], drafts, completions)
+                    has_token = targets[index, :n] != NO_TOKEN
+                    targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)
         return targets
 
 

@@ -71,7 +71,7 @@ class ReportReader:
         if not state.report.is_cuda:
             self._pending.append(([tensor.clone() for tensor in reported], None, rows, num_logprobs))
             return
-        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in reported]
+        hosts = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in reported]
         for host, tensor in zip(hosts, reported, strict=True):
             host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
@@ -94,7 +94,10 @@ class ReportReader:
                 places = [
                     _by_id(token, values[j], ids[j], num_logprobs[row]) for j, token in enumerate(tokens)
                 ]
-            reports.append(RowReport(tokens, bool(line[ACTIVE]), line[NUM_VERIFIED], places))
+            error = None
+            if line[ACTIVE] < 0:
+                error = f"the model's logits for position {-line[ACTIVE]} are NaN or infinite"
+            reports.append(RowReport(tokens, line[ACTIVE] > 0, line[NUM_VERIFIED], places, error))
         return reports
 
 

@@ -176,7 +176,7 @@ def stop_id_places(stop_ids: Collection[int]) -> int:
 
 def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Columns of numbers on the device, by one copy that nobody waits for."""
-    flat = copied_to(device, torch.tensor(list(chain(*columns)), dtype=dtype))
+    flat = copied_to(device, torch.tensor(list(chain(*columns)), dtype=dtype, device="cpu"))
     return list(flat.split([len(column) for column in columns]))
 
 

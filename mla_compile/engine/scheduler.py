@@ -42,7 +42,7 @@ class Request:
         exactly so many.
     is_decoding: it has sampled since its cache was last built, or will have once all launched steps have run.
     num_steps: launched ones that it is in and that were not reported yet.
-    num_samples: of these, the ones that give it at least one token, if it has not ended.
+    num_samples: of these, the ones that give it at least one token, if it has not ended and its logits are finite.
     """
 
     tokens: list[int]
@@ -249,8 +249,6 @@ class Scheduler:
         plan = self._launched.popleft()
         for row in (*plan.decodes, *plan.chunks):
             row.request.num_steps -= 1
-        for chunk in plan.chunks:
-            self._commit(chunk.request, chunk.end)
         grown = []
         q_len, page_size = self.q_len, self._pool.page_size
         for row, report in zip(sampled, reports, strict=True):
@@ -258,6 +256,9 @@ class Scheduler:
             request.num_samples -= 1
             if request.has_ended:
                 continue
+            # Not before a token was chosen behind them: finite logits vouch for all latents that they were made of.
+            if isinstance(row, Chunk) and report.error is None:
+                self._commit(request, row.end)
             request.tokens += tokens
             grown.append((request, tokens))
             if not isinstance(row, Chunk):

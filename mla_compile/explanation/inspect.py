@@ -34,18 +34,18 @@ def inspect_forward(
     pages = -(-max(NUM_CACHED + q_len, prefill_tokens) // PAGE_SIZE)
     chunks = int(prefill_tokens > 0)
     _allocate(model, (rows + chunks) * pages)
-    table = 1 + torch.arange((rows + chunks) * pages, dtype=torch.int32).view(-1, pages)
+    table = 1 + torch.arange((rows + chunks) * pages, dtype=torch.int32, device=model.device).view(-1, pages)
     decode = prefill = None
     positions = []
     if rows:
-        cached = torch.full((rows,), NUM_CACHED, dtype=torch.int32)
+        cached = torch.full((rows,), NUM_CACHED, dtype=torch.int32, device=model.device)
         decode, where = decode_segment(cached, table[:rows].clone(), q_len=q_len, page_size=PAGE_SIZE)
         positions.append(where)
     if chunks:
         prefill, where = prefill_segment([prefill_tokens], [0], table[rows:].clone(), page_size=PAGE_SIZE)
         positions.append(where)
     tokens = torch.cat(positions)
-    needed = torch.arange(len(tokens))
+    needed = torch.arange(len(tokens), device=model.device)
     needed = torch.cat([needed[: rows * q_len], needed[-1:]]) if chunks else needed
     batch = MLABatch(decode, prefill)
     return explain(_NeededLogits(model), torch.zeros_like(tokens), tokens, batch, needed)

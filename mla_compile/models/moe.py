@@ -49,7 +49,7 @@ class Router(nn.Module):
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         routing = self.routing
-        groups = choice.unflatten(-1, (routing.num_groups, -1))
+        groups = torch.unflatten(choice, -1, (routing.num_groups, -1))  # as `rotate` does
         best = 2 if routing.scoring == "sigmoid" else 1
         group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
         group_ids = group_scores.topk(routing.topk_groups, dim=-1, sorted=False).indices

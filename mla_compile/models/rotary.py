@@ -110,7 +110,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool) -> Tensor:
     which leaves their products as they are. Computed in float32 at least, returned in the dtype of `x`.
     """
     if interleave:
-        pairs = x.unflatten(-1, (-1, 2))
+        pairs = torch.unflatten(x, -1, (-1, 2))  # under a default device Dynamo cannot trace the method
         a, b = pairs[..., 0], pairs[..., 1]
     else:
         a, b = x.chunk(2, dim=-1)

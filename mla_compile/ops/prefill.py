@@ -122,7 +122,8 @@ def prefill_torch(
 
     def new_tokens() -> Iterator[_KeyBlock]:
         key = padded(torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], dim=-1))
-        value = padded(v)
+        # Zeros past a row's end, where its neighbour's values stand, not only masked scores: 0 x NaN is NaN.
+        value = padded(v).masked_fill_((offset >= q_lens[:, None])[:, None, :, None], 0)
         for start in range(0, max_q, KEY_BLOCK):
             index = offset[start : start + KEY_BLOCK]
             visible = (index <= offset[:, None]) & (index < q_lens[:, None, None])

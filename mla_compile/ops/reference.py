@@ -46,7 +46,7 @@ def mla_attention_reference(
 
     outputs = []
     for token, (table, keys) in enumerate(_tokens(batch)):
-        index = torch.arange(keys)
+        index = torch.arange(keys, device=table.device)
         slots = table[index // kv_cache.shape[1]].long() * kv_cache.shape[1] + index % kv_cache.shape[1]
         outputs.append(attend_one(q_nope[token], q_pe[token], flat[slots], w_uk, w_uv, softmax_scale)[0])
     return torch.stack(outputs)

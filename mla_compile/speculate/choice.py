@@ -6,6 +6,9 @@ from torch import Tensor
 from mla_compile.speculate.sampling import penalise_after, sample
 from mla_compile.speculate.state import DecodeState
 
+NO_TOKEN = -1
+"""In place of a token, where none can be chosen."""
+
 
 def choose_tokens(
     state: DecodeState,
@@ -37,3 +40,12 @@ def choose_tokens(
     if not sampled:
         return logits.argmax(dim=-1)
     return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)
+
+
+def can_choose(logits: Tensor) -> Tensor:
+    """Where logits `[..., vocab_size]` say which token is likely, bool `[...]`: where the largest is a finite number.
+
+    A maximum is NaN if anything is, +inf if anything else is, and -inf if nothing is allowed; -inf beside numbers is a
+    mask. Compiled, this is one more value of the loop that finds the likeliest token.
+    """
+    return logits.amax(dim=-1).isfinite()

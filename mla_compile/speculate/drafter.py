@@ -114,7 +114,7 @@ class MtpDrafter(nn.Module):
         drafts: list[Tensor] = []
         for j in range(self.k):
             if j > 0:
-                wanted = active if state.num_drafts is None else active & (j < state.num_drafts)
+                wanted = active & (j < state.num_drafts)
                 hidden = self._draft_after(state, drafts[-1], hidden, num_cached + (j - 1), wanted)
             position = (num_cached + (1 + j)).long()[:, None]
             before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]

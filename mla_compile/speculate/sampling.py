@@ -8,8 +8,9 @@ Plain decoding, verification and drafting ask for the noise of the same position
 that agrees with the target's logits then agrees with its sample too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -63,23 +64,23 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
             raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")
-        if not 0 < self.top_p <= 1:
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise MLAError("top_p", "a number in (0, 1]", self.top_p, "1 keeps every token")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise MLAError("seed", "an integer in [0, 2**63)", self.seed)
-        if not 0 <= self.min_p <= 1:
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise MLAError("min_p", "a number in [0, 1]", self.min_p, "0 keeps every token")
         # vLLM takes any number above 0; beyond these, float32 logits overflow.
-        if not 1e-30 <= self.repetition_penalty <= 1e30:
+        if not _is_number(self.repetition_penalty) or not 1e-30 <= self.repetition_penalty <= 1e30:
             expected = "a number > 0, in [1e-30, 1e30]"
             raise MLAError("repetition_penalty", expected, self.repetition_penalty, "1 is no penalty")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not -2 <= value <= 2:
+            if not _is_number(value) or not -2 <= value <= 2:
                 raise MLAError(name, "a number in [-2, 2]", value, "0 is no penalty")
         if self.logprobs is not None and (
             not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS
@@ -91,11 +92,13 @@ class SamplingParams:
     def _check_end(self) -> None:
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise MLAError("max_tokens", "None or an integer >= 1", self.max_tokens)
-        stops = self.stop_strings
-        if not all(isinstance(stop, str) for stop in stops) or "" in stops:
-            raise MLAError("stop", "strings that are not empty", stops)
-        if not all(_is_int(token) for token in self.stop_token_ids):
-            raise MLAError("stop_token_ids", "integers", self.stop_token_ids)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not _is_list_of(stops, lambda stop: isinstance(stop, str) and stop != ""):
+            raise MLAError("stop", "strings that are not empty", repr(self.stop))
+        if not _is_list_of(self.stop_token_ids, _is_int):
+            raise MLAError("stop_token_ids", "integers", repr(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise MLAError("ignore_eos", "True or False", repr(self.ignore_eos))
         if not _is_int(self.n) or not 1 <= self.n <= 2**63 - self.seed:
             raise MLAError("n", "an integer >= 1 that leaves each completion a seed below 2**63", self.n)
 
@@ -116,6 +119,14 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(values: object, check: Callable[[object], bool]) -> bool:
+    return isinstance(values, Collection) and not isinstance(values, Tensor) and all(map(check, values))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 _MASK = 0xFFFFFFFF

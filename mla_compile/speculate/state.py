@@ -22,8 +22,7 @@ class DecodeState:
     num_cached: tokens whose latents are in the trunk's cache, int32 `[rows]`. The last token is not among them.
     last_token: the newest token, at position `num_cached`, int64 `[rows]`.
     drafts: proposed tokens for the k positions after it, int64 `[rows, k]`.
-    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`; acceptance: the share of them that is
-        accepted of late, float32 `[rows]` (`row_drafts.py`). None where all steps and rows make k.
+    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`.
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
     stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
@@ -31,13 +30,16 @@ class DecodeState:
     repetition_penalty, presence_penalty, frequency_penalty: float32 `[rows]`.
     block_table: int32 `[rows, max_pages]`; every row owns pages for `max_len` tokens.
     report: what the last step did, for the host, int64 `[rows, 3 + k + 1]`: the number of tokens emitted, whether
-        the row is still active, the number of drafts that it had, the tokens.
+        the row is still active, the number of drafts that it had, the tokens. In place of 0 for a row that has ended
+        stands minus the position of its next token, where that one's logits are NaN or infinite.
     in_prompt: which ids the prompt has, bool `[rows, vocab]`; num_emitted: how often the text after it has each id,
         the last token included, int32 `[rows, vocab]`. None in a state without penalties.
     logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.
         None in a state that tells none.
     history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
         `max_len` tokens; what stands behind the text means nothing. None where no n-gram drafter reads it.
+    acceptance: the share of a row's drafts that is accepted of late, float32 `[rows]` (`row_drafts.py`). None where
+        rows do not make fewer by themselves.
 
     What is None is compiled into a step.
     """
@@ -45,6 +47,7 @@ class DecodeState:
     num_cached: Tensor
     last_token: Tensor
     drafts: Tensor
+    num_drafts: Tensor
     active: Tensor
     max_len: Tensor
     stop_ids: Tensor
@@ -63,7 +66,6 @@ class DecodeState:
     logprobs: Tensor | None = None
     logprob_ids: Tensor | None = None
     history: Tensor | None = None
-    num_drafts: Tensor | None = None
     acceptance: Tensor | None = None
 
     @classmethod
@@ -109,12 +111,12 @@ class DecodeState:
             if history_len is not None:
                 optional["history"] = zeros(rows, history_len, dtype=torch.int32)
             if varying_drafts:
-                optional["num_drafts"] = zeros(rows, dtype=torch.int32)
                 optional["acceptance"] = zeros(rows, dtype=torch.float32) + row_drafts.START
             state = cls(
                 num_cached=zeros(rows, dtype=torch.int32),
                 last_token=zeros(rows),
                 drafts=zeros(rows, k),
+                num_drafts=zeros(rows, dtype=torch.int32) + k,
                 active=zeros(rows, dtype=torch.bool),
                 max_len=zeros(rows, dtype=torch.int32),
                 stop_ids=zeros(rows, max(1, num_stop_ids)) - 1,

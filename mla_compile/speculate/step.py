@@ -24,6 +24,10 @@ on a decode row with p - 1 cached tokens, of whose k + 1 positions only the firs
     target read         the prompt's last token, in the chunk; its hidden state takes the place of the row's first
     target samples      s_0, which takes position p
     MTP reads           s_0,h    -> first draft; then k - 1 more, in one chain with all rows
+
+Where logits are NaN or infinite there is no s_j. A draft may be to blame: attention gives its latents no weight at the
+positions before it, but 0 x NaN is NaN. So what was emitted before stands, and the row's next step has no drafts. Where
+a step without any finds no s_0, neither would plain decoding: the row ends.
 """
 
 from collections.abc import Callable
@@ -34,7 +38,7 @@ from torch import Tensor, nn
 
 from mla_compile.errors import MLAError
 from mla_compile.speculate import row_drafts
-from mla_compile.speculate.choice import choose_tokens
+from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.drafter import (
     Drafter,
@@ -68,7 +72,7 @@ class SpeculativeDecoder(nn.Module):
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States may have room for more, for
-            steps that take turns, and then have `num_drafts`.
+            steps that take turns.
         drafter: "mtp" for a model with an MTP layer, "ngram" for any; states need a `history` for it.
         keep_drafter: whether others of these steps draft, so that one of k = 0 keeps up what its drafter reads.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
@@ -181,6 +185,8 @@ class SpeculativeDecoder(nn.Module):
     def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
 
+        -1 where the logits, before penalties and masks, are NaN or infinite.
+
         allowed: what may be chosen at each position, bool `[rows, k + 1, vocab_size]`; None for every id.
         """
         with torch.no_grad():
@@ -189,14 +195,14 @@ class SpeculativeDecoder(nn.Module):
                 state, logits, position, state.drafts[:, : self.k], sampled=self.sampled, allowed=allowed
             )
             self._tell_logprobs(state, logits, targets)
-            return targets
+            return torch.where(can_choose(logits), targets, NO_TOKEN)
 
     def advance(
         self, state: DecodeState, targets: Tensor, hidden: Tensor, chunks: PromptChunks | None = None
     ) -> None:
         """The second half: accept, draft, move on.
 
-        targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`.
+        targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`; -1 where there is none.
         hidden: from `verify`. chunks: those of `verify`.
         """
         with torch.no_grad():
@@ -207,13 +213,21 @@ class SpeculativeDecoder(nn.Module):
                 chunks.check_sizes(rows)
             q_lens = self._query_lens(state, state.active, chunks)
             num_verified = (q_lens - 1).clamp(min=0)
-            count, active = self._accept(state, targets, q_lens)
+            # Behind the first position without a token nothing counts.
+            num_chosen = (targets != NO_TOKEN).to(torch.int32).cumprod(dim=1).sum(dim=1)
+            targets = targets.clamp(min=0)
+            count, active = self._accept(state, targets, torch.minimum(q_lens, num_chosen))
+            lacks_token = num_chosen < q_lens
+            has_failed = lacks_token & (num_verified == 0)
+            active = active & ~has_failed
             accepted = (count - 1).clamp(min=0)
             num_cached = state.num_cached + count
             self._count_emitted(state, targets, count)
-            if state.num_drafts is not None and state.acceptance is not None:
+            num_drafts = torch.full_like(state.num_drafts, self.k)
+            if state.acceptance is not None:
                 state.acceptance.copy_(row_drafts.learn(state.acceptance, num_verified, accepted))
-                state.num_drafts.copy_(row_drafts.worthwhile(state.acceptance, self.k))
+                num_drafts = row_drafts.worthwhile(state.acceptance, self.k)
+            state.num_drafts.copy_(torch.where(lacks_token, 0, num_drafts))
             if self.drafter is not None:
                 q_lens = torch.where(active, q_lens, 0)
                 verified = Verified(targets, accepted, count, hidden, num_cached, active, q_lens)
@@ -222,16 +236,16 @@ class SpeculativeDecoder(nn.Module):
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
-            report = torch.cat([torch.stack([count, active, num_verified], dim=1), targets], dim=1)
+            # Of a row that has failed `num_cached` is what it was.
+            status = torch.where(has_failed, -1 - num_cached, active)
+            report = torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1)
             state.report[:, : report.shape[1]].copy_(report)
 
     def _query_lens(self, state: DecodeState, active: Tensor, chunks: PromptChunks | None = None) -> Tensor:
         """How many of a row's k + 1 positions count, int32 `[rows]`: of a row that begins with `chunks`, one."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
-        q_lens = torch.where(active, room.clamp(0, self.k + 1), 0)
-        if state.num_drafts is not None:
-            q_lens = torch.minimum(q_lens, state.num_drafts + 1)
+        q_lens = torch.where(active, torch.minimum(room.clamp(0, self.k + 1), state.num_drafts + 1), 0)
         if chunks is None:
             return q_lens
         return torch.where(chunks.begins, q_lens.clamp(max=1), q_lens)
@@ -253,11 +267,14 @@ class SpeculativeDecoder(nn.Module):
             state.logprob_ids[:, :n].copy_(ids)
 
     def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """How many of `targets` each row emits, int32 `[rows]`, and which rows go on."""
+        """How many of `targets` each row emits, int32 `[rows]`, and which rows go on.
+
+        q_lens: of how many positions a row has targets.
+        """
         index = torch.arange(self.k + 1, device=targets.device)
         # A draft counts only where its own position was run and a token can be sampled after it.
         agrees = (state.drafts[:, : self.k] == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
-        count = 1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1)
+        count = torch.minimum(1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1), q_lens)
         stops = (targets[..., None] == state.stop_ids[:, None]).any(dim=-1) & (index < count[:, None])
         first_stop = torch.where(stops, index, self.k + 1).amin(dim=1)
         count = torch.where(state.active, torch.minimum(count, first_stop + 1), 0).to(torch.int32)

@@ -117,6 +117,27 @@ def test_scores_of_rows_that_have_ended_are_zeros(model: Any, on: Any) -> None:
     assert all((logits[1] == 0).all() == (i > ends[1]) for i, logits in enumerate(out.logits))
 
 
+@pytest.mark.parametrize("place", [(0, 3), (1, 0), (2, 6), (3, 9)])
+def test_scores_and_logits_of_rows_that_go_on_are_those_of_stock(
+    model: Any, on: Any, place: tuple[int, int]
+) -> None:
+    """Also where others have ended, and of the token that ends a row."""
+    row, j = place
+    eos = int(generate(model)[row, IDS.shape[1] + j])
+    kwargs = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    stock = generate(model, eos_token_id=eos, **kwargs)
+    on()
+    ours = generate(model, eos_token_id=eos, **kwargs)
+    assert torch.equal(ours.sequences, stock.sequences)
+    said = ours.sequences[:, IDS.shape[1] :] == eos
+    live = said.int().cumsum(dim=1) - said.int() == 0
+    assert not live.all()
+    for name in ("scores", "logits"):
+        for i, (mine, theirs) in enumerate(zip(ours[name], stock[name], strict=True)):
+            torch.testing.assert_close(mine[live[:, i]], theirs[live[:, i]], atol=1e-4, rtol=1e-4)
+            assert not mine[~live[:, i]].any()
+
+
 class Collect(BaseStreamer):
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -523,7 +544,7 @@ def test_models_that_would_run_wrongly_are_refused() -> None:
         accelerate(biased)
     unknown = stock_model("deepseek_v3")
     with pytest.raises(MLAError, match=r"loaded from a checkpoint.*or drafter='ngram'"):
-        accelerate(unknown, num_speculative_tokens=1)
+        accelerate(unknown, num_speculative_tokens=1, drafter="mtp")
     with pytest.raises(MLAError, match="num_speculative_tokens: expected 0 for a model with recurrent"):
         accelerate(stock_model("kimi_linear"), num_speculative_tokens=1)
 
@@ -541,11 +562,25 @@ def test_an_engine_of_a_recurrent_model_warms_up_before_its_first_prompt() -> No
 
 
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-def test_a_checkpoint_without_the_mtp_layers_weights_is_named(family: str, tmp_path: Path) -> None:
-    stock_model(family).save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with pytest.raises(MLAError, match="drafter: expected 'ngram' for a checkpoint without"):
-        accelerate(model, num_speculative_tokens=1)
+@pytest.mark.parametrize("where", ["nowhere", "not in the checkpoint", "the checkpoint is gone"])
+def test_an_mtp_layer_that_is_nowhere_is_looked_up_for_or_named(
+    family: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stock_model(family)
+    if where != "nowhere":
+        model.save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    if where == "the checkpoint is gone":
+        model.config.name_or_path = str(tmp_path / "gone")
+    expected = greedy(model, prompts(), STEPS)
+    with pytest.raises(MLAError, match=r"(drafter|mtp): expected .*(without|gone|loaded from)"):
+        accelerate(model, num_speculative_tokens=2, drafter="mtp")
+    assert not caplog.records
+    accelerate(model, num_speculative_tokens=2, compile=False)
+    (record,) = caplog.records
+    assert "no MTP layer drafts, a look-up does: " in record.getMessage()
+    assert model.mla._engine.drafter == "ngram"
+    assert greedy(model, prompts(), STEPS) == expected
 
 
 def test_a_text_past_the_border_of_longrope_has_the_long_frequencies() -> None:

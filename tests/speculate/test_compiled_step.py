@@ -24,6 +24,17 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
         prompts = [list(range(1, 2 + row)) for row in range(rows)]
         compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
         assert [c.token_ids for c in compiled] == [c.token_ids for c in expected], f"{rows} rows"
+    poison = expected[0].token_ids[6]
+    for e in (engine, plain):
+        e.reset_prefix_cache()
+        e.model.embed_tokens.weight[poison] = torch.nan
+    poisoned, healthy = engine.generate(prompts, max_new_tokens=24), expected
+    for completion, whole in zip(poisoned, healthy):
+        fails = poison in whole.token_ids[:-1]
+        end = whole.token_ids.index(poison) + 1 if fails else 24
+        assert completion.token_ids == whole.token_ids[:end], "also where a neighbour's logits are NaN"
+        assert (completion.error is not None) == fails
+    assert any(c.error for c in poisoned)
     assert compile_counters()["graphs"] == 1
     report = engine.capture_report()
     assert report.why_not == "the device is cpu"

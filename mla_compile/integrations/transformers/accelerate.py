@@ -1,5 +1,6 @@
 """`accelerate`: a transformers model whose `generate` runs on our engine."""
 
+import logging
 from typing import Any, TypeVar
 
 from torch import nn
@@ -8,12 +9,13 @@ from transformers import PreTrainedModel
 from mla_compile.engine import CaptureReport, Completion, Engine
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
-from mla_compile.integrations.transformers.mtp import mtp_layer
+from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.requests import Request
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.speculate.drafter import DrafterName, check_drafter
 from mla_compile.speculate.step import check_num_drafts
 
+log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -41,8 +43,8 @@ def accelerate(
         num_speculative_tokens: drafts per step, in [0, 32]; 0 for a model with recurrent layers.
             `generate(use_mtp=False)` runs without them.
         drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
-            sequence's own text. None for the MTP layer where the model's config names one or `mtp` is given, else the
-            look-up.
+            sequence's own text. None for the MTP layer where `mtp` is given or the checkpoint has one, else the
+            look-up; the log says so where the config names a layer that is nowhere.
         mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
             checkpoint that the model came from.
         max_rows, max_model_len: sequences at once, and tokens of one, prompt included, that there is room for at first.
@@ -61,7 +63,15 @@ def accelerate(
     if mtp is not None and not reads_mtp:
         expected = "None where num_speculative_tokens is 0 or drafter is 'ngram'"
         raise MLAError("mtp", expected, type(mtp).__name__)
-    target = TransformersTarget(model, mtp_layer(model, mtp) if reads_mtp else None)
+    layer = None
+    if reads_mtp:
+        try:
+            layer = mtp_layer(model, mtp)
+        except MissingMtpLayer as error:
+            if drafter == "mtp":
+                raise
+            log.warning("no MTP layer drafts, a look-up does: %s", error)
+    target = TransformersTarget(model, layer)
     settings = {"drafter": drafter, "page_size": page_size, "compile": compile, "mode": mode}
     accelerated = Accelerated(target, drafts, max_rows, max_model_len, settings)
     restore(model)

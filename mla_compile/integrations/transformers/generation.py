@@ -89,6 +89,7 @@ def _generate(accelerated: "Accelerated", request: Request) -> GenerateDecoderOn
             choose=choice,
         ):
             accelerated.completions = completions
+            _check_logits(completions)
             if columns.extend(completions):
                 break
     if request.streamer is not None:
@@ -103,6 +104,12 @@ def _generate(accelerated: "Accelerated", request: Request) -> GenerateDecoderOn
         scores=recorded.get("scores") if config.output_scores else None,
         logits=recorded.get("logits") if config.output_logits else None,
     )
+
+
+def _check_logits(completions: Sequence[Completion]) -> None:
+    for row, completion in enumerate(completions):
+        if completion.error is not None:
+            raise MLAError("logits", "numbers", f"row {row}: {completion.error}")
 
 
 class _Columns:
@@ -154,7 +161,7 @@ class _Columns:
         request = self._request
         self._columns.append(tokens)
         if request.streamer is not None:
-            request.streamer.put(torch.tensor(tokens))
+            request.streamer.put(torch.tensor(tokens, device="cpu"))
         stopped = [token in request.stop_ids for token in tokens]
         if request.criteria:
             by_criteria = self._criteria(tokens).tolist()

@@ -21,6 +21,10 @@ from mla_compile.errors import MLAError
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
 
 
+class MissingMtpLayer(MLAError):
+    """A model's config names an MTP layer whose weights are nowhere."""
+
+
 class LongcatMtpLayer(nn.Module):
     """LongCat-Flash's MTP layer: one attention and one dense MLP where a trunk layer has two of each and experts.
 
@@ -45,7 +49,7 @@ class LongcatMtpLayer(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model: LongcatFlashForCausalLM) -> "LongcatMtpLayer":
-        """The layer that the model's checkpoint holds under `model.mtp`. Raises `MLAError` where it does not."""
+        """The layer that the model's checkpoint holds under `model.mtp`. Raises `MissingMtpLayer` where it does not."""
         layer = cls(model)
         files = SafetensorFiles(_directory(model))
         with torch.no_grad():
@@ -53,7 +57,8 @@ class LongcatMtpLayer(nn.Module):
                 published = _published_name(name)
                 if published not in files.entries:
                     mend = "or load a checkpoint with the MTP layer's weights"
-                    raise MLAError("drafter", f"'ngram' for a checkpoint without {published}", "'mtp'", mend)
+                    expected = f"'ngram' for a checkpoint without {published}"
+                    raise MissingMtpLayer("drafter", expected, "'mtp'", mend)
                 entry = files.entries[published]
                 if entry.shape != parameter.shape or entry.dtype not in FLOATS:
                     raise MLAError(published, f"float {list(parameter.shape)}", entry)
@@ -87,7 +92,7 @@ def _directory(model: PreTrainedModel) -> Path:
     """The checkpoint that the model was loaded from: a directory, or a snapshot in the Hugging Face cache.
 
     Raises:
-        MLAError: it is not on this machine; nothing is downloaded.
+        MissingMtpLayer: it is not on this machine; nothing is downloaded.
     """
     path: Any = model.config.name_or_path
     if Path(path).is_dir():
@@ -96,7 +101,7 @@ def _directory(model: PreTrainedModel) -> Path:
         return Path(snapshot_download(path, local_files_only=True))
     except (OSError, ValueError) as error:  # not in the cache; not the name of a repository
         expected = "a model whose checkpoint, with its MTP layer, is still on this machine"
-        raise MLAError("mtp", expected, path, "give the layer as mtp, or drafter='ngram'") from error
+        raise MissingMtpLayer("mtp", expected, path, "give the layer as mtp, or drafter='ngram'") from error
 
 
 def _published_name(ours: str) -> str:
@@ -117,7 +122,8 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
     Returns None where the model's config names none.
 
     Raises:
-        MLAError: the config names one that cannot be loaded, or several.
+        MissingMtpLayer: the config names one that is nowhere to be found.
+        MLAError: the config names several, or `mtp` is neither.
     """
     if mtp is None:
         if _num_mtp_layers(model) == 0:
@@ -125,7 +131,7 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
         if not model.config.name_or_path:
             expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
             mend = "give the layer as mtp, or drafter='ngram'"
-            raise MLAError("mtp", expected, "a model without one", mend)
+            raise MissingMtpLayer("mtp", expected, "a model without one", mend)
         mtp = _load(model)
     if isinstance(mtp, LongcatMtpLayer):
         return mtp
@@ -160,7 +166,7 @@ def _load(model: PreTrainedModel) -> nn.Module:
         expected = (
             f"'ngram' for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
         )
-        raise MLAError("drafter", expected, error) from error
+        raise MissingMtpLayer("drafter", expected, error) from error
     return loaded.eval()
 
 

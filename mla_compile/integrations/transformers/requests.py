@@ -161,7 +161,7 @@ def _sampling(processors: LogitsProcessorList, rows: int, *, do_sample: bool) ->
     if not do_sample:
         values["temperature"] = 0.0
         return [SamplingParams(**values)] * rows
-    seeds = torch.randint(2**62, (rows,)).tolist()
+    seeds = torch.randint(2**62, (rows,), device="cpu").tolist()
     return [SamplingParams(**values, seed=seed) for seed in seeds]
 
 

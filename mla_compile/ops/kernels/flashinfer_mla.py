@@ -52,7 +52,7 @@ def decode_flashinfer(
 
     wrapper = _wrapper(q_latent.device)
     wrapper.plan(
-        qo_indptr=torch.arange(rows + 1, dtype=torch.int32) * q_len,
+        qo_indptr=torch.arange(rows + 1, dtype=torch.int32, device="cpu") * q_len,
         kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
         kv_indices=indices,
         kv_len_arr=lengths,

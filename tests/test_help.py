@@ -1,0 +1,38 @@
+"""What `help` says: every argument of what users call is there, with what it is, and what errors come."""
+
+import inspect
+import re
+from collections.abc import Callable
+
+import pytest
+
+from mla_compile import Engine, Grammar, SamplingParams, generate, load_model
+from mla_compile.integrations.transformers import accelerate
+
+CALLS: dict[str, Callable[..., object]] = {
+    "Engine": Engine.__init__,
+    **{
+        f"Engine.{name}": getattr(Engine, name)
+        for name in ("add", "abort", "generate", "stream", "warm_up", "start")
+    },
+    "accelerate": accelerate,
+    "generate": generate,
+    "load_model": load_model,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_help_tells_every_argument_with_its_type_and_the_errors(name: str) -> None:
+    text, signature = inspect.getdoc(CALLS[name]) or "", inspect.signature(CALLS[name])
+    for parameter in list(signature.parameters.values())[name.startswith("Engine") :]:
+        told = re.search(rf"^ *([\w, ]+, )?{parameter.name}(, [\w, ]+)?: ", text, re.MULTILINE)
+        assert told, f"{parameter.name} is not in the docstring"
+        assert parameter.annotation is not inspect.Parameter.empty
+    assert "Raises:\n    MLAError: " in text
+
+
+def test_what_holds_values_tells_all_of_them() -> None:
+    for of in (SamplingParams, Grammar):
+        text = inspect.getdoc(of) or ""
+        for name in inspect.signature(of).parameters:
+            assert re.search(rf"\b{name}\b", text), f"{of.__name__} does not tell of {name}"

@@ -1,0 +1,192 @@
+"""An engine belongs to one thread at a time: another one is told so at once, and the first notices nothing."""
+
+import asyncio
+import copy
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mla_compile import Completion, Engine, MLAError, SamplingParams
+from mla_compile.engine import Generation
+from mla_compile.engine.turn import Turn
+from tests.engine_traces import model
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30))]
+LENGTH = 12
+
+
+@pytest.fixture(autouse=True)
+def threads_switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def engine(**settings: object) -> Engine:
+    sizes = {
+        "max_rows": 4,
+        "max_model_len": 64,
+        "page_size": 4,
+        "compile": False,
+        "num_speculative_tokens": 2,
+    }
+    return Engine(copy.deepcopy(model()), **{**sizes, **settings})
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [completion.token_ids for completion in engine().generate(PROMPTS, max_new_tokens=LENGTH)]
+
+
+class Client:
+    """A thread that adds, steps and aborts at random, and remembers what was taken on and how often it was refused."""
+
+    def __init__(self, of: Engine, seed: int) -> None:
+        self.engine, self.random = of, random.Random(seed)
+        self.taken: list[tuple[int, Generation]] = []
+        self.aborted: set[Generation] = set()
+        self.refusals: list[str] = []
+
+    def run(self) -> None:
+        for _ in range(60):
+            try:
+                self.act()
+            except MLAError as error:
+                self.refusals.append(str(error))
+
+    def act(self) -> None:
+        dice = self.random.random()
+        if dice < 0.2:
+            number = self.random.randrange(len(PROMPTS))
+            self.taken.append((number, self.engine.add(PROMPTS[number], max_new_tokens=LENGTH)))
+        elif dice < 0.25 and self.taken:
+            _, generation = self.random.choice(self.taken)
+            generation.abort()
+            self.aborted.add(generation)
+        elif dice < 0.3:
+            self.engine.capture_report()
+        else:
+            assert self.engine.stats.rows_in_use <= 4 and self.engine.has_work() in (True, False)
+            self.engine.step()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_that_meet_are_refused_and_what_was_taken_on_is_right(
+    seed: int, expected: list[list[int]]
+) -> None:
+    mine = engine()
+    clients = [Client(mine, 10 * seed + i) for i in range(4)]
+    run_together([client.run for client in clients])
+    while mine.has_work():
+        mine.step()
+    taken = [pair for client in clients for pair in client.taken]
+    aborted = set().union(*(client.aborted for client in clients))
+    for number, generation in taken:
+        completion = generation.completion
+        if generation in aborted and completion.finish_reason == "abort":
+            assert completion.token_ids == expected[number][: len(completion.token_ids)]
+        else:
+            assert (completion.token_ids, completion.finish_reason) == (expected[number], "length")
+    refusals = [refusal for client in clients for refusal in client.refusals]
+    assert taken and refusals
+    assert all(
+        refusal.startswith("engine: expected one thread at a time, got Thread") for refusal in refusals
+    )
+    assert mine.stats.pages_in_use == mine.stats.rows_in_use == mine.stats.num_waiting == 0
+
+
+def run_together(calls: Sequence[Callable[[], object]]) -> None:
+    """In a thread each, of which none may fail or hang."""
+    with ThreadPoolExecutor(len(calls), thread_name_prefix="Thread") as pool:
+        for future in [pool.submit(call) for call in calls]:
+            future.result(timeout=120)
+
+
+CALLS: dict[str, Callable[[Engine, Generation], object]] = {
+    "add": lambda of, _: of.add([1, 2]),
+    "abort": lambda of, first: of.abort(first),
+    "step": lambda of, _: of.step(),
+    "generate": lambda of, _: of.generate([[1, 2]], max_new_tokens=2),
+    "stream": lambda of, _: list(of.stream([[1, 2]], max_new_tokens=2)),
+    "async": lambda of, first: asyncio.run(anext(aiter(first))),  # type: ignore[arg-type]
+    "warm_up": lambda of, _: of.warm_up(),
+    "start": lambda of, _: of.start([[1, 2]], 3, [SamplingParams()], []),
+    "reset_prefix_cache": lambda of, _: of.reset_prefix_cache(),
+    "capture_report": lambda of, _: of.capture_report(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_says_who_is_in_the_engine_and_changes_nothing(
+    name: str, expected: list[list[int]]
+) -> None:
+    mine, errors = engine(), []
+
+    def meet() -> None:
+        try:
+            CALLS[name](mine, first)
+        except MLAError as error:
+            errors.append(str(error))
+
+    def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: Sequence[Completion]) -> torch.Tensor:
+        """In the middle of a step."""
+        if not errors:
+            other = threading.Thread(target=meet, name="the second")
+            other.start()
+            other.join()
+        return logits.argmax(dim=-1)
+
+    first = mine.add(PROMPTS[0], max_new_tokens=LENGTH)
+    completions = [[], *mine.stream(PROMPTS[1:2], max_new_tokens=LENGTH, choose=choose)][-1]
+    assert errors == [
+        "engine: expected one thread at a time, got the second while MainThread is in it; "
+        "run it in one thread, and hand requests over to that one"
+    ]
+    while mine.has_work():
+        mine.step()
+    assert completions[0].token_ids == expected[1]
+    left = name == "async"  # whoever reads it has gone, so it is aborted when the step ends
+    assert (first.completion.finish_reason, mine.stats.num_waiting) == ("abort" if left else "length", 0)
+    assert first.completion.token_ids == expected[0][: len(first.completion.token_ids)]
+
+
+def test_threads_may_take_turns(expected: list[list[int]]) -> None:
+    mine, texts = engine(), []
+    for i, prompt in enumerate(PROMPTS):
+        other = threading.Thread(
+            target=lambda p=prompt: texts.append(mine.generate([p], max_new_tokens=LENGTH))
+        )
+        other.start()
+        other.join()
+        assert texts[i][0].token_ids == expected[i]
+
+
+def test_what_waits_for_a_turn_is_done_when_it_ends_in_whatever_order_threads_run() -> None:
+    for seed in range(20):
+        turn, done, dice = Turn(), [], random.Random(seed)
+        orders = [[dice.random() < 0.5 for _ in range(200)] for _ in range(3)]
+
+        def act(order: list[bool], turn: Turn = turn, done: list[int] = done) -> None:
+            for enters in order:
+                if not enters:
+                    turn.when_free(lambda: done.append(1))
+                    continue
+                try:
+                    with turn, turn:
+                        pass
+                except MLAError:
+                    pass
+
+        run_together([lambda order=order: act(order) for order in orders])
+        assert len(done) == sum(not enters for order in orders for enters in order)
+
+
+def test_an_engine_may_be_copied() -> None:
+    copied = copy.deepcopy(engine())
+    assert copied.generate(PROMPTS[:1], max_new_tokens=2)[0].finish_reason == "length"

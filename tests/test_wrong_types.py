@@ -1,0 +1,107 @@
+"""Arguments of wrong types, whatever they are, are errors by name, and the engine serves afterwards as before."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+import torch
+
+from mla_compile import Engine, Grammar, MLAError, SamplingParams
+from tests.engine_traces import model
+from tests.test_grammar import SMALL
+
+WRONG = [
+    *(None, "x", b"x", "", 1.5, -1, 0, True, float("nan"), [], {}, (), object(), range(3), {"a"}, {1: 2}),
+    *([None], ["x"], [[None]], [[1.5]], [[True]], [[1]], torch.tensor(1), torch.zeros(2), SamplingParams()),
+]
+"""Some of which are right for some arguments."""
+
+
+def engine() -> Engine:
+    sizes = {"max_rows": 2, "max_model_len": 32, "page_size": 4, "num_speculative_tokens": 1}
+    return Engine(copy.deepcopy(model()), compile=False, **sizes)
+
+
+SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
+    "add": (Engine.add, {"prompt": [1, 2], "max_new_tokens": 3}, "sampling stop_ids grammar priority"),
+    "abort": (Engine.abort, {"generation": None}, ""),
+    "generate": (
+        Engine.generate,
+        {"prompts": [[1, 2]], "max_new_tokens": 3},
+        "sampling stop_ids grammars show_progress",
+    ),
+    "stream": (
+        lambda *args, **kwargs: list(Engine.stream(*args, **kwargs)),
+        {"prompts": [[1, 2]], "max_new_tokens": 3},
+        "sampling stop_ids grammars choose",
+    ),
+    "start": (
+        Engine.start,
+        {"prompts": [[1, 2]], "max_new_tokens": 3, "sampling": [SamplingParams()], "stop_ids": []},
+        "",
+    ),
+    "warm_up": (Engine.warm_up, {}, "sampling stop_ids"),
+    "SamplingParams": (
+        lambda of, **kwargs: of.generate([[1, 2]], SamplingParams(**kwargs), max_new_tokens=2),
+        {},
+        " ".join(field.name for field in fields(SamplingParams)),
+    ),
+    "Engine": (
+        lambda of, **kwargs: Engine(**kwargs).generate([[1]], max_new_tokens=1),
+        {"max_rows": 2, "max_model_len": 16, "page_size": 4, "compile": False},
+        "model num_speculative_tokens drafter adaptive_draft_length num_pages max_tokens_per_step prefix_caching "
+        "tokenizer compile_mixed mode shadow_check_every decode_backend capture_budget",
+    ),
+    "from_json_schema": (
+        lambda _, **kwargs: Grammar.from_json_schema(**kwargs),
+        {"schema": {}, "tokenizer": SMALL},
+        "",
+    ),
+    "from_regex": (lambda _, **kwargs: Grammar.from_regex(**kwargs), {"regex": "a", "tokenizer": SMALL}, ""),
+    "from_ebnf": (
+        lambda _, **kwargs: Grammar.from_ebnf(**kwargs),
+        {"rules": 'start: "a"', "tokenizer": SMALL},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVES)
+def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
+    call, right, others = SERVES[name]
+    mine, (expected,) = engine(), engine().generate([[5, 6]], max_new_tokens=3)
+    for parameter in [*right, *others.split()]:
+        for wrong in WRONG:
+            given = {**right, parameter: wrong}
+            if name == "Engine" and parameter != "model":
+                given["model"] = copy.deepcopy(model())
+            try:
+                call(mine, **given)
+            except MLAError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{parameter}={wrong!r}") from error
+            while mine.has_work():
+                mine.step()
+    assert mine.generate([[5, 6]], max_new_tokens=3) == [expected]
+    assert mine.stats.pages_in_use == 0
+
+
+@pytest.mark.parametrize("wrong", ["x", None, 3])
+def test_what_is_no_request_of_this_engine_is_not_aborted(wrong: object) -> None:
+    mine, other = engine(), engine()
+    generation = mine.add([1, 2], max_new_tokens=3)
+    with pytest.raises(MLAError, match=r"^generation: expected what this engine's `add` returned, got "):
+        mine.abort(wrong)
+    with pytest.raises(MLAError, match=r"^generation: "):
+        other.abort(generation)
+    while mine.has_work():
+        mine.step()
+    assert generation.completion.finish_reason == "length"
+
+
+def test_what_is_no_model_is_not_served() -> None:
+    for wrong in ("x", torch.nn.Linear(2, 2), None):
+        with pytest.raises(MLAError, match=r"^model: expected a model that an engine can serve, got "):
+            Engine(wrong)
