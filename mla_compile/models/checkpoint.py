@@ -12,6 +12,7 @@ from mla_compile.models.architecture import MODEL_TYPES
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.names import is_past_trunk, layers_past_trunk, shared_copies, slots
 from mla_compile.models.safetensor_files import SafetensorFiles
+from mla_compile.waits import told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -58,11 +59,12 @@ def load_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
-    for name, slot in slots(model, files.entries).items():
-        tensor = files.read(name).to(device)
-        if block is not None and files.entries[name].dtype == _FLOAT8:
-            tensor = fp8.dequantize(tensor, files.read(name + fp8.SCALE_SUFFIX).to(device), block)
-        slot.copy_(tensor)
+    with told(f"loading {directory}"):
+        for name, slot in slots(model, files.entries).items():
+            tensor = files.read(name).to(device)
+            if block is not None and files.entries[name].dtype == _FLOAT8:
+                tensor = fp8.dequantize(tensor, files.read(name + fp8.SCALE_SUFFIX).to(device), block)
+            slot.copy_(tensor)
     return model.eval()
 
 

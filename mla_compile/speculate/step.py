@@ -32,13 +32,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mla_compile.defaults import MAX_DRAFTS, DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.drafter import (
     Drafter,
-    DrafterName,
     MtpDrafter,
     NgramDrafter,
     Verified,
@@ -50,9 +50,6 @@ from mla_compile.speculate.target import Target
 
 Step = Callable[[DecodeState], None]
 """Advances a state in place."""
-
-MAX_DRAFTS = 32
-"""Far more than pay: each one is a pass of the MTP layer in the graph."""
 
 
 def check_num_drafts(num_speculative_tokens: object) -> None:

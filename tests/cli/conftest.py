@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from mla_compile.cli import app
+from mla_compile.cli.app import app
 from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
 
 END = "<|endoftext|>"
