@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mla_compile import MLABatch, SamplingParams, decode_segment, mla_attention, prefill_segment
+from mla_compile.defaults import DrafterName
 from mla_compile.engine import Engine
 from mla_compile.ops.reference import mla_attention_reference
-from mla_compile.defaults import DrafterName
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
 from tests.any_length import AnyLength
 from tests.cases import Case, make_case, relative_error

@@ -13,7 +13,8 @@ PACKAGE = Path(mla_compile.__file__).parent
 
 # Lower parts first. A part may import those of lower levels and its own level's.
 LEVELS = [
-    {"errors", "torch_internals"},
+    {"defaults", "errors", "registration", "torch_internals", "waits"},
+    {"sampling_params"},
     {"ops", "batch"},
     {"passes"},
     {"backend"},

@@ -1,6 +1,5 @@
 """The commands, and what becomes of a user's mistake: one line on stderr and exit code 2, never a traceback."""
 
-import errno
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 import mla_compile
-from mla_compile.cli import interrupts, streams
+from mla_compile.cli import streams
 from mla_compile.cli.commands import demo, env, generate, inspect
 from mla_compile.cli.progress import progress
 from mla_compile.errors import MLAError
@@ -27,7 +26,7 @@ _OUT_OF_MEMORY = (
 
 
 class OneLineErrors(TyperGroup):
-    """Commands whose errors are one line long, and whom Ctrl-C ends with exit code 130."""
+    """Commands whose errors are one line long."""
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **settings: Any
@@ -42,17 +41,14 @@ class OneLineErrors(TyperGroup):
         except MLAError as error:
             _fail(str(error))
         except streams.StdoutError as error:
+            # Not of a pipe whose reader has gone: typer ends that quietly, with exit code 1.
             streams.drop_stdout()
-            if error.errno == errno.EPIPE:
-                sys.exit(128 + 13)  # as of a program that SIGPIPE ends, quietly: `| head` has read enough
             _fail(f"standard output cannot be written: {error.strerror}")
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             first_line = str(error).partition("\n")[0] or "MemoryError"
             _fail(f"{_OUT_OF_MEMORY}; {first_line}")
-        except (KeyboardInterrupt, typer.Abort):
-            _fail("interrupted", interrupts.EXIT_CODE)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -61,11 +57,11 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "allocate memory" in str(error)
 
 
-def _fail(message: str, exit_code: int = 2) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
     with suppress(OSError):
         typer.echo(f"mla-compile: {line}", err=True)
-    sys.exit(exit_code)
+    sys.exit(2)
 
 
 app = typer.Typer(

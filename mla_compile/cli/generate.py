@@ -71,7 +71,7 @@ def complete(
     if streamed:
         completions = _show(requests[0], updates, checkpoint)
     else:
-        with progress(f"completing {len(prompts)} prompts"):
+        with progress(f"completing prompts, {len(prompts)} in all"):
             *_, completions = updates
     by_prompt: defaultdict[int, list[Completion]] = defaultdict(list)
     for completion in completions:

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 
 import typer
 
+from mla_compile.cli import interrupts
+
 PATIENCE = 2.0
 """Seconds without a line where stderr is no terminal: what is quicker says nothing there."""
 INTERVAL = 8.0
@@ -28,7 +30,7 @@ def progress(what: str) -> Iterator[None]:
         if _shown and _shown[-1] is me:
             num_said += 1
             line = f"{what} ... {time.perf_counter() - start:.0f} s"
-            with suppress(OSError):  # whoever read stderr has gone
+            with suppress(OSError), interrupts.writing:  # OSError: whoever read stderr has gone
                 typer.secho(line + end, err=True, nl=False, dim=is_terminal)
 
     def tick() -> None:

@@ -151,8 +151,8 @@ class Captures:
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add what it cost to the bucket's sums."""
         before = self._read()
-        drafts = f"{bucket.q_len - 1} drafts" if bucket.q_len > 1 else "no drafts"
-        what = f"compiling the step ({bucket.step}, {drafts}): a minute or two if it is new to this machine"
+        kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
+        what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
         try:
             with told(what):
                 result = call(*args)
