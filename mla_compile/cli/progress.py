@@ -1,4 +1,4 @@
-"""What to show on stderr while something takes long."""
+"""What to show on stderr while something takes long: nothing else is there but errors."""
 
 import sys
 import threading
@@ -31,7 +31,7 @@ def progress(what: str) -> Iterator[None]:
             num_said += 1
             line = f"{what} ... {time.perf_counter() - start:.0f} s"
             with suppress(OSError), interrupts.writing:  # OSError: whoever read stderr has gone
-                typer.secho(line + end, err=True, nl=False, dim=is_terminal)
+                typer.echo(typer.style(line, dim=is_terminal) + end, err=True, nl=False)
 
     def tick() -> None:
         wait = 0.3 if is_terminal else PATIENCE

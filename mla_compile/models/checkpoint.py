@@ -23,6 +23,7 @@ _FLOAT8_SCALE = "F8_E8M0"
 _LISTED = 8  # tensors named per kind of mistake
 
 
+@told("loading the checkpoint")
 def load_model(
     path: str | Path,
     *,
@@ -59,15 +60,15 @@ def load_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
-    with told(f"loading {directory}"):
-        for name, slot in slots(model, files.entries).items():
-            tensor = files.read(name).to(device)
-            if block is not None and files.entries[name].dtype == _FLOAT8:
-                tensor = fp8.dequantize(tensor, files.read(name + fp8.SCALE_SUFFIX).to(device), block)
-            slot.copy_(tensor)
+    for name, slot in slots(model, files.entries).items():
+        tensor = files.read(name).to(device)
+        if block is not None and files.entries[name].dtype == _FLOAT8:
+            tensor = fp8.dequantize(tensor, files.read(name + fp8.SCALE_SUFFIX).to(device), block)
+        slot.copy_(tensor)
     return model.eval()
 
 
+@told("loading the tokenizer")
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     """A checkpoint's tokenizer; None where it has none.
 
