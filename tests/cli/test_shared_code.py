@@ -1,6 +1,7 @@
 """Commands and calls that differ in nothing else compile the same graphs, so each finds what another has compiled."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,9 +28,10 @@ def compiled(monkeypatch) -> list[Key]:
     def lower(gm, example_inputs, settings):
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         inputs = [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in values]
-        # Where threads are not dynamic, their number is part of the key, and of the code.
-        threads = settings.get("cpp.dynamic_threads") or torch.get_num_threads()
-        seen.append((gm.code, str(inputs), f"{sorted(settings.items())} {threads}"))
+        assert settings["cpp.dynamic_threads"], (
+            "else the number of threads is part of the key, and of the code"
+        )
+        seen.append((gm.code, str(inputs), str(sorted(settings.items()))))
         return gm.forward
 
     monkeypatch.setattr(backend, "lower_with_inductor", lower)
@@ -38,10 +40,10 @@ def compiled(monkeypatch) -> list[Key]:
 
 
 @pytest.fixture(autouse=True)
-def threads():
+def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(before)  # the demo takes one
 
 
 def test_whoever_asks_gets_the_same_graph(run, long, compiled, tmp_path):
@@ -52,7 +54,6 @@ def test_whoever_asks_gets_the_same_graph(run, long, compiled, tmp_path):
     def asked(work) -> set[Key]:
         compiled.clear()
         torch.compiler.reset()
-        torch.set_num_threads(2)
         work()
         return set(compiled)
 
