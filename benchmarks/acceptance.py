@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.reporting import add_row
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
-from mla_compile.engine.text import SHIPPED_MODEL
-from mla_compile.speculate.drafter import DrafterName
+from mla_compile.defaults import SHIPPED_MODEL, DrafterName
 
 PROMPTS = Path(__file__).with_name("held_out_prompts.json")
 TOKENS = 128

@@ -25,7 +25,7 @@ import torch
 from benchmarks.acceptance import PROMPTS
 from benchmarks.reporting import add_row
 from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
-from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.defaults import SHIPPED_MODEL
 
 TEXTS = {"high": ("python", 0.1), "low": ("bible", 0.7), "none": ("bible", 0.7)}
 """The prompts' domain and the temperature."""

@@ -30,7 +30,7 @@ def measure(k: int, device: str, dtype: str) -> dict[str, Any]:
     import torch
 
     from mla_compile import Engine, load_model, load_tokenizer
-    from mla_compile.engine.text import SHIPPED_MODEL
+    from mla_compile.defaults import SHIPPED_MODEL
 
     model = load_model(SHIPPED_MODEL, dtype=getattr(torch, dtype), device=device)
     tokenizer = load_tokenizer(SHIPPED_MODEL)

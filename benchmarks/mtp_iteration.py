@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reporting import write_report
 from benchmarks.transformers_generate import random_model
+from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
-from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer

@@ -41,12 +41,12 @@ from transformers import (
 
 from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import DEVICE, Marks, random_model
+from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
 from mla_compile.engine.generation import Generation
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.scheduler import Scheduler
-from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model

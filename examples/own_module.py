@@ -106,7 +106,9 @@ def batches() -> Iterator[tuple[str, PackedBatch]]:
         rows = [row for row, _, _ in step]
         query_lens = [count for _, count, _ in step]
         yield (
-            ", ".join(f"{count} of {'decode' if sampled else 'prompt'} row {row}" for row, count, sampled in step),
+            ", ".join(
+                f"{count} of {'decode' if sampled else 'prompt'} row {row}" for row, count, sampled in step
+            ),
             pack_batch(
                 query_lens,
                 [num_cached[row] for row in rows],

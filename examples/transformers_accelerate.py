@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.integrations.transformers import accelerate, restore
 
 PROMPTS = ["And it came to pass, that", "The LORD is my"]

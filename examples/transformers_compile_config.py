@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 from transformers.utils import logging
 
-from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.defaults import SHIPPED_MODEL
 
 PROMPT = "And it came to pass, that"
 

@@ -1,14 +1,31 @@
-"""MLA attention and MTP speculative decoding, native to `torch.compile`."""
+"""MLA attention and MTP speculative decoding, native to `torch.compile`.
 
-from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
-from mla_compile.engine import Completion, Engine, Grammar, generate
-from mla_compile.errors import MLAError
-from mla_compile.explanation import Explanation, explain
-from mla_compile.models import load_model, load_tokenizer
-from mla_compile.ops import mla_append, mla_attention, mla_decode, mla_prefill
-from mla_compile.ops.segments import decode_segment, prefill_segment
-from mla_compile.packing import PackedBatch, pack_batch
-from mla_compile.speculate import SamplingParams, ShadowCheckError, shadow_check
+Importing this imports neither torch nor anything heavy: a name brings its module when it is first asked for.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from mla_compile.registration import register_backend
+
+if TYPE_CHECKING:
+    from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+    from mla_compile.engine import Completion, Engine, Grammar, generate
+    from mla_compile.errors import MLAError
+    from mla_compile.explanation import Explanation, explain
+    from mla_compile.models import load_model, load_tokenizer
+    from mla_compile.ops import (
+        decode_segment,
+        mla_append,
+        mla_attention,
+        mla_decode,
+        mla_prefill,
+        prefill_segment,
+    )
+    from mla_compile.packing import PackedBatch, pack_batch
+    from mla_compile.sampling_params import SamplingParams
+    from mla_compile.speculate import ShadowCheckError, shadow_check
 
 __version__ = "0.1.0"
 
@@ -37,3 +54,45 @@ __all__ = [
     "prefill_segment",
     "shadow_check",
 ]
+
+_PARTS = {
+    "batch": ("DecodeSegment", "MLABatch", "PrefillSegment"),
+    "engine": ("Completion", "Engine", "Grammar", "generate"),
+    "errors": ("MLAError",),
+    "explanation": ("Explanation", "explain"),
+    "models": ("load_model", "load_tokenizer"),
+    "ops": (
+        "decode_segment",
+        "mla_append",
+        "mla_attention",
+        "mla_decode",
+        "mla_prefill",
+        "prefill_segment",
+    ),
+    "packing": ("PackedBatch", "pack_batch"),
+    "sampling_params": ("SamplingParams",),
+    "speculate": ("ShadowCheckError", "shadow_check"),
+    "backend": (),
+    "passes": (),
+}
+"""The parts that are attributes of the package, and which of its names each one has."""
+_PART_OF = {name: part for part, names in _PARTS.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers would take any name for one that exists
+
+    def __getattr__(name):
+        if name in _PARTS:
+            return import_module(f"{__name__}.{name}")
+        if name not in _PART_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_PART_OF[name]}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
+
+
+register_backend()
+if "torch" in sys.modules:
+    import_module("mla_compile.ops")  # `torch.ops.mla_compile`; else with the first name that needs torch

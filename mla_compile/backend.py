@@ -1,6 +1,7 @@
 """`torch.compile(model, backend="mla")`: our graph passes, then Inductor."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,10 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     # Partitions let CUDA graphs capture around an op that must not be captured; without them one tagged op turns
     # capture off for the whole graph. The folding of uniform constants asks whether a tensor is contiguous, which one
     # with an unbacked number of rows cannot say (torch 2.13: an error, seen with group-limited routing).
-    defaults = {"graph_partition": True, "joint_graph_constant_folding": False}
+    # Loops on the CPU take as many threads as there are when they run, instead of when they were compiled. So commands
+    # that differ in nothing else share what one of them has compiled.
+    threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count() or 1}
+    defaults = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     settings = {**defaults, **modes[mode or "default"], **(options or {})}
     if unknown := sorted(settings.keys() - inductor_options() - {"passes", "decode_backend"}):
         mend = "see torch._inductor.config for the names; ours are 'passes' and 'decode_backend'"

@@ -84,18 +84,6 @@ def lower_with_inductor(
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
 
 
-def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor calls for a graph on the CPU; None where it finds none."""
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        compiler: str = cpp_builder.get_cpp_compiler()
-    except (InvalidCxxCompiler, OSError):  # OSError: `CXX` names something that cannot be run
-        return None
-    return compiler
-
-
 def trace_graph(name: str, gm: fx.GraphModule) -> None:
     """Leave a graph in the structured trace, where `tlparse` shows it."""
     trace_structured(

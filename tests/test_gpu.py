@@ -14,10 +14,10 @@ from mla_compile import (
     pack_batch,
     prefill_segment,
 )
+from mla_compile.defaults import DrafterName
 from mla_compile.engine import Engine
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops.reference import mla_attention_reference
-from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
 from tests.any_length import AnyLength
 from tests.cases import Case, make_case, relative_error

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mla_compile import Engine, Grammar, MLAError, SamplingParams, generate, load_tokenizer
+from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Completion
 from mla_compile.engine.grammar import GrammarRow, allowed_tokens
 from mla_compile.engine.reports import Logprob, RowReport
-from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.drafter import MtpDrafter, Verified
 from tests.models_for_tests import VOCAB, tiny_model

@@ -13,8 +13,8 @@ PACKAGE = Path(mla_compile.__file__).parent
 
 # Lower parts first. A part may import those of lower levels and its own level's.
 LEVELS = [
-    {"errors", "torch_internals"},
-    {"batch"},
+    {"defaults", "errors", "registration", "torch_internals", "waits"},
+    {"batch", "sampling_params"},
     {"ops"},
     {"packing"},
     {"passes"},

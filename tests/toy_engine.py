@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mla_compile.defaults import DrafterName
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.scheduler import Chunk, Plan, Request, Scheduler
-from mla_compile.speculate.drafter import DrafterName
 
 EOS = 0
 

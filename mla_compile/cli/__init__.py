@@ -1,5 +1,19 @@
-"""The `mla-compile` command: one file per subcommand."""
+"""The `mla-compile` command: signatures in `commands`, what each one does in a file of its own, imported when it runs.
 
-from mla_compile.cli.app import app, main
+So that help, the version and mistakes in flags come at once, nothing but those files imports torch.
+"""
 
-__all__ = ["app", "main"]
+import signal
+
+from mla_compile.cli.interrupts import interrupted
+
+
+def main() -> None:
+    """The `mla-compile` command."""
+    signal.signal(signal.SIGINT, interrupted)  # before anything else: the imports take a while too
+    from mla_compile.cli.app import run
+
+    run()
+
+
+__all__ = ["main"]

@@ -2,18 +2,18 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 from typer.core import TyperGroup
 
 import mla_compile
-from mla_compile.cli.demo import demo
-from mla_compile.cli.environment import env
-from mla_compile.cli.generate import generate
-from mla_compile.cli.inspect import inspect
+from mla_compile.cli import streams
+from mla_compile.cli.commands import demo, env, generate, inspect
+from mla_compile.cli.progress import progress
 from mla_compile.errors import MLAError
+from mla_compile.waits import shown_by
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.
 _UsageError: type[BaseException] = typer.BadParameter.__mro__[1]
@@ -26,7 +26,7 @@ _OUT_OF_MEMORY = (
 
 
 class OneLineErrors(TyperGroup):
-    """Commands whose errors are one line long, and whom Ctrl-C ends with exit code 130."""
+    """Commands whose errors are one line long."""
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **settings: Any
@@ -34,28 +34,33 @@ class OneLineErrors(TyperGroup):
         if not settings.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **settings)
         try:
-            sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
+            with shown_by(progress):
+                sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
         except _UsageError as error:
             _fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
         except MLAError as error:
             _fail(str(error))
+        except streams.StdoutError as error:
+            # Not of a pipe whose reader has gone: typer ends that quietly, with exit code 1.
+            streams.drop_stdout()
+            _fail(f"standard output cannot be written: {error.strerror}")
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             first_line = str(error).partition("\n")[0] or "MemoryError"
             _fail(f"{_OUT_OF_MEMORY}; {first_line}")
-        except (KeyboardInterrupt, typer.Abort):
-            sys.exit(130)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # On a CPU torch raises a bare RuntimeError, of the allocator or of mapping a file.
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+    # `torch.OutOfMemoryError` is named, as torch may not be there. On a CPU torch raises a bare RuntimeError, of the
+    # allocator or of mapping a file.
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "allocate memory" in str(error)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
-    typer.echo(f"mla-compile: {line}", err=True)
+    with suppress(OSError):
+        typer.echo(f"mla-compile: {line}", err=True)
     sys.exit(2)
 
 
@@ -89,9 +94,7 @@ for command in (generate, inspect, env, demo):
     app.command()(command)
 
 
-def main() -> None:
-    """The `mla-compile` command."""
-    for stream in (sys.stdout, sys.stderr):
-        # Generated text may hold what the terminal's encoding lacks.
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+def run() -> None:
+    """The command in a process of its own."""
+    streams.prepare()
     app()

@@ -11,13 +11,12 @@ import torch
 import typer
 
 import mla_compile
-from mla_compile.cli.machine import cannot_compile
+from mla_compile.cli.machine import cannot_compile, cpp_compiler
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device, short_name
-from mla_compile.torch_internals import cpp_compiler
 
 
-def env() -> None:
-    """Print versions, devices and which backends work here: what a bug report needs."""
+def print_environment() -> None:
+    """Print versions, devices and which backends work here."""
     _print_rows(
         {
             "mla_compile": mla_compile.__version__,

@@ -1,20 +1,26 @@
 """What this machine can run on and compile for."""
 
+import os
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from mla_compile.errors import MLAError
-from mla_compile.torch_internals import cpp_compiler
+
+if TYPE_CHECKING:
+    import torch
 
 
-def pick_device(name: str | None) -> torch.device:
+def pick_device(name: str | None) -> "torch.device":
     """The device of this name; by default the first GPU, else the CPU.
 
     Raises:
         MLAError: an unknown device, or one that this machine lacks.
     """
+    import torch
+
     num_gpus = torch.cuda.device_count()
     if name is None:
         return torch.device("cuda" if num_gpus else "cpu")
@@ -30,6 +36,19 @@ def pick_device(name: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise MLAError("--device", "cpu, cuda or cuda:N", name)
     return device
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor will call, by its default settings; None where it will find none.
+
+    Asked without importing Inductor, which takes seconds.
+    """
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    try:
+        subprocess.run([name, "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name
 
 
 def cannot_compile() -> str | None:

@@ -1,52 +1,127 @@
-"""The files of `mla-compile generate`: prompts in, completions out, one JSON object a line."""
+"""The files of `mla-compile generate`: prompts in, completions out, one JSON object a line. No torch is needed here."""
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from mla_compile.engine import Completion
+import typer
+
+from mla_compile.cli import interrupts
 from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
 
-_LINE = 'one of {"prompt": TEXT} and {"prompt_token_ids": [ID, ...]}'
+if TYPE_CHECKING:
+    from mla_compile.engine import Completion
+
+STDIN = Path("-")
+_PROMPTS = ("prompt", "prompt_token_ids")
+_LINE = 'one of {"prompt": TEXT} and {"prompt_token_ids": [ID, ...]}, with settings or without'
+_SETTINGS: dict[str, Any] = get_type_hints(SamplingParams)
+"""What else a line may have, with its type."""
+_WORDS = {float: "a number", int: "an integer", str: "text", bool: "true or false", NoneType: "null"}
+
+Write = Callable[[Iterable[str]], None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and what to call it in an error: "prompts.jsonl, line 3"."""
+    """A prompt, how its completions are sampled, and what to call it in an error: "prompts.jsonl, line 3"."""
 
     prompt: str | list[int]
+    sampling: SamplingParams
     name: str
 
 
-def read_requests(file: Path) -> list[Request]:
-    """Every line of a file, or an error that names the first malformed one."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MLAError(f"--input {file}", "a readable file in UTF-8", error) from error
+def read_requests(prompt: str | None, input_file: Path | None, sampling: SamplingParams) -> list[Request]:
+    """The prompt, or every line of the file ("-" is standard input); a line's settings override those of `sampling`.
+
+    Raises:
+        MLAError: not one of the two; the first malformed line, named with its file and key.
+    """
+    if prompt is not None and input_file is None:
+        check_text(prompt, "--prompt")
+        return [Request(prompt, sampling, "--prompt")]
+    if prompt is not None or input_file is None:
+        raise MLAError("--prompt, --input", "one of them", "neither" if prompt is None else "both")
+    file = "stdin" if input_file == STDIN else str(input_file)
+    text = _read_text(f"--input {input_file}", input_file)
+    lines = text.rstrip().split("\n")
     if lines == [""]:
-        raise MLAError(f"--input {file}", "at least one line", "an empty file")
+        raise MLAError(f"--input {input_file}", "at least one line", "an empty file")
     # An empty line inside is a mistake: skipped, it would shift the output's lines against the input's.
-    return [_parse(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [_parse(line, f"{file}, line {number}", sampling) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(line: str, name: str) -> Request:
+def _read_text(name: str, file: Path) -> str:
     try:
-        value = json.loads(line)
+        raw = sys.stdin.buffer.read() if file == STDIN else file.read_bytes()
+        return raw.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MLAError(name, "a readable file in UTF-8", error) from error
+
+
+def _parse(line: str, name: str, sampling: SamplingParams) -> Request:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise MLAError(f"{name}: {_shorten(key)}", "a key once", f"it {keys.count(key)} times")
+        return dict(pairs)
+
+    try:
+        value = json.loads(line, object_pairs_hook=without_duplicates)
+    except MLAError:
+        raise
     except (ValueError, RecursionError) as error:
         raise MLAError(name, "a JSON object", error if line.strip() else "an empty line") from error
-    if not isinstance(value, dict) or value.keys() not in ({"prompt"}, {"prompt_token_ids"}):
+    if not isinstance(value, dict) or sum(key in value for key in _PROMPTS) != 1:
         raise MLAError(name, _LINE, _shorten(value))
-    ((key, prompt),) = value.items()
+    (key,) = value.keys() & set(_PROMPTS)
+    prompt = value.pop(key)
     if key == "prompt":
         check_text(prompt, name)
-    elif not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
-        raise MLAError(f"{name}: prompt_token_ids", "a list of integers", _shorten(prompt))
-    return Request(prompt, name)
+    elif not _fits(prompt, Sequence[int]):
+        raise MLAError(f"{name}: prompt_token_ids", _described(Sequence[int]), _shorten(prompt))
+    return Request(prompt, _with_settings(sampling, value, name), name)
+
+
+def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str) -> SamplingParams:
+    for key, value in settings.items():
+        if key not in _SETTINGS:
+            known = ", ".join((*_PROMPTS, *_SETTINGS))
+            raise MLAError(f"{name}: {_shorten(key)}", f"one of {known}", "an unknown key")
+        if not _fits(value, _SETTINGS[key]):
+            raise MLAError(f"{name}: {key}", _described(_SETTINGS[key]), _shorten(value))
+    try:
+        return replace(sampling, **settings)
+    except MLAError as error:
+        raise MLAError(f"{name}: {error.name}", error.expected, error.got, error.mend) from error
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether what JSON gave is of the annotated type."""
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Sequence:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    if hint is float and type(value) is int:  # not a bool, and not one past what float holds
+        return abs(value) <= sys.float_info.max
+    return type(value) is hint
+
+
+def _described(hint: Any) -> str:
+    """An annotated type in JSON's words."""
+    if get_origin(hint) is UnionType:
+        return " or ".join(map(_described, get_args(hint)))
+    if get_origin(hint) is Sequence:
+        return f"a list, of which each is {_described(get_args(hint)[0])}"
+    return _WORDS[hint]
 
 
 def check_text(prompt: object, name: str) -> None:
@@ -65,8 +140,30 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def result_line(completion: Completion) -> str:
-    """A completion as an output line. JSON's escapes keep it one line for every reader, U+2028 and all."""
+def read_grammar(files: dict[str, Path | None], regex: str | None) -> tuple[str, str] | None:
+    """The flag that names a grammar, and its text: --regex, or the contents of one of `files`, by flag.
+
+    Raises:
+        MLAError: several of them, or a file that cannot be read.
+    """
+    given = {flag: value for flag, value in {**files, "--regex": regex}.items() if value is not None}
+    if len(given) > 1:
+        raise MLAError(", ".join(given), "one of them", "both" if len(given) == 2 else f"{len(given)}")
+    for flag, value in given.items():
+        return flag, value if isinstance(value, str) else _read_text(f"{flag} {value}", value)
+    return None
+
+
+def result_line(completions: Sequence["Completion"]) -> str:
+    """A prompt's completions as an output line: an object with the keys of the only one, or with "completions".
+
+    JSON's escapes keep it one line for every reader, U+2028 and all.
+    """
+    results = [_result(completion) for completion in completions]
+    return json.dumps(results[0] if len(results) == 1 else {"completions": results})
+
+
+def _result(completion: "Completion") -> dict[str, Any]:
     result: dict[str, Any] = {
         "token_ids": completion.token_ids,
         "text": completion.text,
@@ -79,11 +176,26 @@ def result_line(completion: Completion) -> str:
         ]
     if completion.error is not None:
         result["error"] = completion.error
-    return json.dumps(result)
+    return result
+
+
+def result_writer(
+    output_file: Path | None, input_file: Path | None, *, streamed: bool
+) -> AbstractContextManager[Write]:
+    """Where the JSON lines go: to the file, else to stdout unless the text itself went there.
+
+    Raises:
+        MLAError: a file that cannot be written, or the input's own.
+    """
+    if output_file is None:
+        return nullcontext(lambda lines: None if streamed else typer.echo("\n".join(lines)))
+    if input_file not in (None, STDIN) and input_file.resolve() == output_file.resolve():
+        raise MLAError("--output", "another file than --input", output_file)
+    return _whole_file(output_file)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
+def _whole_file(path: Path) -> Iterator[Write]:
     """Give a function to call once, with lines; `path` gets all of them, or keeps what it held.
 
     They go to a file beside it that takes its name then. That file is made at once, so that a directory which cannot
@@ -101,12 +213,14 @@ def whole_file(path: Path) -> Iterator[Callable[[Iterable[str]], None]]:
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             temporary.replace(target)
 
-    with _errors_named(path):
-        temporary.touch(exist_ok=False)
+    interrupts.unfinished.append(temporary)
     try:
+        with _errors_named(path):
+            temporary.touch(exist_ok=False)
         yield write  # what goes wrong in between is not the file's fault
     finally:
         temporary.unlink(missing_ok=True)
+        interrupts.unfinished.remove(temporary)
 
 
 @contextmanager

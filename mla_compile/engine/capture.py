@@ -17,6 +17,7 @@ from mla_compile.torch_internals import (
     last_cuda_graph,
     recording_cuda_graphs,
 )
+from mla_compile.waits import told
 
 _Shape = tuple[int, int, int]
 """Rows, places for stop ids, prompt tokens."""
@@ -150,8 +151,11 @@ class Captures:
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add what it cost to the bucket's sums."""
         before = self._read()
+        kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
+        what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
         try:
-            result = call(*args)
+            with told(what):
+                result = call(*args)
         except BaseException:
             # Until it is called again: others must not be padded to it.
             bucket.why_not = bucket.why_not or FAILED

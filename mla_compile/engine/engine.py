@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mla_compile.defaults import DEFAULT_MAX_TOKENS, DrafterName
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.draft_length import AdaptiveLength, Drafting, FixedLength
@@ -32,7 +33,7 @@ from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, Step
-from mla_compile.speculate.drafter import DrafterName, check_drafter
+from mla_compile.speculate.drafter import check_drafter
 from mla_compile.speculate.step import check_num_drafts
 
 if TYPE_CHECKING:
@@ -40,8 +41,12 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_STEP = 2048
 """Of decode rows and prompts together: it bounds the activations, and how long a prompt delays the rows that decode."""
-DEFAULT_MAX_TOKENS = 128
-"""New tokens of a request that does not say."""
+DEFAULT_MAX_ROWS = 8
+"""Requests that run at once."""
+DEFAULT_MAX_MODEL_LEN = 2048
+"""Tokens of a request. The caches' size follows from it and is compiled in, so what takes it shares compiled steps."""
+DEFAULT_PAGE_SIZE = 16
+"""Tokens of a cache page."""
 
 
 class Engine:
@@ -58,9 +63,9 @@ class Engine:
         num_speculative_tokens: int = 0,
         drafter: DrafterName | None = None,
         adaptive_draft_length: bool = False,
-        max_rows: int = 8,
-        max_model_len: int = 2048,
-        page_size: int = 16,
+        max_rows: int = DEFAULT_MAX_ROWS,
+        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+        page_size: int = DEFAULT_PAGE_SIZE,
         num_pages: int | None = None,
         max_tokens_per_step: int | None = None,
         prefix_caching: bool = True,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.backend import resolve_settings
+from mla_compile.defaults import DrafterName
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.draft_length import Drafting, DraftLength
@@ -27,7 +28,6 @@ from mla_compile.speculate import (
     shadow_check,
 )
 from mla_compile.speculate.choice import NO_TOKEN
-from mla_compile.speculate.drafter import DrafterName
 from mla_compile.torch_internals import mark_varying, with_own_code
 
 VERIFY = "verify"

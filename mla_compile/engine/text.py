@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers.decoders import DecodeStream
 
+from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, SHIPPED_MODEL, DrafterName
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.engine import Engine
+from mla_compile.engine.engine import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, Engine
 from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
@@ -17,18 +18,9 @@ from mla_compile.models.checkpoint import MOST_CONFIG, read_config
 from mla_compile.models.files import first_line, read_object
 from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.speculate import SamplingParams
-from mla_compile.speculate.drafter import DrafterName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "shipped"
-DEFAULT_DRAFTS = 3
-"""Tokens drafted per step where the checkpoint has an MTP layer, or a drafter was named, and nobody said how many."""
-MAX_ROWS = 8
-"""Prompts that decode at once, unless there are fewer."""
-MIN_LENGTH = 512
-"""Tokens that a row has room for at least."""
 
 Prompt = str | Sequence[int]
 
@@ -177,28 +169,39 @@ def fitting_engine(
     num_speculative_tokens: int | None = None,
     drafter: DrafterName | None = None,
     adaptive_draft_length: bool = False,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = DEFAULT_MAX_TOKENS,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     compile: bool = True,
 ) -> Engine:
-    """An engine large enough to complete these prompts, and no larger than it must be.
+    """An engine large enough to complete these prompts.
 
-    Sizes are powers of two, since a step is compiled for them: other prompts then find it in Inductor's cache.
+    A step is compiled for the width of block tables and the number of cache pages. Both are those of an `Engine` of no
+    stated size, or powers of two where these prompts need more: other prompts, commands and processes then find the
+    compiled step in Inductor's cache.
 
     num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
         else none.
     drafter, adaptive_draft_length: see `Engine`.
+    sampling: as for `Engine.generate`; its `n` and `max_tokens` count.
     """
     model = checkpoint.model
+    asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
+    copies = max((params.n for params in asked), default=1)
+    max_new_tokens = max([1, max_new_tokens, *(params.max_tokens or 1 for params in asked)])
     if num_speculative_tokens is None:
         num_speculative_tokens = DEFAULT_DRAFTS if model.has_mtp or drafter is not None else 0
-    longest = max(map(len, prompts), default=1) + max(1, max_new_tokens)
+    longest = _power_of_two(max(map(len, prompts), default=1) + max_new_tokens)
+    max_rows = min(DEFAULT_MAX_ROWS, _power_of_two(len(prompts) * copies))
+    max_model_len = min(max(DEFAULT_MAX_MODEL_LEN, longest), model.config.max_position_embeddings)
+    default_pages, pages = (-(-n // DEFAULT_PAGE_SIZE) for n in (DEFAULT_MAX_MODEL_LEN, max_model_len))
     return Engine(
         model,
         num_speculative_tokens=num_speculative_tokens,
         drafter=drafter,
         adaptive_draft_length=adaptive_draft_length,
-        max_rows=min(MAX_ROWS, _power_of_two(len(prompts))),
-        max_model_len=min(max(MIN_LENGTH, _power_of_two(longest)), model.config.max_position_embeddings),
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        num_pages=1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),
         tokenizer=checkpoint.tokenizer,
         compile=compile,
     )
@@ -216,7 +219,7 @@ def generate(
     tokenizer: str | Path | None = None,
     num_speculative_tokens: int | None = None,
     drafter: DrafterName | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     grammars: Grammar | Sequence[Grammar | None] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -257,13 +260,13 @@ def generate(
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp, tokenizer=tokenizer, text=text)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-    asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     engine = fitting_engine(
         checkpoint,
-        [prompt for prompt in token_ids for _ in range(max((params.n for params in asked), default=1))],
+        token_ids,
         num_speculative_tokens=num_speculative_tokens,
         drafter=drafter,
-        max_new_tokens=max([max_new_tokens, *(params.max_tokens or 1 for params in asked)]),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
         compile=compile,
     )
     return engine.generate(

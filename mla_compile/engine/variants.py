@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mla_compile.speculate import SamplingParams
-from mla_compile.speculate.sampling import MAX_LOGPROBS
+from mla_compile.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LOGPROB_PLACES = (5, MAX_LOGPROBS)
 """How many likely tokens a step tells of, if any: the number is compiled in, so rows that ask for fewer share one."""

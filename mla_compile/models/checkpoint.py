@@ -20,6 +20,7 @@ from mla_compile.models.names import (
 )
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
+from mla_compile.waits import told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,6 +34,7 @@ _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
 
 
+@told("loading the checkpoint")
 def load_model(
     path: str | Path,
     *,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from mla_compile.errors import MLAError
 from mla_compile.models.files import first_line, plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
+from mla_compile.waits import told
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -56,6 +57,7 @@ _SETTINGS: dict[str, Rule] = {
 }
 
 
+@told("loading the tokenizer")
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     """A checkpoint's tokenizer, as `tokenizer.json` and the special tokens of `tokenizer_config.json` make it.
 

@@ -1,4 +1,4 @@
-"""Custom ops. Importing this package registers them with torch."""
+"""Custom ops, and builders of the segments that they take. Importing this package registers the ops with torch."""
 
 from mla_compile.ops.append import mla_append
 from mla_compile.ops.attention import mla_attention
@@ -6,12 +6,15 @@ from mla_compile.ops.decode import mla_decode
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.prefill import mla_prefill
+from mla_compile.ops.segments import decode_segment, prefill_segment
 
 __all__ = [
+    "decode_segment",
     "mla_append",
     "mla_attention",
     "mla_decode",
     "mla_decode_metadata",
     "mla_masked_decode",
     "mla_prefill",
+    "prefill_segment",
 ]

@@ -1,21 +1,19 @@
 """What proposes the tokens that a step verifies. Whatever it proposes, the tokens are the target's own."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
+from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.ngram import look_up, record
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
-
-DrafterName = Literal["mtp", "ngram"]
-"""`MtpDrafter` or `NgramDrafter`."""
 
 
 def check_drafter(name: object) -> None:

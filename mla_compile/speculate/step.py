@@ -36,13 +36,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mla_compile.defaults import MAX_DRAFTS, DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.drafter import (
     Drafter,
-    DrafterName,
     MtpDrafter,
     NgramDrafter,
     Verified,
@@ -54,9 +54,6 @@ from mla_compile.speculate.target import Target
 
 Step = Callable[[DecodeState], None]
 """Advances a state in place."""
-
-MAX_DRAFTS = 32
-"""Far more than pay: each one is a pass of the MTP layer in the graph."""
 
 
 def check_num_drafts(num_speculative_tokens: object) -> None:
@@ -214,7 +211,7 @@ class SpeculativeDecoder(nn.Module):
             q_lens = self._query_lens(state, state.active, chunks)
             num_verified = (q_lens - 1).clamp(min=0)
             # Behind the first position without a token nothing counts.
-            num_chosen = (targets != NO_TOKEN).to(torch.int32).cumprod(dim=1).sum(dim=1)
+            num_chosen = (targets != NO_TOKEN).to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
             targets = targets.clamp(min=0)
             count, active = self._accept(state, targets, torch.minimum(q_lens, num_chosen))
             lacks_token = num_chosen < q_lens

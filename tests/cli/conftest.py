@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from mla_compile.cli import app
+from mla_compile.cli.app import app
 from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
 
 END = "<|endoftext|>"
@@ -59,6 +59,12 @@ def without_mtp(copy: Path) -> Path:
     return copy
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, nothing says how long it has been waiting."""
+    monkeypatch.setattr("mla_compile.cli.progress.PATIENCE", 3600)
+
+
 Run = Callable[..., Result]
 
 
@@ -66,8 +72,8 @@ Run = Callable[..., Result]
 def run() -> Run:
     """`mla-compile` in this process; whatever it raises, it may not be a traceback."""
 
-    def run(*args: object) -> Result:
-        result = CliRunner().invoke(app, [str(arg) for arg in args])
+    def run(*args: object, input: str | None = None) -> Result:
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=input)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
@@ -78,7 +84,8 @@ def run() -> Run:
 @pytest.fixture
 def generate(run: Run, checkpoint: Path) -> Run:
     """`mla-compile generate --no-compile` on the tiny checkpoint, or on the one that a later --model names."""
-    return lambda *args: run("generate", "--no-compile", "--model", checkpoint, "--max-new-tokens", 12, *args)
+    first = ("generate", "--no-compile", "--model", checkpoint, "--max-new-tokens", 12)
+    return lambda *args, **settings: run(*first, *args, **settings)
 
 
 @pytest.fixture

@@ -1,13 +1,9 @@
 """`mla-compile demo`, which is `make demo`."""
 
-import io
-
 import pytest
 import torch
-from rich.console import Console
 
 from mla_compile.cli.demo import PROMPTS
-from mla_compile.cli.progress import progress
 from mla_compile.speculate import SpeculativeDecoder
 
 
@@ -45,18 +41,3 @@ def test_the_demo_fails_if_a_wrong_draft_is_accepted(demo, monkeypatch):
     result = demo()
     assert result.exit_code == 1
     assert "identical tokens: NO" in result.stdout
-
-
-def test_progress_is_plain_lines_where_there_is_no_terminal():
-    out = io.StringIO()
-    with progress("working", Console(file=out)):
-        pass
-    assert out.getvalue() == "working ... 0 s\nworking ... 0 s\n"
-
-
-def test_progress_updates_one_line_on_a_terminal():
-    out = io.StringIO()
-    with progress("working", Console(file=out, force_terminal=True, color_system=None)):
-        pass
-    assert out.getvalue().startswith("working ... 0 s\r")
-    assert out.getvalue().endswith("working ... 0 s\n")

@@ -6,7 +6,7 @@ import pytest
 
 import mla_compile
 from mla_compile import Completion, MLAError, SamplingParams
-from mla_compile.engine import Checkpoint, TextStream, fitting_engine
+from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,14 @@ def test_similar_prompts_get_engines_of_the_same_size(loaded):
     def size(num_prompts, length, max_new_tokens):
         prompts = [[1] * length] * num_prompts
         engine = fitting_engine(loaded, prompts, max_new_tokens=max_new_tokens, compile=False)
-        return engine.max_rows, engine.max_model_len
+        return engine.max_rows, engine.max_model_len, engine.num_pages
 
-    loaded.model.config.max_position_embeddings = 2048
-    assert size(1, 5, 20) == size(1, 300, 200) == (1, 512)
-    assert size(3, 5, 20) == size(4, 5, 300) == (4, 512)
-    assert size(50, 600, 20) == (8, 1024)
-    assert size(1, 1000, 5000) == (1, 2048)  # the model's positions end there
+    loaded.model.config.max_position_embeddings = 16384
+    assert size(1, 5, 20) == size(1, 300, 200) == (1, 2048, 1025)
+    assert size(3, 5, 20) == size(4, 5, 300) == (4, 2048, 1025)
+    assert size(50, 600, 20) == (8, 2048, 1025)
+    assert size(2, 2000, 100) == (2, 4096, 1025)
+    assert size(8, 2000, 100) == (8, 4096, 2049)
+    assert size(1, 1000, 50000) == (1, 16384, 1025)  # the model's positions end there
+    default = Engine(loaded.model, compile=False)
+    assert (default.max_rows, default.max_model_len, default.num_pages) == size(8, 5, 20)

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
-from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, generation, restore
 from mla_compile.integrations.transformers.target import TransformersTarget

@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from mla_compile.defaults import DrafterName
 from mla_compile.engine import CaptureReport, Completion, Engine
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.requests import Request
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.speculate.drafter import DrafterName, check_drafter
+from mla_compile.speculate.drafter import check_drafter
 from mla_compile.speculate.step import check_num_drafts
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,240 @@
+"""The commands' signatures and help, and the mistakes that show before a model is loaded; nothing imports torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from mla_compile.cli.progress import progress
+from mla_compile.cli.requests import read_grammar, read_requests, result_writer
+from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL, DrafterName
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
+
+IMPORTING = "importing torch"
+
+
+def generate(
+    *,
+    model: Annotated[
+        Path,
+        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    ] = SHIPPED_MODEL,
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Where to take the tokenizer from, if the checkpoint's own is code, which is never run.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, Option(metavar="TEXT", help="A prompt; its completion is streamed.")
+    ] = None,
+    input_file: Annotated[
+        Path | None,
+        Option(
+            "--input",
+            metavar="FILE",
+            help='Prompts, one a line: {"prompt": TEXT} or {"prompt_token_ids": [ID, ...]}, with settings of its own '
+            'or without: {"prompt": TEXT, "max_tokens": 3, "temperature": 0.7}. "-" reads stdin.',
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        Option("--output", metavar="FILE", help="Where the JSON lines go.", show_default="stdout"),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            min=0,
+            max=MAX_DRAFTS,
+            help="Tokens drafted per step; the completions are the same whatever K is.",
+            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+        ),
+    ] = None,
+    drafter: Annotated[
+        DrafterName | None,
+        Option(
+            help="What drafts: the MTP layer, or a look-up in the text so far.",
+            show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
+        ),
+    ] = None,
+    adaptive_draft_length: Annotated[
+        bool,
+        Option(
+            "--adaptive-draft-length",
+            help="Draft 0 to K tokens per step, whatever gives the most tokens a second; compiles K + 1 steps.",
+        ),
+    ] = False,
+    max_new_tokens: Annotated[
+        int, Option(metavar="N", min=1, help="Tokens per completion at most.")
+    ] = DEFAULT_MAX_TOKENS,
+    temperature: Annotated[
+        float, Option(metavar="T", help="0 is greedy; the next four apply above 0.")
+    ] = 0.0,
+    top_k: Annotated[int, Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, Option(metavar="P", help="Sample from the likeliest tokens that sum to probability P.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, Option(metavar="P", help="Sample from tokens at least P times as likely as the likeliest.")
+    ] = 0.0,
+    seed: Annotated[int, Option(metavar="N", help="The same seed gives the same tokens.")] = 0,
+    n: Annotated[
+        int, Option("--n", metavar="N", help="Completions per prompt, with the seeds SEED, SEED + 1, ....")
+    ] = 1,
+    repetition_penalty: Annotated[
+        float, Option(metavar="R", help="Divide logits of tokens in prompt or completion by R; 1: do not.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, Option(metavar="X", help="Subtract X from logits of tokens in the completion.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, Option(metavar="X", help="Subtract X as often as the completion has the token.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None,
+        Option(metavar="TEXT", help="End a completion before this text; may be given several times."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        Option(metavar="N", help="Write logprobs of the chosen and the N likeliest tokens to JSON lines."),
+    ] = None,
+    json_schema: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Completions are JSON that this schema allows; needs llguidance."),
+    ] = None,
+    regex: Annotated[
+        str | None, Option(metavar="R", help="Completions match this; needs llguidance.")
+    ] = None,
+    grammar: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Completions follow this Lark grammar; needs llguidance."),
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
+    device: Annotated[
+        str | None,
+        Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
+    ] = None,
+    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
+) -> None:
+    """Complete prompts with a checkpoint.
+
+    The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
+    line each, in order: token_ids, text, finish_reason ("stop" or "length"), acceptance_length and, with --logprobs,
+    logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. A line of --n 2 or more is {"completions":
+    [...]}, with these keys in each. Where a grammar comes to a dead end, finish_reason is "error", and error says why.
+
+    A line of --input may have settings of its own, by the names of SamplingParams, which override the flags:
+    max_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
+    logprobs, n, stop, stop_token_ids, ignore_eos.
+    """
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logprobs=logprobs,
+        stop=stop or (),
+        n=n,
+    )
+    rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
+    _check_directory(model)
+    requests = read_requests(prompt, input_file, sampling)
+    with result_writer(output_file, input_file, streamed=prompt is not None) as write:
+        with progress(IMPORTING):
+            from mla_compile.cli.generate import complete
+        complete(
+            requests,
+            write,
+            streamed=prompt is not None,
+            model=model,
+            tokenizer=tokenizer,
+            num_speculative_tokens=num_speculative_tokens,
+            drafter=drafter,
+            adaptive_draft_length=adaptive_draft_length,
+            max_new_tokens=max_new_tokens,
+            grammar=rules,
+            dtype=dtype,
+            device=device,
+            compile=compile,
+        )
+
+
+def inspect(
+    *,
+    model: Annotated[
+        Path,
+        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    ] = SHIPPED_MODEL,
+    num_speculative_tokens: Annotated[
+        int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts: a decode row has K + 1 tokens.")
+    ] = DEFAULT_DRAFTS,
+    rows: Annotated[int, Option(metavar="R", min=0, max=4096, help="Decode rows.")] = 4,
+    prefill_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="N", min=0, max=65536, help="Tokens of a prompt chunk.", show_default="48; 0 in a step"
+        ),
+    ] = None,
+    step: Annotated[
+        bool, Option("--step", help="The whole decode step, drafts included, not a forward of a mixed batch.")
+    ] = False,
+    output: Annotated[
+        Path | None, Option(metavar="FILE.svg", help="Save a picture too.", show_default=False)
+    ] = None,
+) -> None:
+    """Show the graph before and after the passes, attention segment by segment; nothing runs."""
+    if step and prefill_tokens:
+        raise MLAError("--prefill-tokens", "0 with --step, which only decodes", prefill_tokens)
+    if output is not None and output.suffix.lower() != ".svg":
+        raise MLAError("--output", "a file name that ends in .svg", output)
+    _check_directory(model)
+    with progress(IMPORTING):
+        from mla_compile.cli.inspect import explain_checkpoint
+    explain_checkpoint(
+        model,
+        num_speculative_tokens=num_speculative_tokens,
+        rows=rows,
+        prefill_tokens=prefill_tokens,
+        step=step,
+        output=output,
+    )
+
+
+def env() -> None:
+    """Print versions, devices and which backends work here: what a bug report needs."""
+    with progress(IMPORTING):
+        from mla_compile.cli.environment import print_environment
+    print_environment()
+
+
+def demo(
+    *,
+    model: Annotated[
+        Path,
+        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    ] = SHIPPED_MODEL,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 80,
+    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
+) -> None:
+    """Complete two prompts uncompiled, compiled, and with speculation, on the CPU, greedily, in float32; compare.
+
+    Exit code 1 if the tokens differ.
+    """
+    _check_directory(model)
+    with progress(IMPORTING):
+        from mla_compile.cli.demo import compare
+    compare(model, max_new_tokens=max_new_tokens, compile=compile)
+
+
+def _check_directory(model: Path) -> None:
+    if not model.is_dir():
+        mend = "give a directory in Hugging Face format"
+        raise MLAError(f"--model {model}", "a checkpoint's directory", "no such directory", mend)

@@ -1,0 +1,15 @@
+"""Numbers, names and places that the library and the command share. Importing them takes no torch."""
+
+from pathlib import Path
+from typing import Literal
+
+SHIPPED_MODEL = Path(__file__).parent / "models" / "shipped"
+DEFAULT_DRAFTS = 3
+"""Tokens drafted per step where the checkpoint has an MTP layer, or a drafter was named, and nobody said how many."""
+MAX_DRAFTS = 32
+"""Far more than pay: each one is a pass of the MTP layer in the graph."""
+DEFAULT_MAX_TOKENS = 128
+"""New tokens of a request that does not say."""
+
+DrafterName = Literal["mtp", "ngram"]
+"""`MtpDrafter` or `NgramDrafter`."""

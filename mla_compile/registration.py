@@ -1,0 +1,53 @@
+"""Makes `torch.compile(backend="mla")` work wherever `mla_compile` was imported, installed or not, torch loaded or not.
+
+torch finds backends by entry points of installed packages, when it is first asked for one that it does not know. From
+a source tree there is no installed package, so importing ours adds one to what `importlib.metadata` finds. Where torch
+has looked already, the entry point is given to it directly. Neither imports torch.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, DistributionFinder
+
+GROUP, NAME, VALUE = "torch_dynamo_backends", "mla", "mla_compile.backend:mla"
+"""As in pyproject.toml, for the installed package."""
+
+
+class SourceTree:
+    """A finder of one distribution: ours, with the entry point. It comes last, so an installed one goes before it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Of modules it finds none."""
+
+    @staticmethod
+    def find_distributions(context: "DistributionFinder.Context") -> Iterator["Distribution"]:
+        from importlib.metadata import Distribution
+
+        class SourceDistribution(Distribution):
+            def read_text(self, filename: str) -> str | None:
+                files = {
+                    "METADATA": "Metadata-Version: 2.1\nName: mla-compile\n",
+                    "entry_points.txt": f"[{GROUP}]\n{NAME} = {VALUE}\n",
+                }
+                return files.get(filename)
+
+            def locate_file(self, path: object) -> Path:
+                return Path(__file__).parents[1] / str(path)
+
+        if context.name is None or context.name.lower().replace("_", "-") == "mla-compile":
+            yield SourceDistribution()
+
+
+def register_backend() -> None:
+    """Let torch find the backend by name; it is imported when it is first used."""
+    sys.meta_path.append(SourceTree)
+    registry = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is not None:
+        from importlib.metadata import EntryPoint
+
+        registry._BACKENDS.setdefault(NAME, EntryPoint(NAME, VALUE, GROUP))

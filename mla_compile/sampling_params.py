@@ -1,0 +1,118 @@
+"""What a request asks of sampling. Importing it takes no torch, so that the command checks flags at once."""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from numbers import Real
+
+from mla_compile.errors import MLAError
+
+MAX_LOGPROBS = 20
+"""As vLLM's `max_logprobs` by default: `SamplingParams.logprobs` at most."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and what is told of them. Things happen in this order:
+
+    logprobs: None tells nothing; n >= 0 tells the log-probability, by the model's own logits, of each chosen token and
+        of the n most likely ones (`Completion.logprobs`).
+    repetition_penalty: the logits of ids in the prompt or the text so far are divided by it where positive, else
+        multiplied; 1 changes nothing. frequency_penalty: is subtracted from an id's logit as often as the text so far,
+        without the prompt, has it. presence_penalty: is subtracted once if the text so far has it. Greedy rows obey
+        these three as well, and of a draft's position the drafts before it belong to the text.
+    temperature: 0 is greedy, and what follows has no effect.
+    min_p: keep ids at least this probable, relative to the most likely one; 0 keeps all.
+    top_k: of those, keep the k most likely ids; 0 keeps all.
+    top_p: of those, keep the smallest set of most likely ids with at least this share of their probability; 1 keeps
+        all.
+    seed: any integer in [0, 2**63).
+
+    When it ends:
+
+    max_tokens: at most so many; None leaves it to the call (`max_new_tokens`).
+    stop: strings that end the text where one appears first. `Completion.text` ends before it, `token_ids` with the
+        token that completes it. Needs an engine with a tokenizer.
+    stop_token_ids: ids that end the text, besides the call's `stop_ids`, which are the model's end-of-sequence ids;
+        ignore_eos leaves out those.
+    n: completions of the prompt, with the seeds `seed`, `seed + 1`, ....
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
+        if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
+            raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise MLAError("top_p", "a number in (0, 1]", self.top_p, "1 keeps every token")
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise MLAError("seed", "an integer in [0, 2**63)", self.seed)
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise MLAError("min_p", "a number in [0, 1]", self.min_p, "0 keeps every token")
+        # vLLM takes any number above 0; beyond these, float32 logits overflow.
+        if not _is_number(self.repetition_penalty) or not 1e-30 <= self.repetition_penalty <= 1e30:
+            expected = "a number > 0, in [1e-30, 1e30]"
+            raise MLAError("repetition_penalty", expected, self.repetition_penalty, "1 is no penalty")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _is_number(value) or not -2 <= value <= 2:
+                raise MLAError(name, "a number in [-2, 2]", value, "0 is no penalty")
+        if self.logprobs is not None and (
+            not _is_int(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            expected = f"None or an integer in [0, {MAX_LOGPROBS}]"
+            raise MLAError("logprobs", expected, self.logprobs, "0 tells of the chosen token only")
+        self._check_end()
+
+    def _check_end(self) -> None:
+        if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
+            raise MLAError("max_tokens", "None or an integer >= 1", self.max_tokens)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not _is_list_of(stops, lambda stop: isinstance(stop, str) and stop != ""):
+            raise MLAError("stop", "strings that are not empty", repr(self.stop))
+        if not _is_list_of(self.stop_token_ids, _is_int):
+            raise MLAError("stop_token_ids", "integers", repr(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise MLAError("ignore_eos", "True or False", repr(self.ignore_eos))
+        if not _is_int(self.n) or not 1 <= self.n <= 2**63 - self.seed:
+            raise MLAError("n", "an integer >= 1 that leaves each completion a seed below 2**63", self.n)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def copies(self) -> list["SamplingParams"]:
+        """What each of the n completions is sampled with, alone."""
+        return [replace(self, n=1, seed=self.seed + i) for i in range(self.n)]
+
+    @property
+    def penalised(self) -> bool:
+        """Whether any penalty changes logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(values: object, check: Callable[[object], bool]) -> bool:
+    return isinstance(values, Sequence | Set) and all(map(check, values))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,94 @@
+"""What takes long is told of: by a warning, by the command on stderr."""
+
+import io
+import logging
+import time
+
+import pytest
+import torch
+
+from mla_compile import Engine, waits
+from mla_compile.cli import progress
+from mla_compile.waits import shown_by, told
+from tests.models_for_tests import tiny_model
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(waits, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+
+
+def wait_for(condition) -> None:
+    end = time.perf_counter() + 30
+    while not condition() and time.perf_counter() < end:
+        time.sleep(0.01)
+
+
+def test_what_takes_long_is_one_warning(impatient, caplog):
+    with told("working"):
+        wait_for(lambda: caplog.records)
+        time.sleep(0.2)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "working ...")
+    ]
+    assert caplog.records[0].name == "mla_compile.waits"
+
+
+def test_what_is_quick_says_nothing(caplog, capsys):
+    for show in (waits._logged, progress.progress):
+        with shown_by(show), told("working"):
+            pass
+    assert not caplog.records and capsys.readouterr() == ("", "")
+
+
+def test_a_compile_is_told_of_once(impatient, caplog, monkeypatch):
+    def slow(gm, example_inputs, settings):
+        time.sleep(0.3)
+        return gm.forward
+
+    monkeypatch.setattr("mla_compile.backend.lower_with_inductor", slow)
+    engine = Engine(tiny_model(torch.float32), num_speculative_tokens=1, max_rows=2)
+    with caplog.at_level(logging.WARNING, "mla_compile"):
+        engine.generate([[1, 2, 3]] * 3, max_new_tokens=5)
+    lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.waits"]
+    assert lines == [
+        "compiling the step (greedy, drafts: 1), a minute or two if it is new to this machine ..."
+    ]
+
+
+def test_the_command_shows_lines_of_their_own_where_stderr_is_no_terminal(
+    impatient, monkeypatch, capsys, caplog
+):
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    with shown_by(progress.progress), told("working"):
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2 and set(lines) == {"working ... 0 s"}
+    assert not caplog.records
+
+
+def test_a_terminal_gets_one_line_that_counts(monkeypatch):
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    with progress.progress("working"):
+        wait_for(err.getvalue)
+    text = err.getvalue()
+    assert "working ... 0 s" in text and "\r" in text
+    assert text.endswith("\n") and text.count("\n") == 1
+
+
+def test_of_waits_inside_each_other_the_innermost_is_shown(impatient, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    with progress.progress("all of it"):
+        with progress.progress("a part"):
+            time.sleep(0.3)
+        within = capsys.readouterr().err
+        time.sleep(0.3)
+    assert {line.split(" ... ")[0] for line in within.splitlines()} == {"a part"}
+    assert {line.split(" ... ")[0] for line in capsys.readouterr().err.splitlines()} == {"all of it"}
