@@ -14,7 +14,7 @@ from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.torch_internals import (
     inductor_modes,
     inductor_options,
-    know_plural_sizes,
+    know_least_sizes,
     lower_with_inductor,
     trace_graph,
 )
@@ -44,7 +44,7 @@ def mla(
     """
     settings = resolve_settings(mode, options)
     passes, decode_backend = settings.pop("passes", None), settings.pop("decode_backend", None)
-    know_plural_sizes(example_inputs)
+    know_least_sizes(example_inputs)
     trace_graph("mla_before_passes", gm)
     gm = pipeline.run(gm, example_inputs, passes)
     if decode_backend is not None:

@@ -226,25 +226,25 @@ def _order(
 def _mark(packed: PackedBatch) -> None:
     """Tell the compiler which sizes vary from batch to batch, and which of them are the same."""
     decode, prefill = packed.batch.decode, packed.batch.prefill
-    sizes: dict[str, list[Tensor]] = {
-        "tokens": [packed.positions, *packed.tensors],
-        "order": [packed.order],
-        "decode_tokens": [],
-        "prefill_tokens": [],
-    }
-    if decode is not None:
-        sizes["tokens" if prefill is None else "decode_tokens"].append(decode.slot_mapping)
-        sizes["rows"] = [decode.seq_lens, decode.block_table]
-        sizes["rows"] += [] if decode.q_lens is None else [decode.q_lens]
-        mark_varying(decode.block_table, dim=1)
-    if prefill is not None:
-        sizes["tokens" if decode is None else "prefill_tokens"].append(prefill.slot_mapping)
-        sizes["chunks"] = [prefill.seq_lens, prefill.block_table, prefill.host_lens]
-        sizes["chunks + 1"] = [prefill.cu_seqlens_q]
-        mark_varying(prefill.block_table, dim=1)
-    for size, tensors in sizes.items():
+
+    def mark(size: str, *tensors: Tensor | None, dim: int = 0, least: int = 1) -> None:
         for tensor in tensors:
-            mark_varying(tensor, size=size, plural=size.endswith("tokens"))
+            if tensor is not None:
+                mark_varying(tensor, dim, size=size, least=least)
+
+    mark("tokens", packed.positions, *packed.tensors, least=MIN_TOKENS)
+    mark("order", packed.order)
+    if decode is not None:
+        size = "tokens" if prefill is None else "decode tokens"
+        mark(size, decode.slot_mapping, least=MIN_TOKENS)
+        mark("rows", decode.seq_lens, decode.block_table, decode.q_lens)
+        mark("pages", decode.block_table, dim=1)
+    if prefill is not None:
+        size = "tokens" if decode is None else "prefill tokens"
+        mark(size, prefill.slot_mapping, least=MIN_TOKENS)
+        mark("chunks", prefill.seq_lens, prefill.block_table, prefill.host_lens)
+        mark("chunks + 1", prefill.cu_seqlens_q)
+        mark("pages", prefill.block_table, dim=1)
 
 
 def _check(

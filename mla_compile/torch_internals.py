@@ -104,33 +104,34 @@ def mark_state_tensor(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static(tensor, dim)
 
 
-_PLURAL = "mla_compile, at least two: "
-
-
-def mark_varying(
-    tensor: torch.Tensor, dim: int = 0, *, size: str | None = None, plural: bool = False
-) -> None:
+def mark_varying(tensor: torch.Tensor, dim: int = 0, *, size: str | None = None, least: int = 0) -> None:
     """Tell the compiler that a size of a tensor varies from call to call, whatever it is, 1 too.
 
     size: a name for it. Sizes of the same name are the same one; without, each is taken to be another.
-    plural: it is never less than two; for `know_plural_sizes`.
+    least: what a size with a name never falls below; for `know_least_sizes`.
     """
-    name = size and (_PLURAL if plural else "mla_compile: ") + size
+    name = None if size is None else f"{_OURS}{least}: {size}"
     torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
 
 
-def know_plural_sizes(example_inputs: Sequence[Any]) -> None:
-    """Tell Inductor of the sizes that were marked so: it asks of some products whether they have one row.
+_OURS = "mla_compile, at least "
 
-    Of an unbacked size it could not say, which is an error. (`mark_unbacked` takes a least size from torch 2.12 on.)
+
+def know_least_sizes(example_inputs: Sequence[Any]) -> None:
+    """Tell Inductor what is known of the sizes of a graph's inputs that were marked with a `least`.
+
+    It asks of some products whether they have one row, and of tensors that it copies for CUDA graphs whether they have
+    a stride of 0. Of an unbacked size it could not say, which is an error. (`mark_unbacked` takes a least size itself
+    from torch 2.12 on.)
     """
     size = next((value for value in example_inputs if isinstance(value, torch.SymInt)), None)
     if size is None:
         return
     shape_env = size.node.shape_env
     for name, symbol in shape_env._shape_id_to_unbacked_symbol.items():
-        if name.startswith(_PLURAL):
-            torch._check(shape_env.create_symintnode(symbol, hint=None) >= 2)
+        if name.startswith(_OURS):
+            least = int(name.removeprefix(_OURS).partition(":")[0])
+            torch._check(shape_env.create_symintnode(symbol, hint=None) >= least)
 
 
 def mark_cache(tensor: torch.Tensor) -> None:

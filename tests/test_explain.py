@@ -9,7 +9,7 @@ from torch import nn
 
 import mla_compile
 from mla_compile import MLAError, explain
-from mla_compile.cli.inspect import inspect
+from mla_compile.cli.commands import inspect
 from mla_compile.explanation.inspect import inspect_forward, inspect_step
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import Capture, Stack, make_inputs, nodes_of, shape

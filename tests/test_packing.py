@@ -20,6 +20,7 @@ from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport, select_ba
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.packing import RowLayout, classify
 from mla_compile.passes import pipeline
+from mla_compile.torch_internals import know_least_sizes, statically_known_true
 from tests.cases import make_case, relative_error
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import HIDDEN, MAX_ROWS, PAGE_SIZE, PAGES_PER_ROW, Layer
@@ -337,6 +338,28 @@ def test_any_batches_make_three_graphs(module: type[nn.Module], order: str) -> N
         torch.testing.assert_close(compiled(*args)[packed.order], model(*args)[packed.order])
     expected = [["mla_decode"], ["mla_decode", "mla_prefill"], ["mla_prefill"]]
     assert sorted(graphs.kinds) == expected
+
+
+def test_the_backend_knows_that_no_size_is_0_and_that_there_are_two_tokens_at_least() -> None:
+    least: dict[str, set[bool]] = {}
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        know_least_sizes(example_inputs)
+        for node in gm.graph.find_nodes(op="placeholder"):
+            value = node.meta["example_value"]
+            if isinstance(value, Tensor):
+                for size in value.shape:
+                    kind = (
+                        "token" if node.target.endswith(("ids_", "positions_", "slot_mapping")) else "other"
+                    )
+                    least.setdefault(kind, set()).add(statically_known_true(size >= 1 + (kind == "token")))
+        return gm.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(Model().requires_grad_(False), backend=backend, fullgraph=True)
+    packed = packed_rows([(1, 3, True), (1, 0, False)], drafts=0)
+    compiled(*packed.tensors, packed.positions, packed.batch)
+    assert least == {"token": {True}, "other": {True}}
 
 
 def test_a_module_that_branches_on_a_size_gets_an_error_that_names_the_line() -> None:

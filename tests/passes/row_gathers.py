@@ -183,17 +183,28 @@ def value_of(node: fx.Node) -> Tensor:
 
 
 def unary(g: Drawn, x: fx.Node) -> Call:
-    methods = ("neg", "square", "sigmoid", "sin", "cos", "contiguous", "abs", "exp", "double", "clone")
-    functions = (torch.sigmoid, torch.sin, F.silu, F.gelu, F.relu, operator.neg, torch.tanh)
+    methods = ("neg", "square", "sigmoid", "rsqrt", "sin", "cos", "contiguous", "abs", "exp", "clone")
+    functions = (torch.sigmoid, torch.rsqrt, torch.sin, F.silu, F.gelu, F.relu, operator.neg, torch.tanh)
     return g.rng.choice((*methods, *functions)), (x,), {}
 
 
 def binary(g: Drawn, x: fx.Node) -> Call:
     both = (operator.add, operator.sub, operator.mul, torch.add, torch.mul, "add", "sub", "mul", "div")
-    target = g.rng.choice((*both, operator.truediv, torch.sub, torch.div, torch.maximum, operator.matmul))
+    others = (operator.truediv, operator.pow, "pow", torch.sub, torch.div, torch.maximum, operator.matmul)
+    target = g.rng.choice((*both, *others))
     other = g.rng.choice((0.5, 2, g.like(x)))
     sides = (other, x) if g.rng.random() < 0.3 and isinstance(other, fx.Node) else (x, other)
     return target, sides, {"alpha": 2} if target in (torch.add, "sub") and g.rng.random() < 0.3 else {}
+
+
+def compared(g: Drawn, x: fx.Node) -> Call:
+    """A mask of comparisons, as numbers, so that other ops take it."""
+    compare = (operator.eq, operator.ne, operator.ge, operator.gt, operator.le, operator.lt)
+    masks = [g.add(g.rng.choice(compare), (x, g.rng.choice((0.0, g.like(x)))), {}) for _ in range(2)]
+    mask = g.add(operator.invert, (masks[0],), {}) if g.rng.random() < 0.3 and masks[0] else masks[0]
+    if mask and masks[1] and g.rng.random() < 0.6:
+        mask = g.add(g.rng.choice((operator.and_, operator.or_)), (mask, masks[1]), {})
+    return "double", (mask or x,), {}
 
 
 def masked(g: Drawn, x: fx.Node) -> Call:
@@ -215,8 +226,9 @@ def masked(g: Drawn, x: fx.Node) -> Call:
 
 def cast(g: Drawn, x: fx.Node) -> Call:
     to = (torch.float64, torch.float32, g.like(x))
-    calls = [("to", (x, dtype), {}) for dtype in to] + [("type_as", (x, g.like(x)), {}), ("float", (x,), {})]
-    return g.rng.choice((*calls, ("double", (x,), {}), ("type", (x, torch.float64), {})))
+    calls = [("to", (x, dtype), {}) for dtype in to] + [("type_as", (x, g.like(x)), {})]
+    by_name = [(name, (x,), {}) for name in ("float", "double", "half", "bfloat16", "bool")]
+    return g.rng.choice((*calls, *by_name, ("type", (x, torch.float64), {})))
 
 
 def reduction(g: Drawn, x: fx.Node) -> Call:
@@ -414,6 +426,7 @@ def index(g: Drawn, x: fx.Node) -> Call:
 OPS: tuple[Op, ...] = (
     *(
         unary,
+        compared,
         binary,
         masked,
         cast,
@@ -468,7 +481,7 @@ def check(seed: int | str, ops: Sequence[Op] = OPS) -> Result:
     g, source = draw(rng, ops)
     reference = fx.Graph()
     reference.output(reference.graph_copy(g.graph, copies := {}) or copies[source])
-    eager = fx.Interpreter(nn.Module(), graph=reference)
+    eager = Eager(nn.Module(), graph=reference)
     placeholders = g.graph.find_nodes(op="placeholder")
     kept = rng.choice((0, 1, 2, 2, 3, None, None))
     ids = g.input([g.sizes.kept if kept is None else kept], torch.int64)
@@ -496,8 +509,8 @@ def check(seed: int | str, ops: Sequence[Op] = OPS) -> Result:
             value = eager.run(*inputs)
         except Exception:  # an index that is out of range for these values
             continue
-        if value.dim() != value_of(source).dim():
-            continue  # torch took for granted that no size is 1, of a `squeeze` say
+        if eager.has_other_sizes:
+            continue
         for number in (0, 1, 2, len(value) + 1) if kept is None else (kept,):
             if len(value) or not number:
                 chosen = torch.tensor([rng.randrange(len(value)) for _ in range(number)], dtype=torch.int64)
@@ -505,6 +518,33 @@ def check(seed: int | str, ops: Sequence[Op] = OPS) -> Result:
                 same(gm, [*inputs, chosen], value.index_select(0, chosen), where)
                 runs += 1
     return Result(climbed, runs)
+
+
+class Eager(fx.Interpreter):
+    """Runs a graph, and notices where its sizes are others than torch took for granted.
+
+    A size that depends on data, how many elements a mask has say, is taken not to be 1; compiled code asserts that.
+    """
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        self.has_other_sizes = False
+        self._sizes: dict[Any, int] = {}
+        return super().run(*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        example = n.meta.get("example_value")
+        if isinstance(result, Tensor) and isinstance(example, Tensor):
+            self.has_other_sizes |= result.dim() != example.dim()
+            for size, expected in zip(result.shape, example.shape):
+                expected = expected if isinstance(expected, int) else expected.node.expr
+                known = (
+                    self._sizes.setdefault(expected, size)
+                    if getattr(expected, "free_symbols", ())
+                    else expected
+                )
+                self.has_other_sizes |= size != int(known)
+        return result
 
 
 def same(gm: fx.GraphModule, inputs: Sequence[Tensor], expected: Tensor, where: str) -> None:

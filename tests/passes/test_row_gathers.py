@@ -31,7 +31,7 @@ def test_a_gather_climbs_over_random_graphs_only_where_they_are_row_wise() -> No
     print(f"{number} graphs, seeds from 0: {hoisted} rewritten, {runs} runs compared; over {climbed}")
     assert hoisted > number / 3 and runs > number, f"only {hoisted} of {number} rewritten"
     if number >= 20_000:
-        never = CALLED - set(climbed) - {"mla_decode", "moe_experts"}
+        never = {name for name in CALLED - set(climbed) if not name.startswith(("mla_decode", "moe_experts"))}
         assert not never, f"no gather has climbed over {never}"
 
 
