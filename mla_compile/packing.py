@@ -19,11 +19,13 @@ from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.backends import DecodeCall, QueryLenSupport, describe_device, select_backend
-from mla_compile.ops.segments import copied_to, decode_segment, pad_rows, prefill_segment
+from mla_compile.ops.segments import copied_to, decode_segment, pad_table, prefill_segment
 from mla_compile.torch_internals import mark_varying
 
 MIN_TOKENS = 2
 """Of either kind, where there are any: Inductor asks of some products whether they have one row."""
+MIN_PAGES = 2
+"""Columns of a block table: for CUDA graphs Inductor asks whether a tensor's strides are the same."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def pack_batch(
     """
     _check(query_lens, num_cached, block_table, per_token, has_sampled, page_size, num_speculative_tokens)
     device = block_table.device
+    block_table = pad_table(block_table, columns=MIN_PAGES - block_table.shape[1])
     support = _support(device, backend)
     layout = classify(
         query_lens, has_sampled, threshold=1 + num_speculative_tokens, support=support, padded=pad
@@ -97,7 +100,7 @@ def pack_batch(
         all_valid = support is QueryLenSupport.UNIFORM and {*lens, *padding} == {layout.q_len}
         decode, _ = decode_segment(
             _upload(held + padding, torch.int32, device),
-            pad_rows(table, len(padding)),
+            pad_table(table, rows=len(padding)),
             q_len=layout.q_len,
             page_size=page_size,
             q_lens=None if all_valid else _upload(lens + padding, torch.int32, device),
@@ -238,13 +241,13 @@ def _mark(packed: PackedBatch) -> None:
         size = "tokens" if prefill is None else "decode tokens"
         mark(size, decode.slot_mapping, least=MIN_TOKENS)
         mark("rows", decode.seq_lens, decode.block_table, decode.q_lens)
-        mark("pages", decode.block_table, dim=1)
+        mark("pages", decode.block_table, dim=1, least=MIN_PAGES)
     if prefill is not None:
         size = "tokens" if decode is None else "prefill tokens"
         mark(size, prefill.slot_mapping, least=MIN_TOKENS)
         mark("chunks", prefill.seq_lens, prefill.block_table, prefill.host_lens)
         mark("chunks + 1", prefill.cu_seqlens_q)
-        mark("pages", prefill.block_table, dim=1)
+        mark("pages", prefill.block_table, dim=1, least=MIN_PAGES)
 
 
 def _check(

@@ -70,7 +70,7 @@ def prefill_segment(
             raise MLAError(f"row {row}", f"at most {capacity} tokens in its pages", chunk + cached, mend)
     device, count = block_table.device, sum(chunk_lens)
     padding = [min(capacity, rest) for rest in range(num_tokens - count, 0, -capacity)]
-    block_table = pad_rows(block_table, len(padding))
+    block_table = pad_table(block_table, rows=len(padding))
     lens = [*chunk_lens, *padding]
     ends = [*(c + n for c, n in zip(chunk_lens, num_cached, strict=True)), *padding]
     host = torch.tensor([lens, ends], dtype=torch.int32, device="cpu")
@@ -87,9 +87,11 @@ def prefill_segment(
     return segment, positions
 
 
-def pad_rows(block_table: Tensor, count: int) -> Tensor:
-    """`block_table` with `count` rows more, on page 0, the dummy page."""
-    return torch.nn.functional.pad(block_table, (0, 0, 0, count)) if count else block_table
+def pad_table(block_table: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
+    """`block_table` with so many rows and columns more, none where below 0, of page 0, the dummy page."""
+    if rows <= 0 and columns <= 0:
+        return block_table
+    return torch.nn.functional.pad(block_table, (0, max(0, columns), 0, max(0, rows)))
 
 
 def copied_to(device: torch.device, tensor: Tensor) -> Tensor:

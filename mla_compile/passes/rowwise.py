@@ -122,9 +122,14 @@ def _where(node: fx.Node, rows: Any) -> _Carriers:
 
 
 def _linear(node: fx.Node, rows: Any) -> _Carriers:
-    """Along the last dimension; a bias of more than one could be of each row."""
+    """Along the last dimension, by a matrix; a bias of more than one dimension could be of each row."""
     given = arguments(node, ("input", "weight", "bias"))
-    if given is None or _rank(given["input"]) < 2 or _rank(given.get("bias")) > 1:
+    if (
+        given is None
+        or _rank(given["input"]) < 2
+        or _rank(given["weight"]) != 2
+        or _rank(given.get("bias")) > 1
+    ):
         return None
     return [given["input"]]
 
