@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from mla_compile.errors import MLAError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodeSegment:
     """Rows that decode, each with the same number of query tokens; `decode_segment` makes one.
 
@@ -38,7 +38,7 @@ class DecodeSegment:
     backend: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefillSegment:
     """Prompt chunks, packed one after the other; `prefill_segment` makes one.
 
@@ -58,7 +58,7 @@ class PrefillSegment:
     page_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MLABatch:
     """A call's decode rows, prompt chunks or both; a segment that the batch lacks is None, never empty.
 
@@ -104,7 +104,12 @@ def _register(kind: type, *, static: Sequence[str]) -> None:
 
     def unflatten(children: Any, context: tuple[Any, ...]) -> Any:
         present, rest = context
-        return kind(**dict(zip(present, children)), **dict(rest))
+        value: Any = object.__new__(
+            kind
+        )  # unchecked: torch puts other things than tensors in the place of leaves
+        for name, child in (*dict.fromkeys(names).items(), *zip(present, children, strict=True), *rest):
+            object.__setattr__(value, name, child)
+        return value
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         children, context = flatten(value)

@@ -5,8 +5,8 @@
     packed         r0 r0 r0 · | r2 r2 · ·     r1 r1 r1 r1 r1 · · ...      · repeats your first token, writes nowhere
                    └ decode rows, q_len 4 ┘   └ prompt chunks ┘
 
-What varies from batch to batch is marked for the compiler, so that all batches together make three graphs for one
-`num_speculative_tokens`: decode rows alone, prompts alone, both.
+What varies from batch to batch is marked for the compiler, so that all padded batches together make three graphs for
+one `num_speculative_tokens`: decode rows alone, prompts alone, both.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,15 @@ class PackedBatch:
     positions: of the tokens, int64 `[tokens]`.
     tensors: the per-token tensors that were given, each `[tokens, ...]`.
     order: where each token that was given is now, int64 `[sum(query_lens)]`.
+    last: where each row's last token is now, int64 `[len(query_lens)]`. A module that takes it may compute logits for
+        these alone: `head(hidden.index_select(0, last))`.
     """
 
     batch: MLABatch
     positions: Tensor
     tensors: tuple[Tensor, ...]
     order: Tensor
+    last: Tensor
 
 
 def pack_batch(
@@ -62,12 +65,14 @@ def pack_batch(
 
     A row decodes if it has sampled since its latents were last built and has at most `1 + num_speculative_tokens`
     query tokens; all others are prompt chunks. Attention is exact on both ways; decode is the quick one for few
-    tokens, prefill for many.
+    tokens, prefill for many. Call it outside of what you compile, and call the module in one grad mode: each of
+    `no_grad`, `inference_mode` and neither is a graph to torch.
 
     Args:
         query_lens: tokens of each row in this step, >= 1.
         num_cached: tokens that each row holds in the cache before it, >= 0.
-        block_table: pages of each row, int32 `[rows, max_pages]`, on the device of the model.
+        block_table: pages of each row, int32 `[rows, max_pages]`, on the device of the model. Page 0 is the dummy page,
+            which belongs to no row.
         per_token: tensors `[sum(query_lens), ...]`, the rows' tokens one after the other: token ids, say.
         has_sampled: whether a row has sampled a token since its latents were last built. A prompt has not, nor a row
             that was preempted and runs again.
@@ -76,9 +81,9 @@ def pack_batch(
         backend: the decode backend to use, by name; None is the automatic choice.
         pad: give every decode row 1 + k query tokens, and round the number of decode rows up to a power of two and
             that of prompt tokens up to one of four sizes for a factor of two, so that few CUDA graphs serve all
-            batches. Padding sees nothing and writes nowhere. Without it, one token is padded to two, and decode rows
-            have as many query tokens as the longest; of a backend that takes one length only, the shortest rows decode
-            and the others prefill.
+            batches. Padding sees nothing and writes nowhere. Without it each number of query tokens is a graph of its
+            own, and one token is padded to two all the same. Decode rows then have as many query tokens as the longest;
+            of a backend that takes one length only, the shortest rows decode and the others prefill.
 
     Raises:
         MLAError: an argument that is not so, by name, or a backend that cannot serve.
@@ -96,7 +101,7 @@ def pack_batch(
         least = MIN_TOKENS if layout.q_len == 1 else 1
         num_rows = max(least, padded_rows(len(lens)) if pad else len(lens))
         padding = [0] * (num_rows - len(lens))
-        # Rows of one length are no graph of their own, but where the backend would have to flatten them.
+        # Always given, so that rows of one length are no graph of their own; a UNIFORM backend would flatten them.
         all_valid = support is QueryLenSupport.UNIFORM and {*lens, *padding} == {layout.q_len}
         decode, _ = decode_segment(
             _upload(held + padding, torch.int32, device),
@@ -110,12 +115,13 @@ def pack_batch(
         lens, held, table = _rows(layout.prefill, query_lens, num_cached, block_table)
         num_tokens = padded_prompt_tokens(sum(lens)) if pad else MIN_TOKENS
         prefill, _ = prefill_segment(lens, held, table, page_size=page_size, num_tokens=num_tokens)
-    order, source, positions = _order(query_lens, num_cached, layout, decode, prefill)
+    order, source, positions, last = _order(query_lens, num_cached, layout, decode, prefill)
     packed = PackedBatch(
         batch=MLABatch(decode, prefill),
         positions=copied_to(device, positions),
         tensors=tuple(tensor.index_select(0, copied_to(tensor.device, source)) for tensor in per_token),
         order=copied_to(device, order),
+        last=copied_to(device, last),
     )
     _mark(packed)
     return packed
@@ -207,8 +213,9 @@ def _order(
     layout: RowLayout,
     decode: DecodeSegment | None,
     prefill: PrefillSegment | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the rows' tokens go, which of them each packed token is, the first one for padding, and its position."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the rows' tokens go, which of them each packed token is, the first one for padding, its position, and where
+    each row's last token goes."""
     num_decode_tokens = 0 if decode is None else decode.slot_mapping.shape[0]
     num_prefill_tokens = 0 if prefill is None else prefill.slot_mapping.shape[0]
     starts, end = [0] * len(query_lens), num_decode_tokens
@@ -216,14 +223,14 @@ def _order(
         starts[row] = i * layout.q_len
     for row in layout.prefill:
         starts[row], end = end, end + query_lens[row]
-    lens = torch.tensor(query_lens, device="cpu")
-    first = torch.stack([lens.cumsum(0) - lens, *torch.tensor([starts, list(num_cached)], device="cpu")])
-    own, packed, held = first.repeat_interleave(lens, dim=1)
-    token = torch.arange(len(own), device="cpu")
-    order = packed + token - own
+    lens, begins, held = torch.tensor([list(query_lens), starts, list(num_cached)], device="cpu")
+    token = torch.arange(int(lens.sum()), device="cpu")
+    within_row = token - (lens.cumsum(0) - lens).repeat_interleave(lens)
+    order = begins.repeat_interleave(lens) + within_row
     source = torch.zeros(num_decode_tokens + num_prefill_tokens, dtype=torch.int64, device="cpu")
     source[order] = token
-    return order, source, (held + token - own)[source]
+    positions = held.repeat_interleave(lens) + within_row
+    return order, source, positions[source], begins + lens - 1
 
 
 def _mark(packed: PackedBatch) -> None:
@@ -237,6 +244,7 @@ def _mark(packed: PackedBatch) -> None:
 
     mark("tokens", packed.positions, *packed.tensors, least=MIN_TOKENS)
     mark("order", packed.order)
+    mark("rows given", packed.last)
     if decode is not None:
         size = "tokens" if prefill is None else "decode tokens"
         mark(size, decode.slot_mapping, least=MIN_TOKENS)
@@ -259,9 +267,11 @@ def _check(
     page_size: int,
     num_speculative_tokens: int,
 ) -> None:
-    _check_int("page_size", page_size, 1)
-    _check_int("num_speculative_tokens", num_speculative_tokens, 0)
+    validate.whole_number("page_size", page_size, 1)
+    validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
     validate.block_table(block_table)
+    if block_table.shape[0] == 0:
+        raise MLAError("block_table", "at least one row", list(block_table.shape))
     rows, max_pages = block_table.shape
     capacity = max_pages * page_size
     for name, values, kind in (
@@ -289,12 +299,7 @@ def _check(
             raise MLAError(f"per_token[{i}]", expected, _shown(tensor))
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise MLAError(name, f"an integer >= {least}", repr(value))
-
-
 def _shown(value: object) -> object:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
-    return value if isinstance(value, list | tuple) else type(value).__name__
+    return f"{value!r:.80}" if isinstance(value, list | tuple) else type(value).__name__

@@ -7,11 +7,11 @@ has looked already, the entry point is given to it directly. Neither imports tor
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # this runs before the command can handle Ctrl-C, so it imports next to nothing
     from importlib.metadata import Distribution, DistributionFinder
+    from pathlib import Path
 
 GROUP, NAME, VALUE = "torch_dynamo_backends", "mla", "mla_compile.backend:mla"
 """As in pyproject.toml, for the installed package."""
@@ -27,16 +27,19 @@ class SourceTree:
     @staticmethod
     def find_distributions(context: "DistributionFinder.Context") -> Iterator["Distribution"]:
         from importlib.metadata import Distribution
+        from pathlib import Path
+
+        from mla_compile import __version__
 
         class SourceDistribution(Distribution):
             def read_text(self, filename: str) -> str | None:
                 files = {
-                    "METADATA": "Metadata-Version: 2.1\nName: mla-compile\n",
+                    "METADATA": f"Metadata-Version: 2.1\nName: mla-compile\nVersion: {__version__}\n",
                     "entry_points.txt": f"[{GROUP}]\n{NAME} = {VALUE}\n",
                 }
                 return files.get(filename)
 
-            def locate_file(self, path: object) -> Path:
+            def locate_file(self, path: object) -> "Path":
                 return Path(__file__).parents[1] / str(path)
 
         if context.name is None or context.name.lower().replace("_", "-") == "mla-compile":

@@ -9,6 +9,9 @@ from mla_compile.errors import MLAError
 MAX_LOGPROBS = 20
 """As vLLM's `max_logprobs` by default: `SamplingParams.logprobs` at most."""
 
+MAX_N = 16_384
+"""Completions of a prompt at most, as in vLLM: each one is a request."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -34,7 +37,7 @@ class SamplingParams:
         token that completes it. Needs an engine with a tokenizer.
     stop_token_ids: ids that end the text, besides the call's `stop_ids`, which are the model's end-of-sequence ids;
         ignore_eos leaves out those.
-    n: completions of the prompt, with the seeds `seed`, `seed + 1`, ....
+    n: completions of the prompt, at most 16,384, with the seeds `seed`, `seed + 1`, ....
     """
 
     temperature: float = 0.0
@@ -84,12 +87,13 @@ class SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if not _is_list_of(stops, lambda stop: isinstance(stop, str) and stop != ""):
             raise MLAError("stop", "strings that are not empty", repr(self.stop))
-        if not _is_list_of(self.stop_token_ids, _is_int):
-            raise MLAError("stop_token_ids", "integers", repr(self.stop_token_ids))
+        if not _is_list_of(self.stop_token_ids, _has_64_bits):
+            raise MLAError("stop_token_ids", "integers of 64 bits", repr(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise MLAError("ignore_eos", "True or False", repr(self.ignore_eos))
-        if not _is_int(self.n) or not 1 <= self.n <= 2**63 - self.seed:
-            raise MLAError("n", "an integer >= 1 that leaves each completion a seed below 2**63", self.n)
+        if not _is_int(self.n) or not 1 <= self.n <= min(MAX_N, 2**63 - self.seed):
+            expected = f"an integer in [1, {MAX_N}] that leaves each completion a seed below 2**63"
+            raise MLAError("n", expected, self.n)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -108,6 +112,10 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _has_64_bits(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _is_list_of(values: object, check: Callable[[object], bool]) -> bool:

@@ -248,10 +248,13 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(num_ids, HIDDEN)
         self.layer = Layer()
 
-    def forward(self, ids: Tensor, scale: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward(
+        self, ids: Tensor, scale: Tensor, positions: Tensor, batch: MLABatch, last: Tensor | None = None
+    ) -> Tensor:
         angles = positions[:, None] * torch.arange(1, HIDDEN + 1, device=positions.device)
         x = self.embedding(ids) + angles.sin() * scale[:, None]
         x = self.layer(x, batch)
+        x = x if last is None else x.index_select(0, last)
         return x.view(x.shape[0], 2, -1).softmax(-1).flatten(1) @ self.embedding.weight.T
 
 
@@ -338,6 +341,18 @@ def test_any_batches_make_three_graphs(module: type[nn.Module], order: str) -> N
         torch.testing.assert_close(compiled(*args)[packed.order], model(*args)[packed.order])
     expected = [["mla_decode"], ["mla_decode", "mla_prefill"], ["mla_prefill"]]
     assert sorted(graphs.kinds) == expected
+
+
+def test_logits_of_the_last_tokens_alone_make_three_graphs_too() -> None:
+    torch.compiler.reset()
+    model, graphs = Model().requires_grad_(False), CountedGraphs()
+    compiled = torch.compile(copy.deepcopy(model), backend=graphs, fullgraph=True)
+    for rows in KINDS:
+        packed = packed_rows(rows, drafts=2)
+        args = *packed.tensors, packed.positions, packed.batch
+        ends = torch.tensor([n for n, _, _ in rows]).cumsum(0) - 1
+        torch.testing.assert_close(compiled(*args, packed.last), model(*args)[packed.order][ends])
+    assert len(graphs.kinds) == 3
 
 
 def test_the_backend_knows_that_no_size_is_0_and_that_there_are_two_tokens_at_least() -> None:
@@ -440,6 +455,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"block_table": torch.zeros(2, 2)}, "block_table: expected int32"),
         ({"block_table": [[1, 2], [3, 4]]}, r"block_table: expected a tensor \[rows, max_pages\]"),
         ({"page_size": 0}, "page_size: expected an integer >= 1"),
+        ({"page_size": 4.0}, "page_size: expected an integer >= 1, got 4.0"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
         ({"backend": "fast"}, "backend: expected one of"),
         ({"backend": "triton"}, "backend: expected one that serves this call .*runs on cuda, got cpu"),
@@ -450,6 +466,18 @@ def test_rows_that_cannot_be_packed_are_refused(changes: dict[str, Any], message
     head = [given.pop(name) for name in ("query_lens", "num_cached", "block_table")]
     with pytest.raises(MLAError, match=message):
         pack_batch(*head, **given)
+
+
+def test_a_batch_of_no_rows_is_refused() -> None:
+    with pytest.raises(MLAError, match=r"block_table: expected at least one row, got \[0, 2\]"):
+        pack_batch([], [], torch.zeros(0, 2, dtype=torch.int32), has_sampled=[], page_size=4)
+
+
+def test_padding_does_not_count_as_a_holder_of_page_0() -> None:
+    table = torch.tensor([[0, 1]], dtype=torch.int32)  # of a cache without a dummy page
+    packed = pack_batch([5], [0], table, torch.randn(5, HIDDEN), has_sampled=[False], page_size=PAGE_SIZE)
+    with torch.no_grad():
+        Layer()(*packed.tensors, packed.batch)
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(4), torch.tensor(1.0), [1, 2, 3, 4, 5]])

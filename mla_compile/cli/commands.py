@@ -125,7 +125,8 @@ def generate(
     The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
     line each, in order: token_ids, text, finish_reason ("stop" or "length"), acceptance_length and, with --logprobs,
     logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. A line of --n 2 or more is {"completions":
-    [...]}, with these keys in each. Where a grammar comes to a dead end, finish_reason is "error", and error says why.
+    [...]}, with these keys in each. Where a grammar comes to a dead end, or the model's logits are NaN or infinite,
+    finish_reason is "error", and error says why.
 
     A line of --input may have settings of its own, by the names of SamplingParams, which override the flags:
     max_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,

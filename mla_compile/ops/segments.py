@@ -48,7 +48,8 @@ def prefill_segment(
 ) -> tuple[PrefillSegment, Tensor]:
     """Prompt chunks of `chunk_lens` tokens after the `num_cached` tokens that each row already holds.
 
-    num_tokens: pad to so many tokens, with chunks of nobody that write nowhere; more than that are no mistake.
+    num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. Where the chunks have more already,
+        nothing is padded.
 
     Returns the segment and the tokens' positions, int64 `[tokens]`, on the device of `block_table`.
 
@@ -56,13 +57,15 @@ def prefill_segment(
         MLAError: lists of different lengths, a chunk shorter than 1, or a row that its table cannot hold.
     """
     validate.block_table(block_table)
-    if page_size < 1:
-        raise MLAError("page_size", ">= 1 token per page", page_size)
+    validate.whole_number("page_size", page_size, 1)
+    validate.whole_number("num_tokens", num_tokens, 0)
     rows, capacity = block_table.shape[0], block_table.shape[1] * page_size
     if len(chunk_lens) != rows or len(num_cached) != rows:
         got = f"{len(chunk_lens)} and {len(num_cached)}"
         raise MLAError("chunk_lens, num_cached", f"one entry per row of block_table ({rows})", got)
     for row, (chunk, cached) in enumerate(zip(chunk_lens, num_cached, strict=True)):
+        validate.whole_number(f"chunk_lens[{row}]", chunk, 0)
+        validate.whole_number(f"num_cached[{row}]", cached, -(2**31))
         if chunk < 1 or cached < 0:
             raise MLAError(f"row {row}", "chunk length >= 1 and num_cached >= 0", f"{chunk} and {cached}")
         if chunk + cached > capacity:

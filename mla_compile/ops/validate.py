@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops.paging import check_capacity, slots_of
-from mla_compile.torch_internals import statically_known_true
+from mla_compile.torch_internals import size_hint, statically_known_true
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -135,13 +135,18 @@ def block_table(block_table: Tensor, prefix: str = "") -> None:
         raise MLAError(f"{prefix}block_table", "at least one page per row", list(block_table.shape))
 
 
+def whole_number(name: str, value: object, least: int) -> None:
+    """Raises `MLAError` for anything but an integer, a size perhaps, that is `least` or more."""
+    is_whole = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if not is_whole or statically_known_true(value < least):  # type: ignore[operator]
+        raise MLAError(name, f"an integer >= {least}", repr(value))
+
+
 def decode_metadata(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
 ) -> None:
-    if statically_known_true(q_len < 1):
-        raise MLAError("q_len", ">= 1 query token per decode row", q_len)
-    if page_size < 1:
-        raise MLAError("page_size", ">= 1 token per page", page_size)
+    whole_number("q_len", q_len, 1)
+    whole_number("page_size", page_size, 1)
     _tensor("num_cached", num_cached, "rows", dtype=torch.int32)
     _table_of("", block_table, num_cached, "num_cached")
     if q_lens is not None:
@@ -348,10 +353,13 @@ def chunk_lengths(
 
 
 def page_size(page_size: int, kv_cache: Tensor) -> None:
-    """The batch was built for pages as large as those of the cache."""
-    if statically_known_true(kv_cache.shape[1] != page_size):
-        mend = f"build the batch with page_size={kv_cache.shape[1]}"
-        raise MLAError("batch.page_size", f"that of kv_cache, {kv_cache.shape[1]}", page_size, mend)
+    """The batch was built for pages as large as those of the cache; where that size is a symbol, compiled code asks."""
+    size = kv_cache.shape[1]
+    known = size_hint(size)
+    if known not in (None, page_size):
+        mend = f"build the batch with page_size={known}"
+        raise MLAError("batch.page_size", f"that of kv_cache, {known}", page_size, mend)
+    torch._check(size == page_size)
 
 
 def batch(batch: MLABatch, tokens: int, kv_cache: Tensor) -> None:
@@ -422,14 +430,23 @@ def _slots_follow(
 
 
 def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
-    """No page that a token writes to is in another row's table, or twice in its own, within their lengths."""
+    """No page that a token writes to is in another row's table, or twice in its own, within their lengths.
+
+    Chunks of padding neither read nor write the pages of their tables.
+    """
     num_pages, page_size, _ = kv_cache.shape
     held, written = [], []
     for segment in (batch.decode, batch.prefill):
         if segment is not None:
             start = torch.arange(segment.block_table.shape[1], device="cpu") * page_size
-            held.append(segment.block_table[start < segment.seq_lens[:, None]])
-            written.append(segment.slot_mapping[segment.slot_mapping >= 0] // page_size)
+            writes = segment.slot_mapping >= 0
+            lens = segment.seq_lens
+            if isinstance(segment, PrefillSegment):
+                sums = torch.nn.functional.pad(writes.cumsum(0), (1, 0))[segment.cu_seqlens_q]
+                is_padding = (sums.diff() == 0) & (segment.host_lens[:, 0] == lens)
+                lens = torch.where(is_padding, 0, lens)
+            held.append(segment.block_table[start < lens[:, None]])
+            written.append(segment.slot_mapping[writes] // page_size)
     times_held = torch.bincount(torch.cat(held), minlength=num_pages)
     shared = torch.cat(written)
     shared = shared[times_held[shared] > 1]

@@ -312,6 +312,22 @@ def test_a_wrong_page_size_is_refused_while_compiling_too() -> None:
         compiled(*case.args()[:7], wrong, 0.2)
 
 
+def test_a_wrong_page_size_is_refused_where_compiled_code_takes_any() -> None:
+    """A cache that is an argument: once Dynamo has seen two page sizes, it takes them for a symbol."""
+    torch.compiler.reset()
+    compiled = torch.compile(mla_attention, backend="eager", fullgraph=True)
+    for page_size in (4, 8, 4, 2):
+        case = make_case(**DECODE, page_size=page_size)
+        torch.testing.assert_close(compiled(*case.args()), mla_attention(*case.clone().args()))
+    for built, cached in ((4, 8), (8, 4), (2, 8)):
+        case = make_case(**DECODE, page_size=cached)
+        wrong = MLABatch(decode=replace(case.batch.decode, page_size=built))
+        with pytest.raises(
+            Exception, match=rf"batch\.page_size: expected that of kv_cache, {cached}, got {built}"
+        ):
+            compiled(*case.args()[:7], wrong, 0.2)
+
+
 def test_something_that_is_no_batch_is_refused() -> None:
     with pytest.raises(MLAError, match="batch: expected an MLABatch, got NoneType"):
         mla_attention(*make_case(**DECODE).args()[:7], None, 0.2)
