@@ -301,7 +301,7 @@ def test_a_stop_string_that_never_comes_changes_nothing() -> None:
         (lambda e: e.add([1], SamplingParams(stop="")), "^stop: expected strings that are not empty"),
         (lambda e: e.add([1], SamplingParams(stop="a")), "^stop: expected none in an engine without"),
         (lambda e: e.add([1], SamplingParams(stop_token_ids=[1.5])), "^stop_token_ids: expected integers"),
-        (lambda e: e.add([1], SamplingParams(n=0)), "^n: expected an integer >= 1"),
+        (lambda e: e.add([1], SamplingParams(n=0)), r"^n: expected an integer in \[1, 16384\]"),
         (lambda e: e.add([1], SamplingParams(n=2)), "^n: expected 1, got 2; add a request for each"),
         (lambda e: e.add([1], max_new_tokens=0), "^max_new_tokens: "),
         (lambda e: e.add([1], max_new_tokens=2.5), "^max_new_tokens: expected an integer >= 1, got 2.5"),

@@ -109,6 +109,10 @@ def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
         {"top_p": math.nan},
         {"seed": -1},
         {"seed": 2**63},
+        {"stop_token_ids": [2**63]},
+        {"stop_token_ids": [-(2**63) - 1]},
+        {"n": 16_385},
+        {"n": 2, "seed": 2**63 - 1},
     ],
     ids=str,
 )
