@@ -1,6 +1,7 @@
 """`torch.compile(model, backend="mla")` on a user's own module."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def test_the_entry_point_names_the_backend() -> None:
 
 
 def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
-    defaults = {"graph_partition": True, "joint_graph_constant_folding": False}
+    threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count()}
+    defaults = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
     for mode, options in inductor_modes().items():
         assert resolve_settings(mode, None) == {**defaults, **options}
     assert resolve_settings(None, {"graph_partition": False}) == {**defaults, "graph_partition": False}

@@ -466,7 +466,7 @@ def test_compiled_steps_that_are_fused_give_the_tokens_of_plain_decoding(
     with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
         compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
     assert [c.token_ids for c in compiled] == [c.token_ids for c in expected]
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("mla_compile.")]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("mla_compile.passes")]
     assert len(said) == 4 and all(line.startswith("fused: ") for line in said)
 
 
