@@ -29,12 +29,12 @@ class SourceTree:
         from importlib.metadata import Distribution
         from pathlib import Path
 
-        from mla_compile import __version__
+        import mla_compile
 
         class SourceDistribution(Distribution):
             def read_text(self, filename: str) -> str | None:
                 files = {
-                    "METADATA": f"Metadata-Version: 2.1\nName: mla-compile\nVersion: {__version__}\n",
+                    "METADATA": f"Metadata-Version: 2.1\nName: mla-compile\nVersion: {mla_compile.__version__}\n",
                     "entry_points.txt": f"[{GROUP}]\n{NAME} = {VALUE}\n",
                 }
                 return files.get(filename)
