@@ -104,9 +104,8 @@ def _register(kind: type, *, static: Sequence[str]) -> None:
 
     def unflatten(children: Any, context: tuple[Any, ...]) -> Any:
         present, rest = context
-        value: Any = object.__new__(
-            kind
-        )  # unchecked: torch puts other things than tensors in the place of leaves
+        # Unchecked: torch puts other things than tensors in the place of leaves.
+        value: Any = object.__new__(kind)
         for name, child in (*dict.fromkeys(names).items(), *zip(present, children, strict=True), *rest):
             object.__setattr__(value, name, child)
         return value

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import TypeGuard
 
 from mla_compile.errors import MLAError
 
@@ -110,12 +111,12 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _has_64_bits(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return _is_int(value) and -(2**63) <= value < 2**63
 
 
 def _is_list_of(values: object, check: Callable[[object], bool]) -> bool:
