@@ -19,8 +19,8 @@ from mla_compile.engine import Engine
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
-from tests.any_length import AnyLength
 from tests.cases import Case, make_case, relative_error
+from tests.engine.any_length import AnyLength
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
 from tests.test_packing import KINDS

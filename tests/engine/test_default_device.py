@@ -15,10 +15,10 @@ from mla_compile.explanation.inspect import inspect_forward
 from mla_compile.integrations.transformers import accelerate
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph
-from tests.engine_traces import model
+from tests.engine.engine_traces import model
+from tests.engine.test_grammar import REGEX, SMALL
 from tests.integrations.families import stock_model
 from tests.models_for_tests import tiny_model
-from tests.test_grammar import REGEX, SMALL
 
 FACTORIES = {
     *(

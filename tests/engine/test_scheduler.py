@@ -6,7 +6,7 @@ from mla_compile import MLAError
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.scheduler import Plan, Request, Scheduler
-from tests.toy_engine import Arrival, Trace, run
+from tests.engine.toy_engine import Arrival, Trace, run
 
 
 def scheduler(

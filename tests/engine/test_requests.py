@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.engine import Generation
-from tests.engine_traces import model
+from tests.engine.engine_traces import model
 from tests.models_for_tests import VOCAB, poison_caches
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30))]

@@ -17,7 +17,7 @@ from mla_compile.engine.capture import Captures
 from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
-from tests.any_length import AnyLength
+from tests.engine.any_length import AnyLength
 from tests.models_for_tests import poison_caches, tiny_model
 
 K, STOP_IDS = 3, 8

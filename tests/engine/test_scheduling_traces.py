@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
 from mla_compile.engine.scheduler import Request
-from tests.toy_engine import ToyEngine, Trace, check_traces, run, traces
+from tests.engine.toy_engine import ToyEngine, Trace, check_traces, run, traces
 
 NUM_TRACES = int(os.environ.get("MLA_TRACES", "500"))
 

@@ -15,7 +15,7 @@ from mla_compile.engine.draft_length import AdaptiveLength
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import compile_counters
-from tests.any_length import AnyLength
+from tests.engine.any_length import AnyLength
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.speculate.from_scratch import PAGE, FromScratch, greedy, sampler
 from tests.speculate.prompt_lookup import prompt_lookup

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mla_compile import Engine, Grammar, MLAError, SamplingParams
-from tests.engine_traces import model
-from tests.test_grammar import SMALL
+from tests.engine.engine_traces import model
+from tests.engine.test_grammar import SMALL
 
 WRONG = [
     *(None, "x", b"x", "", 1.5, -1, 0, True, float("nan"), [], {}, (), object(), range(3), {"a"}, {1: 2}),

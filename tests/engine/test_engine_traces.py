@@ -19,8 +19,8 @@ from mla_compile.engine.pages import PagePool
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
-from tests.engine_traces import POISONS, Outcome, run, sampling, text
-from tests.toy_engine import Trace, check_traces, traces
+from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
+from tests.engine.toy_engine import Trace, check_traces, traces
 
 
 def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:

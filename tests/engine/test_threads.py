@@ -14,7 +14,7 @@ import torch
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.engine import Generation
 from mla_compile.engine.turn import Turn
-from tests.engine_traces import model
+from tests.engine.engine_traces import model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30))]
 LENGTH = 12

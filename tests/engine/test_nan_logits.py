@@ -16,10 +16,10 @@ from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
 from mla_compile.integrations.transformers import accelerate
 from mla_compile.speculate.choice import can_choose
 from mla_compile.speculate.state import ACTIVE, COUNT
-from tests.engine_traces import POISONS, model, poisoned
+from tests.engine.engine_traces import POISONS, model, poisoned
+from tests.engine.test_grammar import REGEX, SMALL
 from tests.integrations.families import stock_model
 from tests.models_for_tests import poison_caches
-from tests.test_grammar import REGEX, SMALL
 
 PROMPTS = [[1, 2, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
 MIXED = [

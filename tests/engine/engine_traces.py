@@ -22,10 +22,10 @@ from mla_compile.engine.stop_strings import Found
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.drafter import Drafter, Verified
-from tests.any_length import AnyLength
+from tests.engine.any_length import AnyLength
+from tests.engine.toy_engine import Arrival, Trace
 from tests.models.small import randomize
 from tests.speculate.prompt_lookup import prompt_lookup
-from tests.toy_engine import Arrival, Trace
 
 VOCAB = 40
 POISONS = ("latents", "logits", "infinite logits", "drafts")
