@@ -22,7 +22,6 @@ from mla_compile.engine.draft_length import AdaptiveLength, DraftLength, FixedLe
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
-from mla_compile.engine.pages import PagePool
 from mla_compile.engine.progress_bar import with_progress_bar
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
@@ -62,7 +61,7 @@ class Engine:
 
         Args:
             model: its caches are allocated here; they serve one engine at a time, the newest.
-            config: an `EngineConfig`; or its keyword arguments, as `settings`.
+            config, settings: an `EngineConfig`, or its keyword arguments.
             tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
 
         Raises:
@@ -90,19 +89,7 @@ class Engine:
 
     def _begin_anew(self) -> None:
         """With no request, and nothing known of what the caches hold."""
-        config, drafts = self.config, self.config.num_speculative_tokens > 0
-        self._pool = PagePool(
-            1 + (config.num_pages - 1) // config.pages_per_grant,
-            config.page_size * config.pages_per_grant,
-            lookahead=config.drafter.lookahead if drafts else 0,
-            keeps_prefixes=config.prefix_caching,
-        )
-        self._scheduler = Scheduler(
-            self._pool,
-            num_speculative_tokens=config.num_speculative_tokens,
-            max_rows=config.max_rows,
-            max_tokens_per_step=config.max_tokens_per_step,
-        )
+        self._scheduler = Scheduler.of(self.config)
         self._launcher.rows.clear()
         self._under_way: deque[Launch] = deque()
         self._last_report = 0.0  # when it came
@@ -139,7 +126,11 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
 
-        Raises `MLAError` for anything but what this engine's `add` returned.
+        Args:
+            request: what `add` returned.
+
+        Raises:
+            MLAError: anything else.
         """
         if getattr(request, "calls", None) is not self._calls:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
@@ -213,12 +204,11 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters and gauges, a copy; it does not change later."""
-        grants = self._pool.num_pages - 1 - self._pool.num_free
         return replace(
             self._counts,
             rows_in_use=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            pages_in_use=grants * self.config.pages_per_grant,
+            pages_in_use=self._scheduler.num_pages_in_use * self.config.pages_per_grant,
         )
 
     # --- lists of prompts
@@ -235,7 +225,12 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; what `stream` yields in the end.
 
-        show_progress: with a bar on stderr. The other arguments, and errors, are those of `stream`.
+        Args:
+            prompts, sampling, max_new_tokens, stop_ids, grammars: see `stream`.
+            show_progress: with a bar on stderr.
+
+        Raises:
+            MLAError: as `stream` does.
         """
         check_boolean("show_progress", show_progress)
         stream = self.stream(
@@ -284,9 +279,7 @@ class Engine:
 
     def _stream(self, requests: list[Request]) -> Iterator[list[Completion]]:
         completions = [request.completion for request in requests]
-        progress = Progress()
-        for request in requests:
-            request.progress = progress
+        progress = requests[0].progress if requests else Progress()
         # A prompt's further completions wait until the first one has filled the pages that they share.
         first_of = {r.completion.prompt_index: r for r in requests if r.completion.index == 0}
         followers = deque(r for r in requests if r.completion.index and self.config.prefix_caching)
@@ -320,9 +313,12 @@ class Engine:
         tokens the host chooses, of grammars say, are compiled when they are first met. The rows are inactive ones: they
         read no cache and write none.
 
-        sampling: of the kind; greedy by default. stop_ids: as many as requests will have.
+        Args:
+            sampling: of the kind; greedy by default.
+            stop_ids: as many as requests will have.
 
-        Raises `MLAError` for a bad argument, named, and while requests are under way.
+        Raises:
+            MLAError: a bad argument, named; requests are under way.
         """
         params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         check_token_ids("stop_ids", stop_ids)
@@ -357,12 +353,17 @@ class Engine:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
         For loops that are not the engine's: returns the step and the state to call it with, which are good until the
-        engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens. The arguments,
-        and errors, are those of `stream`; no request may be under way.
+        engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
+
+        Args:
+            prompts, max_new_tokens, sampling, stop_ids: see `stream`.
+
+        Raises:
+            MLAError: as `stream` does; requests are under way.
         """
-        config = self.config
         with self._turn:
             self._check_idle("start")
+            config = self.config
             requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
             if not 1 <= len(requests) <= config.max_rows:
                 raise MLAError("prompts", f"1 to max_rows = {config.max_rows} of them", len(requests))

@@ -7,7 +7,7 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import FittedConfig, check_positive
 from mla_compile.engine.detokenizer import StopStrings
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
-from mla_compile.engine.request import EngineCalls, Request, TokenChooser
+from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams, check_token_ids
 from mla_compile.speculate import ServedModel
@@ -85,6 +85,7 @@ class Intake:
                 raise MLAError(name, "one for all prompts, or a list", repr(given))
             if len(given) != len(prompts):
                 raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+        progress = Progress()
         return [
             self._request(
                 prompt,
@@ -94,7 +95,7 @@ class Intake:
                 grammar,
                 choose=choose,
                 place=(i, j),
-                of_list=True,
+                progress=progress,
             )
             for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True))
             for j, params in enumerate(checked_sampling(f"sampling[{i}]", asked).copies())
@@ -111,12 +112,12 @@ class Intake:
         choose: TokenChooser | None = None,
         priority: int = 0,
         place: tuple[int, int] = (0, 0),
-        of_list: bool = False,
+        progress: Progress | None = None,
     ) -> Request:
-        """of_list: whether errors say at which place of its list an argument stands."""
+        """place, progress: of one of a list; errors then say at which place of it an argument stands."""
         check_positive("max_new_tokens", max_new_tokens)
         vocab_size, longest = self._vocab_size, self._config.max_model_len
-        name = f"prompts[{place[0]}]" if of_list else "prompt"
+        name = f"prompts[{place[0]}]" if progress is not None else "prompt"
         check_prompt(name, prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
         check_token_ids("stop_ids", stop_ids)
         if choose is not None and params.logprobs is not None:
@@ -127,7 +128,7 @@ class Intake:
         completion = Completion(prompt_index=place[0], index=place[1])
         row = stops = None
         if grammar is not None:
-            name = f"grammars[{place[0]}]" if of_list else "grammar"
+            name = f"grammars[{place[0]}]" if progress is not None else "grammar"
             check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
             row = GrammarRow(grammar, completion, ends, name)
         if params.stop_strings and self._tokenizer is not None:
@@ -144,6 +145,7 @@ class Intake:
             stop_strings=stops,
             tokenizer=self._tokenizer,
             calls=self._calls,
+            progress=progress or Progress(),
         )
 
     def _check_chosen_in_step(self, name: str, on_host: object) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
@@ -116,7 +117,7 @@ class Scheduler:
             raise MLAError("max_tokens_per_step", expected, max_tokens_per_step)
         self.q_len, self.max_rows = 1 + k, max_rows
         self.max_tokens_per_step = max_tokens_per_step
-        self._pool = pages
+        self.pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
         self._num_arrived = 0
@@ -124,6 +125,24 @@ class Scheduler:
         self._running: list[Request] = []
         self._removed: list[Request] = []  # since the last plan
         self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
+
+    @classmethod
+    def of(cls, config: FittedConfig) -> "Scheduler":
+        """With a pool of its own, for an engine of these settings."""
+        k, grant = config.num_speculative_tokens, config.pages_per_grant
+        pool = PagePool(
+            1 + (config.num_pages - 1) // grant,
+            config.page_size * grant,
+            lookahead=config.drafter.lookahead if k > 0 else 0,
+            keeps_prefixes=config.prefix_caching,
+        )
+        most = config.max_tokens_per_step
+        return cls(pool, num_speculative_tokens=k, max_rows=config.max_rows, max_tokens_per_step=most)
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Pages of the pool that requests hold."""
+        return self.pool.num_pages - 1 - self.pool.num_free
 
     @property
     def num_waiting(self) -> int:
@@ -151,7 +170,7 @@ class Scheduler:
             raise MLAError("prompt", "at least one token", "an empty prompt")
         if len(request.prompt) >= request.max_len:
             raise MLAError("prompt", f"fewer than max_len = {request.max_len} tokens", len(request.prompt))
-        capacity = (self._pool.num_pages - 1) * self._pool.page_size
+        capacity = (self.pool.num_pages - 1) * self.pool.page_size
         if request.max_len - 1 > capacity:
             mend = "lower max_len or allocate more pages"
             raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", request.max_len, mend)
@@ -205,17 +224,17 @@ class Scheduler:
         if request.has_ended:
             # Its last tokens are not registered: the MTP layer does not run for a row that has ended.
             self._stop(request)
-        elif (num_cached := request.num_tokens - 1) % self._pool.page_size < len(report.tokens):
+        elif (num_cached := request.num_tokens - 1) % self.pool.page_size < len(report.tokens):
             self._commit(request, num_cached)  # else no page has become full
 
     def _commit(self, request: Request, num_cached: int) -> None:
         # One that does not run has lost its pages. One that runs has not lost any since, as it waits for reports.
         if request.is_running:
-            self._pool.commit(request.pages, request.tokens, num_cached)
+            self.pool.commit(request.pages, request.tokens, num_cached)
 
     def _plan_decodes(self, plan: Plan) -> bool:
         """Returns whether all who wanted pages got them without a preemption."""
-        q_len, reach, page_size = self.q_len, self._reach, self._pool.page_size
+        q_len, reach, page_size = self.q_len, self._reach, self.pool.page_size
         num_running = len(self._running)
         for request in self._running:  # it may lose rows at its end
             if not request.is_decoding or request.will_have_ended:
@@ -257,20 +276,20 @@ class Scheduler:
         # One that was preempted may still grow by steps under way.
         if len(self._running) == self.max_rows or request.num_steps:
             return False
-        if self._misfit is not None and self._misfit[0] is request and self._pool.num_free <= self._misfit[1]:
+        if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
-        num_free = self._pool.num_free
-        pages = self._pool.match(request.tokens)
-        more = self._pool.allocate(self._pages_needed(request, request.num_tokens) - len(pages))
+        num_free = self.pool.num_free
+        pages = self.pool.match(request.tokens)
+        more = self.pool.allocate(self._pages_needed(request, request.num_tokens) - len(pages))
         if more is None:
-            self._pool.release(pages)
+            self.pool.release(pages)
             self._misfit = request, num_free
             return False
         self._misfit = None
         del self._waiting[0]
         insort(self._running, request, key=_rank)
         request.is_running = True
-        request.num_cached = request.num_reused_tokens = len(pages) * self._pool.page_size
+        request.num_cached = request.num_reused_tokens = len(pages) * self.pool.page_size
         plan.admitted.append(request)
         self._grant(plan, request, [*pages, *more])
         return True
@@ -280,7 +299,7 @@ class Scheduler:
         missing = self._pages_needed(request, request.num_cached) - len(request.pages)
         if missing <= 0:
             return True
-        while (pages := self._pool.allocate(missing)) is None:
+        while (pages := self.pool.allocate(missing)) is None:
             victim = self._running[-1]
             self._stop(victim)
             insort(self._waiting, victim, key=_rank)
@@ -292,7 +311,7 @@ class Scheduler:
     def _pages_needed(self, request: Request, num_cached: int) -> int:
         """For a decode step after `num_cached` tokens."""
         # The last position is never run.
-        return self._pool.pages_for(min(num_cached + self._reach, request.max_len - 1))
+        return self.pool.pages_for(min(num_cached + self._reach, request.max_len - 1))
 
     def _grant(self, plan: Plan, request: Request, pages: list[int]) -> None:
         plan.grants.append(Grant(request, len(request.pages), pages))
@@ -304,7 +323,7 @@ class Scheduler:
         del queue[bisect_left(queue, _rank(request), key=_rank)]
         if request.is_running:
             self._removed.append(request)
-        self._pool.release(request.pages)
+        self.pool.release(request.pages)
         request.is_running, request.pages, request.is_decoding = False, [], False
 
 

@@ -79,6 +79,8 @@ class Checkpoint:
             MLAError: an empty prompt, text without a tokenizer, an id outside the vocabulary, a prompt that leaves no
                 position for a new token.
         """
+        if not isinstance(prompt, Sequence):
+            raise MLAError(name, "text or a list of token ids", repr(prompt))
         token_ids = self._tokenize(prompt, name) if isinstance(prompt, str) else prompt
         limit = "the model's max_position_embeddings", self.model.config.max_position_embeddings
         return list(check_prompt(name, token_ids, vocab_size=self.model.arch.vocab_size, limit=limit))

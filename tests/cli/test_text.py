@@ -87,5 +87,5 @@ def test_similar_prompts_get_engines_of_the_same_size(loaded):
     assert size(2, 2000, 100) == (2, 4096, 1025)
     assert size(8, 2000, 100) == (8, 4096, 2049)
     assert size(1, 1000, 50000) == (1, 16384, 1025)  # the model's positions end there
-    default = Engine(loaded.model, compile=False)
+    default = Engine(loaded.model, compile=False).config
     assert (default.max_rows, default.max_model_len, default.num_pages) == size(8, 5, 20)

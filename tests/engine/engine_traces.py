@@ -224,11 +224,13 @@ class EngineRun:
 
     def _step(self) -> None:
         engine = self.engine
-        blank = torch.tensor(engine._pool._blank, dtype=torch.int64)
+        blank = torch.tensor(engine._scheduler.pool._blank, dtype=torch.int64)
         for latents in engine._caches:
             latents[blank] = torch.nan
         engine.step()
-        shared = [page for page in range(engine.config.num_pages) if engine._pool.is_registered(page)]
+        shared = [
+            page for page in range(engine.config.num_pages) if engine._scheduler.pool.is_registered(page)
+        ]
         for latents in engine._caches[: len(self.model.layers)]:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
@@ -260,7 +262,7 @@ class EngineRun:
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
         outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
-        pool = self.engine._pool
+        pool = self.engine._scheduler.pool
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
         assert not any(pool.references(page) for page in range(pool.num_pages))
         assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)

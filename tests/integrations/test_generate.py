@@ -379,10 +379,10 @@ def test_use_mtp_false_turns_the_drafts_off(model: Any, parts: Any) -> None:
     expected = generate(model)
     accelerate(model, num_speculative_tokens=2, mtp=parts[1], compile=False)
     assert torch.equal(generate(model, use_mtp=False), expected)
-    assert model.mla._engine.k == 0
+    assert model.mla._engine.config.num_speculative_tokens == 0
     assert model.mla.capture_report().why_not == "compile=False"
     assert torch.equal(generate(model, use_mtp=True), expected)
-    assert model.mla._engine.k == 2
+    assert model.mla._engine.config.num_speculative_tokens == 2
 
 
 def test_room_grows_with_the_request(model: Any) -> None:

@@ -227,9 +227,13 @@ def test_requests_of_one_token_have_a_history_of_two_places() -> None:
 
 
 def test_what_cannot_draft_is_refused_by_name() -> None:
-    with pytest.raises(MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"):
+    with pytest.raises(
+        MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"
+    ):
         engine(without_mtp(), 3, drafter="eagle")
-    with pytest.raises(MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"):
+    with pytest.raises(
+        MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"
+    ):
         SpeculativeDecoder(without_mtp(), 3, page_size=4, drafter="eagle")
     message = "drafter: expected 'ngram' or None for a model without an MTP layer, got 'mtp'"
     with pytest.raises(MLAError, match=message):
