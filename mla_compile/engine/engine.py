@@ -45,8 +45,7 @@ class Engine:
 
     model, config: what it was made of; nothing is left open in the config.
     draft_length: says how many drafts each launch makes.
-    report_lag: launches whose reports are held back. On a device that is one: the host plans the next step while this
-        one runs.
+    report_lag: launches whose reports are held back: one on a device, where the host plans a step while another runs.
     """
 
     def __init__(
