@@ -1,4 +1,4 @@
-"""Every example runs, in small."""
+"""Every example runs, in small. `test_docs.py` runs the blocks of README.md and docs/."""
 
 import importlib
 from pathlib import Path
@@ -6,9 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch._dynamo.backends.registry import lookup_backend
-
-from mla_compile import backend
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -36,20 +33,6 @@ def test_own_module_equals_eager_on_every_kind_of_batch(
     example.main(num_layers=1)  # compares each batch with eager itself
     *lines, last = lines_of(capsys)
     assert len(lines) == 10 and last == "10 batches, 3 graphs"
-
-
-def test_the_readmes_own_module_makes_three_graphs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    # What Inductor makes of such a module is the example's test.
-    monkeypatch.setattr(
-        backend, "lower_with_inductor", lambda gm, inputs, _: lookup_backend("aot_eager")(gm, inputs)
-    )
-    section = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").split("## Your own module")[1]
-    exec(section.split("```python\n")[1].split("```")[0], {})
-    assert lines_of(capsys) == ["3"]
 
 
 @runs("add_a_pass")
