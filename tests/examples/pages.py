@@ -44,7 +44,7 @@ class Block:
         return found and found[1]
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{self.page.name}:{self.line}"
 
 
 def left_out() -> set[str]:
@@ -73,6 +73,8 @@ def blocks_of(page: Path) -> list[Block]:
         blocks.append(block)
     if len(re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)) != 2 * len(blocks):
         raise ValueError(f"{page.name}: a fence is indented, open or made of ~~~: nothing would run it")
+    if text.count("<!-- test:") != sum(block.mark != "" for block in blocks):
+        raise ValueError(f"{page.name}: a mark does not stand right above a fence")
     return blocks
 
 

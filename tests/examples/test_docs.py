@@ -1,4 +1,4 @@
-"""README.md and docs/ are right: blocks run, commands exist, figures are those of the results, lines are short."""
+"""What README.md and docs/ show works: Python runs, commands run or name what there is."""
 
 import argparse
 import importlib
@@ -15,7 +15,6 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
-from benchmarks import tables
 from mla_compile import backend
 from mla_compile.cli.app import app
 from tests.cli.conftest import END_ID, save_byte_tokenizer
@@ -23,6 +22,7 @@ from tests.examples.pages import ROOT, Block, blocks_of, commands_of, pages
 from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
 
 PRINTED = re.compile(r"^print\(.*\)  # (\d[\d.]*)\b", re.MULTILINE)
+"""A comment behind a print that begins with a number: what it prints."""
 NEW_TOKENS = "4"
 """Of a command that does not say: its text is no concern of these tests."""
 FILES = {
@@ -52,6 +52,31 @@ def reader(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mla_compile.cli.progress.PATIENCE", 3600)
+
+
+# --- blocks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nprint(1)\n```\n",
+        "```bash\nls\n```\n",
+        "```python {gpu}\nprint(1)\n```\n",
+        "- a list\n\n  ```python\n  print(1)\n  ```\n",
+        "~~~python\nprint(1)\n~~~\n",
+        "```python\nprint(1)\n",
+        "<!-- test: gpus -->\n```python\nprint(1)\n```\n",
+        "<!-- test: gpu -->\n\n```python\nprint(1)\n```\n",
+    ],
+)
+def test_a_block_that_no_test_would_run_is_an_error(tmp_path: Path, text: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n")
+    assert [block.code for block in blocks_of(page)] == ["print(1)\n"]
+    page.write_text(text)
+    with pytest.raises(ValueError, match=re.escape("page.md")):
+        blocks_of(page)
 
 
 # --- Python
@@ -123,11 +148,35 @@ def test_a_pages_commands_run_or_name_what_there_is(page: Path, monkeypatch: pyt
     for block in blocks_of(page):
         for command in commands_of(block) if block.language == "sh" else ():
             words = shlex.split(command, comments=True)
-            while "=" in words[0]:  # TORCH_LOGS=...
-                del words[0]
-            rules = [rule for start, rule in RULES.items() if words[: len(start)] == list(start)]
-            assert len(rules) == 1, f"{block}: `{command}` is no command that this test knows"
-            rules[0](words, monkeypatch)
+            rule_for(words, f"{block}: `{command}`")(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ls",
+        "python my_script.py",
+        "python -m benchmarks.nothing",
+        "python -m benchmarks.decode --typo",
+        "python -m pytest tests/test_nothing.py",
+        "make nothing",
+        "pip install torch",
+        "pip install '.[nothing]'",
+        "mla-compile nothing",
+        "mla-compile env --typo",
+    ],
+)
+def test_a_command_that_does_not_exist_is_noticed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(command)
+    with pytest.raises((AssertionError, SystemExit)):
+        rule_for(words, command)(words, monkeypatch)
+
+
+def rule_for(words: list[str], what: str) -> "Rule":
+    """How a command is checked; one that no rule is for fails."""
+    rules = [rule for start, rule in RULES.items() if words[: len(start)] == list(start)]
+    assert len(rules) == 1, f"{what} is no command that this test knows"
+    return rules[0]
 
 
 def runs(words: list[str], _: pytest.MonkeyPatch) -> None:
@@ -184,7 +233,8 @@ def is_a_test(words: list[str], _: pytest.MonkeyPatch) -> None:
     assert files and all((ROOT / file).is_file() for file in files)
 
 
-RULES: dict[tuple[str, ...], Callable[[list[str], pytest.MonkeyPatch], None]] = {
+Rule = Callable[[list[str], pytest.MonkeyPatch], None]
+RULES: dict[tuple[str, ...], Rule] = {
     ("mla-compile",): runs,
     ("make",): is_a_target,
     ("pip", "install"): is_an_extra,
@@ -196,29 +246,3 @@ RULES: dict[tuple[str, ...], Callable[[list[str], pytest.MonkeyPatch], None]] = 
     },
     **{("python", str(file.relative_to(ROOT))): is_an_example for file in (ROOT / "examples").glob("*.py")},
 }
-
-
-# --- figures and words
-
-
-@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
-def test_made_parts_are_those_of_the_committed_results(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert tables.fill(text) == text, "run `python -m benchmarks.tables`"
-    assert text.count("<!-- filled:") == len(tables.PLACE.findall(text)), "a mark is broken"
-
-
-def test_every_part_stands_on_a_page_and_the_readme_has_the_four_figures() -> None:
-    readme, *docs = (page.read_text(encoding="utf-8") for page in tables.pages())
-    placed = set(re.findall(r"<!-- filled: ([\w.]+) -->", readme + "".join(docs)))
-    assert placed == tables.PARTS.keys()
-    assert len(readme.splitlines()) <= 200
-    rows = [line for line in tables.figures().splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 4 and all(row in readme.splitlines()[:25] for row in rows)
-
-
-def test_a_result_that_changes_changes_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = tables.row_of("decode", case="16 heads, 1 x 65536, q_len 1")
-    before = tables.figures()
-    monkeypatch.setitem(row, "gluon", 40.0)
-    assert "**40.0 us**" in tables.figures() and "**40.0 us**" not in before
