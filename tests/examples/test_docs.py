@@ -35,7 +35,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny DeepSeek-V3 checkpoint with an MTP layer and a tokenizer."""
-    sizes = {"vocab_size": 257, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    sizes = {"vocab_size": 257, "num_hidden_layers": 2, "first_k_dense_replace": 1, "qk_rope_head_dim": 16}
     config = v3_config(**sizes, max_position_embeddings=4096, eos_token_id=END_ID, num_nextn_predict_layers=1)
     model = reference_model(config)
     path = save(model, tmp_path_factory.mktemp("checkpoint"), reference_mtp_layer(model))
