@@ -120,7 +120,7 @@ def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the
 
     def spied(self, model, **settings):
         init(self, model, **settings)
-        lengths.append(self._launcher.draft_length.lengths)
+        lengths.append(self.draft_length.lengths)
 
     monkeypatch.setattr(Engine, "__init__", spied)
     for flags in (

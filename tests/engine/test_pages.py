@@ -10,7 +10,7 @@ from mla_compile.engine.pages import PagePool
 
 
 def pool(num_pages: int = 9, *, has_drafter: bool = False) -> PagePool:
-    return PagePool(num_pages, 2, has_drafter=has_drafter)
+    return PagePool(num_pages, 2, lookahead=has_drafter)
 
 
 def held(of: PagePool, token_ids: list[int]) -> list[int]:
@@ -42,7 +42,7 @@ def test_a_match_ends_where_the_texts_differ() -> None:
 
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_a_match_leaves_a_token_to_run(has_drafter: bool) -> None:
-    of = pool(has_drafter=has_drafter)
+    of = pool(lookahead=has_drafter)
     pages = held(of, [1, 2, 3, 4, 5])
     assert of.match([1, 2, 3, 4, 5]) == pages[:2]
     assert of.match([1, 2, 3, 4]) == pages[:1]
@@ -51,7 +51,7 @@ def test_a_match_leaves_a_token_to_run(has_drafter: bool) -> None:
 
 
 def test_with_a_drafter_the_token_after_a_page_belongs_to_its_key() -> None:
-    of = pool(has_drafter=True)
+    of = pool(lookahead=True)
     pages = held(of, [1, 2, 3, 4])  # what follows the second page is not known yet
     assert of.match([1, 2, 9]) == []
     assert of.match([1, 2, 3, 4, 5]) == pages[:1]
@@ -122,9 +122,9 @@ def test_wrong_commits_and_sizes_are_refused() -> None:
     with pytest.raises(MLAError, match="at least 2"):
         of.commit([1], [1, 2, 3, 4], 4)
     with pytest.raises(MLAError, match="num_pages"):
-        PagePool(1, 2, has_drafter=False)
+        PagePool(1, 2, lookahead=False)
     with pytest.raises(MLAError, match="page_size"):
-        PagePool(2, 0, has_drafter=False)
+        PagePool(2, 0, lookahead=False)
 
 
 class PagePoolMachine(RuleBasedStateMachine):
@@ -132,7 +132,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(7, 2, has_drafter=True)
+        self.pool = PagePool(7, 2, lookahead=True)
         self.rows: list[tuple[list[int], list[int]]] = []
         self.content: dict[
             int, list[int]

@@ -579,7 +579,7 @@ def test_an_mtp_layer_that_is_nowhere_is_looked_up_for_or_named(
     accelerate(model, num_speculative_tokens=2, compile=False)
     (record,) = caplog.records
     assert "no MTP layer drafts, a look-up does: " in record.getMessage()
-    assert model.mla._engine.drafter == "ngram"
+    assert model.mla._engine.config.drafter.name == "ngram"
     assert greedy(model, prompts(), STEPS) == expected
 
 
