@@ -47,16 +47,9 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
 
-def left_out() -> set[str]:
-    """Pages that the site does not have yet: `exclude_docs` of mkdocs.yml."""
-    found = re.search(r"^exclude_docs: \|\n((?:  .+\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    return set(found[1].split()) if found else set()
-
-
 def pages() -> list[Path]:
     """README.md and the pages of the site."""
-    docs = sorted((ROOT / "docs").glob("*.md"))
-    return [ROOT / "README.md", *(page for page in docs if page.name not in left_out())]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks_of(page: Path) -> list[Block]:

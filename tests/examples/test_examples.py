@@ -47,6 +47,15 @@ def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
     assert prompt < 1e-4 < decode and both > 1e-4
 
 
+@runs("add_a_drafter")
+def test_a_drafter_of_ones_own_takes_fewer_steps_to_the_same_tokens(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main(max_new_tokens=16, compile=False)  # compares the tokens itself
+    plain, drafted = (int(line.split()[2]) for line in lines_of(capsys))
+    assert plain == 15 and drafted < plain
+
+
 @runs("split_pass_step_by_step")
 def test_the_split_pass_is_shown_step_by_step(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
