@@ -71,6 +71,37 @@ def test_lines_are_at_most_120_characters(page: Path) -> None:
     assert not too_long, f"wrap these lines: {too_long}"
 
 
+NOT_OURS = {"assert_indirect_indexing", "auto_functionalized_v2"}
+"""Names of torch that the pages for developers mention."""
+SOURCES = ("mla_compile", "tests", "examples", "benchmarks", "docs")
+
+
+def quoted(page: Path) -> set[str]:
+    """What a page has in backticks, code blocks left out."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    files = [str(file) for folder in SOURCES for file in (ROOT / folder, *(ROOT / folder).rglob("*"))]
+    named = {name.rstrip("/") for name in quoted(page) if re.fullmatch(r"[a-z_\d./-]+(\.py|/)", name)}
+    missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+    assert not missing - {"site"}, "the page names files that were moved"
+
+
+@pytest.mark.parametrize(
+    "name", ["architecture", "add-a-pass", "add-a-drafter", "add-a-backend", "add-a-family"]
+)
+def test_names_that_a_page_for_developers_mentions_are_in_the_code(name: str) -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "mla_compile").rglob("*.py"))
+    words = {*re.findall(r"\w+", code), *NOT_OURS}
+    named = {name for name in quoted(ROOT / "docs" / f"{name}.md") if re.fullmatch(r"[A-Za-z_][\w.]*", name)}
+    named = {name for name in named if not name.endswith((".py", ".md"))}
+    gone = {name for name in named if not words.issuperset(name.split("."))}
+    assert not gone, "the page mentions names that were changed"
+
+
 # --- the API pages
 
 
