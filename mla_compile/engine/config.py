@@ -127,6 +127,7 @@ class EngineConfig:
         Raises:
             MLAError: a setting that the model or its device rules out, named.
         """
+        _check_model(model)
         k, given = self.num_speculative_tokens, self
         if model.is_recurrent:
             given = self._fitted_to_recurrent()
@@ -176,6 +177,13 @@ class FittedConfig(EngineConfig):
     num_pages: int
     max_tokens_per_step: int
     pages_per_grant: int
+
+
+def _check_model(model: object) -> None:
+    needed = ("logits", "allocate_cache", "caches", "vocab_size", "device", "has_mtp", "is_recurrent")
+    if not callable(model) or not all(hasattr(model, name) for name in needed):
+        mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
+        raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)
 
 
 def check_positive(name: str, value: object) -> None:

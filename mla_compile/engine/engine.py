@@ -24,7 +24,6 @@ from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.progress_bar import with_progress_bar
-from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Chunk, Grant, Plan, Scheduler
@@ -69,7 +68,6 @@ class Engine:
         Raises:
             MLAError: a bad argument, named.
         """
-        _check_model(model)
         if config is not None and settings:
             raise MLAError(
                 "config", "None beside other settings", ", ".join(settings), "use dataclasses.replace"
@@ -77,9 +75,8 @@ class Engine:
         self.config = (config or EngineConfig(**settings)).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         k = self.config.num_speculative_tokens
-        self.draft_length: DraftLength = FixedLength(k)
-        if self.config.adaptive_draft_length:
-            self.draft_length = AdaptiveLength(k)
+        adapts = self.config.adaptive_draft_length
+        self.draft_length: DraftLength = AdaptiveLength(k) if adapts else FixedLength(k)
         self.report_lag = int(self.device.type == "cuda")
         self._calls = EngineCalls(self.abort, self.leave, self.turn)
         self._intake = Intake(model, self.config, tokenizer, self._calls)
@@ -93,8 +90,7 @@ class Engine:
 
     def _begin_anew(self) -> None:
         """With no request, and nothing known of what the caches hold."""
-        config = self.config
-        drafts = config.num_speculative_tokens > 0
+        config, drafts = self.config, self.config.num_speculative_tokens > 0
         self._pool = PagePool(
             1 + (config.num_pages - 1) // config.pages_per_grant,
             config.page_size * config.pages_per_grant,
@@ -143,10 +139,7 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
 
-        request: what `add` returned.
-
-        Raises:
-            MLAError: anything else.
+        Raises `MLAError` for anything but what this engine's `add` returned.
         """
         if getattr(request, "calls", None) is not self._calls:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
@@ -171,10 +164,7 @@ class Engine:
         with self._turn:
             self._check_caches()
             start = time.perf_counter()
-            preempted = self._scheduler.num_preemptions
-            plan = self._scheduler.plan()
-            self._counts.num_preemptions += self._scheduler.num_preemptions - preempted
-            lag = 0
+            plan, lag = self._scheduler.plan(), 0
             # Where the host chooses tokens it must have those before them.
             if plan and not self._launch(plan).on_host:
                 lag = self.report_lag
@@ -196,36 +186,23 @@ class Engine:
         if not launch.is_timed:  # it has kept the host from the reports before it too
             for earlier in self._under_way:
                 earlier.is_timed = False
-        self._counts.num_steps += 1
-        self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
-        for request in plan.admitted:
-            self._counts.num_prompt_tokens += request.num_tokens
-            self._counts.num_reused_tokens += request.num_reused_tokens
+        self._counts.count_launch(plan)
         return launch
 
     def _collect(self) -> None:
         """Take in the oldest report."""
         launch = self._under_way.popleft()
         plan, reports = launch.plan, launch.report.read()
-        verified = reports[: len(plan.decodes)]
-        self._learn(launch, verified)
-        counts = self._counts
-        live = [not request.has_ended for request in plan.sampled]
-        counts.num_tokens += sum(len(report.tokens) for report, is_live in zip(reports, live) if is_live)
-        for report, is_live in zip(verified, live):
-            counts.num_verified += is_live
-            counts.num_drafts += is_live * report.num_verified
-            counts.num_verified_tokens += is_live * len(report.tokens)
-        self._scheduler.update(plan, reports)
-
-    def _learn(self, launch: Launch, verified: list[RowReport]) -> None:
-        """Tell what chooses draft lengths of a launch. Rows that have ended were cut, so they say nothing."""
         now = time.perf_counter()
         # What takes turns takes from one report to the next; where none was awaited, from the launch on.
         seconds = now - max(self._last_report, launch.began) if launch.is_timed else None
         self._last_report = now
-        accepted = [len(report.tokens) - 1 for report in verified if report.active and report.tokens]
+        # Rows that have ended were cut, so they say nothing of drafts.
+        verified = (report for report in reports[: len(plan.decodes)] if report.active and report.tokens)
+        accepted = [len(report.tokens) - 1 for report in verified]
         self.draft_length.learn(launch.drafting, accepted, seconds)
+        self._counts.count_reports(plan, reports)
+        self._scheduler.update(plan, reports)
 
     async def turn(self) -> None:
         """A step if there is anything to do, and a chance for other tasks."""
@@ -258,12 +235,7 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; what `stream` yields in the end.
 
-        Args:
-            prompts, sampling, max_new_tokens, stop_ids, grammars: see `stream`.
-            show_progress: with a bar on stderr.
-
-        Raises:
-            MLAError: as `stream` does.
+        show_progress: with a bar on stderr. The other arguments, and errors, are those of `stream`.
         """
         check_boolean("show_progress", show_progress)
         stream = self.stream(
@@ -341,23 +313,16 @@ class Engine:
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
     ) -> CaptureReport:
-        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows, and
-        of drafts where they vary.
+        """Compile the step for a kind of sampling, and record it for all numbers of rows and of drafts.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. With
-        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps of
-        grammars, and of others whose tokens the host chooses, are not: they run in halves, which are compiled when they
-        are first met.
+        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose
+        tokens the host chooses, of grammars say, are compiled when they are first met. The rows are inactive ones: they
+        read no cache and write none.
 
-        Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
-        and write none.
+        sampling: of the kind; greedy by default. stop_ids: as many as requests will have.
 
-        Args:
-            sampling: of the kind; greedy by default.
-            stop_ids: as many as requests will have.
-
-        Raises:
-            MLAError: a bad argument, named; requests are under way.
+        Raises `MLAError` for a bad argument, named, and while requests are under way.
         """
         params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         check_token_ids("stop_ids", stop_ids)
@@ -376,8 +341,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget what the caches hold: after the model's weights have changed, say.
 
-        Raises:
-            MLAError: requests are under way.
+        Raises `MLAError` while requests are under way.
         """
         with self._turn:
             self._check_idle("reset_prefix_cache")
@@ -392,17 +356,9 @@ class Engine:
     ) -> tuple[Step, DecodeState]:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
-        Args:
-            prompts: token ids of each, at least one each.
-            max_new_tokens: of a prompt at most, >= 1, where its `SamplingParams.max_tokens` says nothing.
-            sampling: for each prompt.
-            stop_ids: the model's end-of-sequence ids.
-
-        Returns the step and the state to call it with, for loops that are not the engine's. They are good until the
-        engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
-
-        Raises:
-            MLAError: a bad argument, named; requests are under way.
+        For loops that are not the engine's: returns the step and the state to call it with, which are good until the
+        engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens. The arguments,
+        and errors, are those of `stream`; no request may be under way.
         """
         config = self.config
         with self._turn:
@@ -425,8 +381,6 @@ class Engine:
             self._begin_anew()
             return self._launcher.step(Variant.of(sampling), config.num_speculative_tokens), state
 
-    # --- inside
-
     def _take_on(self, request: Request) -> None:
         with self._turn:
             self._scheduler.add(request)
@@ -443,10 +397,3 @@ class Engine:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
-
-
-def _check_model(model: object) -> None:
-    needed = ("logits", "allocate_cache", "caches", "vocab_size", "device", "has_mtp", "is_recurrent")
-    if not callable(model) or not all(hasattr(model, name) for name in needed):
-        mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
-        raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)

@@ -79,7 +79,6 @@ class Request:
     is_running: it holds pages and has a row in every step that it is in.
     pages: that it holds, in order.
     num_reused_tokens: that were found in the cache when it last began to run.
-    num_preemptions: how often it lost its pages to others.
     num_cached: once all launched steps have run, at most so many of its tokens are in the cache; while it prefills,
         exactly so many.
     is_decoding: it has sampled since its cache was last built, or will have once all launched steps have run.
@@ -104,7 +103,6 @@ class Request:
     is_running: bool = False
     pages: list[int] = field(default_factory=list)
     num_reused_tokens: int = 0
-    num_preemptions: int = 0
     num_cached: int = 0
     is_decoding: bool = False
     num_steps: int = 0

@@ -119,7 +119,6 @@ class Scheduler:
         self._pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
-        self.num_preemptions = 0
         self._num_arrived = 0
         self._waiting: list[Request] = []  # both by rank
         self._running: list[Request] = []
@@ -284,8 +283,6 @@ class Scheduler:
         while (pages := self._pool.allocate(missing)) is None:
             victim = self._running[-1]
             self._stop(victim)
-            victim.num_preemptions += 1
-            self.num_preemptions += 1
             insort(self._waiting, victim, key=_rank)
             if victim is request:
                 return False
