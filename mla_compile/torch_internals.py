@@ -168,6 +168,17 @@ def is_mutable(op: object) -> bool:
     return isinstance(op, torch._ops.HigherOrderOperator)
 
 
+def overload_of(op: Any) -> Any:
+    """An op with its overload. `torch.ops.lib.op(x)` leaves it open: it is the only one, where the op has no other."""
+    names: list[str] = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else []
+    return getattr(op, names[0]) if len(names) == 1 else op
+
+
+def schema_arguments(op: Any) -> Sequence[Any]:
+    """The arguments that an op's schema declares: their `name`, `default_value` and whether they are `kwarg_only`."""
+    return cast("Sequence[Any]", overload_of(op)._schema.arguments)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones and views too, as long as they live."""
     key: int = tensor.untyped_storage()._cdata

@@ -27,7 +27,7 @@ def test_a_mixed_batch_is_told_segment_by_segment_with_identical_layers_folded()
     text, total, _ = str(explain(Stack(3), *make_inputs(**DECODE, **PREFILL))).partition("  all nodes")
     assert total
     expected = """\
-3 attention calls; passes: split_prefill_decode, hoist_row_gather
+3 attention calls; passes: split_prefill_decode
 
 layers.0-2: 3 calls, all the same
   tokens   10 = 6 decode (2 rows x q_len 3) + 4 prefill (1 chunk)
@@ -42,15 +42,15 @@ layers.0-2: 3 calls, all the same
   join     cat          [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
 
 nodes after each pass
-  op             captured  split_prefill_decode  hoist_row_gather
-  mla_append            -                     3                 3
-  mla_attention         3                     -                 -
-  mla_decode            -                     3                 3
-  mla_prefill           -                     3                 3
-  cat                   -                     4                 4
-  einsum                -                    12                12
-  getitem              12                    33                33
-  split                 6                    18                18
+  op             captured  split_prefill_decode
+  mla_append            -                     3
+  mla_attention         3                     -
+  mla_decode            -                     3
+  mla_prefill           -                     3
+  cat                   -                     4
+  einsum                -                    12
+  getitem              12                    33
+  split                 6                    18
 """
     assert text == expected
 

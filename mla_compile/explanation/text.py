@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mla_compile.explanation.layers import Decode, Group, Layers, Move, Prefill
-from mla_compile.explanation.shapes import op_name
+from mla_compile.passes.nodes import op_name
 
 
 def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
