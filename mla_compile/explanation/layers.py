@@ -110,10 +110,20 @@ class Move:
 
 @dataclass(frozen=True)
 class Layers:
+    """The attention calls of a graph. `groups` has all of the `calls` or none."""
+
+    calls: int
     groups: list[Group]
     moves: list[Move]
     hints: dict[str, int]
     """What a symbolic size was in the captured call, where that is known."""
+
+    @property
+    def why_none(self) -> str:
+        """Why there are no groups."""
+        if self.calls:
+            return "Not every mla_attention is one decode and one prefill segment after the passes."
+        return "The graph has no mla_attention, so the split pass leaves it as it is."
 
 
 @dataclass
@@ -137,7 +147,7 @@ def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     paired = zip(*stages) if len({len(stage) for stage in stages}) == 1 else ()
     layers = [_layer(shapes, f"call {i}", *nodes) for i, nodes in enumerate(paired)]
     moves = list(_moves(shapes, list(graphs.values())))
-    return Layers(list(_fold(layers)), moves, shapes.hints)
+    return Layers(len(unified), list(_fold(layers)), moves, shapes.hints)
 
 
 def _fold(layers: list[Layer]) -> Iterator[Group]:
@@ -211,8 +221,14 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
 
 
 def _einsum_operand(node: fx.Node) -> fx.Node:
-    """What `absorb` or `expand` multiplied, or the node itself where a pass has fused that away."""
-    return node.all_input_nodes[0] if node.target is torch.einsum else node
+    """What `absorb` or `expand` multiplied; the node itself where a pass has fused that away.
+
+    A pass may have put ops of one input in between, a clamp say.
+    """
+    product = node
+    while product.target is not torch.einsum and len(product.all_input_nodes) == 1:
+        (product,) = product.all_input_nodes
+    return product.all_input_nodes[0] if product.target is torch.einsum else node
 
 
 def _up_projected(decode: fx.Node) -> fx.Node:

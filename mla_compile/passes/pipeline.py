@@ -102,8 +102,8 @@ def steps(
         known = set(gm.graph.nodes)
         start = time.perf_counter()
         gm = _call(name, graph_pass, gm, example_inputs)
-        seconds = time.perf_counter() - start
         _finish(name, gm, known)
+        seconds = time.perf_counter() - start
         changed = _snapshot(gm.graph) != before
         yield Applied(name, seconds, changed, counts, _count(gm.graph)), gm
 
