@@ -169,7 +169,7 @@ def is_mutable(op: object) -> bool:
 
 
 def overload_of(op: Any) -> Any:
-    """An op with its overload. `torch.ops.lib.op(x)` leaves it open: it is the only one, where the op has no other."""
+    """The overload that `torch.ops.lib.op(x)` calls where the op has only one; any other target as it is."""
     names: list[str] = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else []
     return getattr(op, names[0]) if len(names) == 1 else op
 
@@ -236,7 +236,7 @@ def _copied_in(node: Any) -> list[str]:
 
 
 def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
-    """Of every CUDA graph recorded on a device: the names of the tensors that each replay copies in.
+    """For every CUDA graph recorded on a device, the names of the tensors that each replay copies in.
 
     For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
     """
@@ -284,7 +284,7 @@ def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
 
 
 def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
-    """Of a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
+    """For a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
 
     The driver's are what is in use on the device and not held by torch's allocator: instantiated graphs, the code of
     kernels, other processes.

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,12 +97,16 @@ def run(
 def steps(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
 ) -> Iterator[tuple[Applied, fx.GraphModule]]:
-    """As `run`, one pass at a time: what it did, and the graph after it."""
+    """As `run`, one pass at a time and without log: what it did, and the graph after it."""
     for graph_pass in passes_for(gm) if passes is None else passes:
         name, before, counts = pass_name(graph_pass), _snapshot(gm.graph), _count(gm.graph)
         known = set(gm.graph.nodes)
         start = time.perf_counter()
-        gm = _call(name, graph_pass, gm, example_inputs)
+        with _blamed(name, "a graph module"):
+            result: object = graph_pass(gm, example_inputs)
+        if not isinstance(result, fx.GraphModule):
+            raise MLAError(f"pass {name}", "a graph module", repr(result), "end it with `return gm`")
+        gm = result
         _finish(name, gm, known)
         seconds = time.perf_counter() - start
         changed = _snapshot(gm.graph) != before
@@ -124,42 +129,31 @@ def _count(graph: fx.Graph) -> Counter[str]:
     return Counter(op_name(node) for node in graph.nodes if node.op.startswith("call_"))
 
 
-def _call(name: str, graph_pass: Pass, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    try:
-        result: object = graph_pass(gm, example_inputs)
-    except MLAError:  # it says itself what is wrong
-        raise
-    except Exception as failure:
-        mend = "mend the pass, or leave it out of options={'passes': [...]}"
-        raise MLAError(f"pass {name}", "a graph module", _told(failure), mend) from failure
-    if not isinstance(result, fx.GraphModule):
-        raise MLAError(f"pass {name}", "a graph module", repr(result), "end the pass with `return gm`")
-    return result
-
-
 def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
     """Give new nodes the example values that they lack, check the graph and write its code.
 
     Without the values the shapes of later nodes are unknown, and AOTAutograd bypasses its cache.
     """
     fake_mode = fake_mode_in(gm.graph)
-    new = [n for n in gm.graph.nodes if n not in known and n.op in ("call_function", "call_method")]
-    node = None
-    try:
-        for node in new if fake_mode is not None else ():
-            if not has_value(node):
+    for node in gm.graph.nodes if fake_mode is not None else ():
+        if node not in known and node.op in ("call_function", "call_method") and not has_value(node):
+            with _blamed(name, f"a new node that runs on its example values: {node.format_node()}"):
                 set_example_value(node, fake_mode)
-    except Exception as failure:
-        assert node is not None
-        expected = "new nodes that can be run on their arguments' example values"
-        got = f"{node.format_node()}: {_told(failure)}"
-        raise MLAError(f"pass {name}", expected, got, "mend its target or arguments") from failure
-    try:
+    with _blamed(name, "a graph that graph.lint() accepts"):
         gm.graph.lint()
-    except Exception as failure:
-        raise MLAError(f"pass {name}", "a graph that graph.lint() accepts", _told(failure)) from failure
     gm.recompile()
 
 
-def _told(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"
+@contextmanager
+def _blamed(name: str, expected: str) -> Iterator[None]:
+    """Whatever goes wrong inside is told as the pass's mistake; an `MLAError` says itself what is wrong."""
+    try:
+        yield
+    except MLAError:
+        raise
+    except Exception as failure:
+        got, mend = (
+            f"{type(failure).__name__}: {failure}",
+            "mend it, or leave it out of options={'passes': [...]}",
+        )
+        raise MLAError(f"pass {name}", expected, got, mend) from failure

@@ -22,7 +22,7 @@ from mla_compile.torch_internals import is_wrapper, on_real_tensors, size_where_
 _MOST_NODES = 64
 _HALF = (torch.float16, torch.bfloat16)
 _TINY = 1e-8
-"""Of which the mean square is nothing beside an epsilon."""
+"""The mean square of tokens of this size is nothing beside an epsilon."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rotation:
     interleaved_in: bool
     interleaved_out: bool
     sin_first: bool
-    """Of the two leaves, the first is sin."""
+    """Whether sin is the first of the two leaves, and cos the second."""
 
     def __str__(self) -> str:
         layouts = ["interleaved" if x else "halves" for x in (self.interleaved_in, self.interleaved_out)]
@@ -128,7 +128,7 @@ def _obstacle(cone: Cone) -> str | None:
 
 
 def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
-    """The epsilon that tiny tokens show: of `y = x w / sqrt(mean(x^2) + eps)`, all but it is known."""
+    """The epsilon that tiny tokens show: all else in `y = x w / sqrt(mean(x^2) + eps)` is known."""
     dtype = tensor_of(cone.source).dtype
     half = dtype if dtype in _HALF else None
     values = _values(cone, 3, half, _TINY, torch.Generator("cpu").manual_seed(0))

@@ -115,34 +115,27 @@ def _where(node: fx.Node, rows: Any) -> _Carriers:
 
 def _linear(node: fx.Node, rows: Any) -> _Carriers:
     """Along the last dimension, by a matrix; a bias of more than one dimension could be of each row."""
-    given = arguments(node, ("input", "weight", "bias"))
-    if (
-        given is None
-        or _rank(given["input"]) < 2
-        or _rank(given["weight"]) != 2
-        or _rank(given.get("bias")) > 1
-    ):
-        return None
-    return [given["input"]]
+    given = arguments(node, ("input", "weight", "bias")) or {}
+    source, weight, bias = (_rank(given.get(name)) for name in ("input", "weight", "bias"))
+    return [given["input"]] if source > 1 and weight == 2 and bias < 2 else None
 
 
 def _norm(*names: str) -> _Rule:
     """Along the last dimensions, those of `normalized_shape`."""
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        given = arguments(node, ("input", "normalized_shape", *names))
-        shape = None if given is None else given["normalized_shape"]
-        if given is None or not isinstance(shape, (tuple, list)) or len(shape) >= _rank(given["input"]):
-            return None
-        return [given["input"]]
+        given = arguments(node, ("input", "normalized_shape", *names)) or {}
+        shape = given.get("normalized_shape")
+        behind_rows = isinstance(shape, (tuple, list)) and len(shape) < _rank(given["input"])
+        return [given["input"]] if behind_rows else None
 
     return rule
 
 
 def _embedding(node: fx.Node, rows: Any) -> _Carriers:
     """A row of the table for each id."""
-    given = arguments(node, ("input", "weight", "padding_idx"))
-    return None if given is None or not isinstance(given["input"], fx.Node) else [given["input"]]
+    given = arguments(node, ("input", "weight", "padding_idx")) or {}
+    return [given["input"]] if isinstance(given.get("input"), fx.Node) else None
 
 
 def _reshape(node: fx.Node, rows: Any) -> _Carriers:
@@ -158,15 +151,13 @@ def _reshape(node: fx.Node, rows: Any) -> _Carriers:
 def _along(*names: str, dim: str = "dim", default: int | None = None, new: int = 0) -> _Rule:
     """The op works along the dimensions in its argument `dim`, none of which may be the rows.
 
-    names: of its arguments after the tensor; new: dimensions that the result has more than the tensor.
+    names: its arguments after the tensor; new: how many dimensions more the result has than the tensor.
     """
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        given = arguments(node, ("input", *names))
-        source = None if given is None else given["input"]
-        if given is None or not isinstance(source, fx.Node) or _rank(source) == 0:
-            return None
-        return [source] if _spares_rows(given.get(dim, default), _rank(source) + new) else None
+        given = arguments(node, ("input", *names)) or {}
+        rank = _rank(given.get("input"))
+        return [given["input"]] if rank and _spares_rows(given.get(dim, default), rank + new) else None
 
     return rule
 
@@ -185,15 +176,10 @@ def _picking(*names: str) -> _Rule:
 
 def _cat(node: fx.Node, rows: Any) -> _Carriers:
     """Along another dimension than the rows, which all parts have."""
-    given = arguments(node, ("tensors", "dim"))
-    parts = None if given is None else given["tensors"]
-    if (
-        given is None
-        or not isinstance(parts, (tuple, list))
-        or not _spares_rows(given.get("dim", 0), _rank(node))
-    ):
-        return None
-    return _all_of_one_rank(parts)
+    given = arguments(node, ("tensors", "dim")) or {}
+    parts = given.get("tensors")
+    listed = isinstance(parts, (tuple, list)) and _spares_rows(given.get("dim", 0), _rank(node))
+    return _all_of_one_rank(given["tensors"]) if listed else None
 
 
 def _all_of_one_rank(nodes: Sequence[fx.Node]) -> _Carriers:

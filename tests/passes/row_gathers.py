@@ -457,12 +457,37 @@ class Result:
     runs: int
 
 
+NAMES: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    **dict.fromkeys((F.layer_norm, F.rms_norm, torch.rms_norm), ("input", "normalized_shape", "weight")),
+    F.embedding: ("input", "weight"),
+    torch.cat: ("tensors", "dim"),
+    torch.chunk: ("input", "chunks", "dim"),
+    torch.gather: ("input", "dim", "index"),
+    torch.topk: ("input", "k", "dim"),
+    torch.flatten: ("input", "start_dim", "end_dim"),
+    torch.unflatten: ("input", "dim", "sizes"),
+    **dict.fromkeys((torch.add, torch.sub, torch.mul, torch.div), ("input", "other")),
+    **dict.fromkeys((torch.mean, torch.sum, torch.softmax, F.softmax, torch.unsqueeze), ("input", "dim")),
+}
+
+
+def by_name(rng: random.Random, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """The same call, of which some or all arguments are given by name now and then."""
+    names = NAMES.get(target, ())
+    if len(args) > len(names) or rng.random() > 0.2:
+        return target, args, kwargs
+    first = rng.randint(0, len(args))
+    return target, args[:first], dict(zip(names[first:], args[first:])) | kwargs
+
+
 def draw(rng: random.Random, ops: Sequence[Op]) -> tuple[Drawn, fx.Node]:
     """A graph of up to four ops, and the node whose rows are to be gathered."""
     g = Drawn.begin(rng)
     x = g.pool[0]
     for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
-        node = g.add(*rng.choice(ops)(g, x if rng.random() < 0.85 else rng.choice(g.pool)))
+        call = rng.choice(ops)(g, x if rng.random() < 0.85 else rng.choice(g.pool))
+        node = g.add(*by_name(rng, *call))
         while node is not None and isinstance(node.meta["example_value"], (tuple, list)):
             count = len(node.meta["example_value"])
             node = g.add(operator.getitem, (node, rng.choice((-1, 0, count - 1))), {})

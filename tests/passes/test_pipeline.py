@@ -209,11 +209,11 @@ class Broken:
 BAD = {
     "fails": (
         fails,
-        "pass fails: expected a graph module, got KeyError: 'no such node'; mend the pass, or leave",
+        "pass fails: expected a graph module, got KeyError: 'no such node'; mend it, or leave",
     ),
     "forgets to return": (
         forgets_to_return,
-        "pass forgets_to_return: .* got None; end the pass with `return gm`",
+        "pass forgets_to_return: .* got None; end it with `return gm`",
     ),
     "breaks the order": (
         reads_before_it_is_written,
@@ -223,7 +223,7 @@ BAD = {
     "breaks the order, bound": (partial(reads_before_it_is_written), "pass reads_before_it_is_written: "),
     "cannot run": (
         multiplies_what_does_not_fit,
-        r"pass multiplies_.*: .*example values, got %mm .*same reduction dim",
+        r"pass multiplies_.*: .*example values: %mm .*same reduction dim",
     ),
 }
 

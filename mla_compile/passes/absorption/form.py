@@ -31,7 +31,7 @@ class Reader:
     term: str
     steps: tuple[Step, ...]
     indices: tuple[Index, ...] = ()
-    """Of `node`, in letters of `term`, where the reader was made for a view."""
+    """The indices into `node`, in letters of `term`, where the reader was made for a view."""
 
     def __call__(self, x: Any) -> Any:
         for step in self.steps:
@@ -179,7 +179,7 @@ def _for_rows(latents: Any, rows: Any) -> Any:
 
 
 def _scores(queries: Any, keys: Any, like: torch.Tensor) -> Any:
-    """`queries @ keys` as attention kernels compute it: of half types, in float32."""
+    """`queries @ keys` as attention kernels compute it: in float32 where the operands are of a half type."""
     wide = accumulate_dtype(like.dtype)
     if like.dtype == wide:
         return torch.bmm(queries, keys)
