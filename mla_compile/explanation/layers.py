@@ -158,7 +158,7 @@ def _fold(layers: list[Layer]) -> Iterator[Group]:
 def _calls(gm: fx.GraphModule) -> list[_Call]:
     """An append opens a call; the segments that read the same cache, up to its next append, belong to it.
 
-    `mla_decode` on a cache without appends is none: `absorb_mla` made it of plain attention.
+    `mla_decode` on a cache without appends belongs to no call: `absorb_mla` made it of plain attention.
     """
     found: list[_Call] = []
     current: dict[fx.Node, _Call] = {}

@@ -16,7 +16,7 @@ whole, and the mask of a fused attention is a causal prefix (`causal_prefix`), t
 over a block table that maps each row to itself. Otherwise a fused attention becomes one `mla_masked_decode` on the
 latents under the mask as it was, or products and a softmax where keys and values are made of different latents.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed and of what nearly was, why not.
+The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed, and why other attention that looks like MLA was not.
 """
 
 import logging

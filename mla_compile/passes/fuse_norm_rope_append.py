@@ -11,7 +11,7 @@ and the append are cut out (`cone.py`), run on a few random tokens, and compared
 Not in a graph with prompt chunks, whose attention reads the latents again; and only where the op has a kernel: on the
 CPU, Inductor fuses norm and rotation with what is around them, which the op's torch code would give up.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and of every other append, why not.
+The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and why every other append was not.
 """
 
 import logging

@@ -61,7 +61,7 @@ def _hoist(gather: fx.Node) -> None:
 
 
 def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Source and row ids of a gather of rows; None of another one, or of one that writes to an `out`."""
+    """Source and row ids of a gather of rows; None for any other gather and for one that writes to an `out`."""
     given = arguments(gather, ("input", "dim", "index"))
     if given is None or given["dim"] != 0:
         return None

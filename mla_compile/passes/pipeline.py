@@ -72,9 +72,7 @@ class Applied:
         listed = [", ".join(f"{op} x {n}" for op, n in sorted(count.items())) for count in counts]
         what = " ".join(f"{sign} {ops}" for sign, ops in zip("+-", listed) if ops)
         if not what:
-            what = (
-                "the same ops with other arguments or in another order" if self.changed else "changed nothing"
-            )
+            what = "the same ops with other arguments or order" if self.changed else "changed nothing"
         return f"{self.name}: {what} ({1e3 * self.seconds:.1f} ms)"
 
 
@@ -146,14 +144,12 @@ def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
 
 @contextmanager
 def _blamed(name: str, expected: str) -> Iterator[None]:
-    """Whatever goes wrong inside is told as the pass's mistake; an `MLAError` says itself what is wrong."""
+    """Whatever goes wrong inside names the pass. An `MLAError` says itself what is wrong, and gets a note."""
     try:
         yield
-    except MLAError:
+    except MLAError as failure:
+        failure.add_note(f"in pass {name}")
         raise
     except Exception as failure:
-        got, mend = (
-            f"{type(failure).__name__}: {failure}",
-            "mend it, or leave it out of options={'passes': [...]}",
-        )
-        raise MLAError(f"pass {name}", expected, got, mend) from failure
+        mend = "mend it, or leave it out of options={'passes': [...]}"
+        raise MLAError(f"pass {name}", expected, f"{type(failure).__name__}: {failure}", mend) from failure

@@ -1,7 +1,7 @@
 """Which nodes of a Dynamo graph work row by row along dimension 0, and which of their inputs carry the rows.
 
-What is not known to is taken for not row-wise: an op without a rule, an argument that its rule does not name, an index
-of which it is not certain where its dimensions end up.
+A node is taken to mix rows unless its rule says that it does not. So are ops without a rule, calls with an argument
+that the rule does not name, and indices whose dimensions may change places.
 """
 
 import operator

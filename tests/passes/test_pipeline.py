@@ -104,7 +104,7 @@ def test_a_pass_that_only_changes_arguments_has_changed_the_graph() -> None:
     passes = [*PASSES, partial(choose_decode_backend, backend="reference")]
     *_, last = (applied for applied, _ in pipeline.steps(gm, inputs, passes))
     assert last.name == "choose_decode_backend" and last.changed and last.before == last.after
-    assert "the same ops with other arguments" in str(last)
+    assert str(last).startswith("choose_decode_backend: the same ops with other arguments or order (")
 
 
 def test_a_function_of_the_same_name_is_another_one() -> None:
@@ -245,7 +245,8 @@ def test_a_mistake_that_a_pass_explains_itself_is_told_as_it_is() -> None:
     def refuses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         raise MLAError("bound", "a number > 0", -1)
 
-    with pytest.raises(MLAError, match=r"^bound: expected a number > 0, got -1$"):
+    told = r"^bound: expected a number > 0, got -1\nin pass refuses$"  # the second line is a note
+    with pytest.raises(MLAError, match=told):
         pipeline.run(*sine(), [refuses])
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import fx
 
-from mla_compile.passes.absorption import cost as mla_cost
+from mla_compile.passes.absorption.cost import AttentionSizes, absorbing_pays
 from mla_compile.passes.absorption.index_map import Sizes, same
 from mla_compile.passes.absorption.joins import FILLS
 from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match
@@ -46,7 +46,7 @@ def refusal(match: Match) -> str | None:
     sizes = cost_sizes(match)
     if sizes is None:
         return "the number of query tokens is unknown at compile time"
-    if not mla_cost.absorbing_pays(sizes):
+    if not absorbing_pays(sizes):
         return f"expanding costs less for {sizes}"
     return None
 
@@ -150,7 +150,7 @@ def _passed(match: Match) -> set[fx.Node]:
     return {node for view in views for step in view.steps for node in step} - {view.node for view in views}
 
 
-def cost_sizes(match: Match) -> mla_cost.Sizes | None:
+def cost_sizes(match: Match) -> AttentionSizes | None:
     """Sizes as this compile's example has them; None where the number of query tokens has no example."""
     keys, values = match.keys, match.values
     expansion = keys.expansions[0]
@@ -163,7 +163,7 @@ def cost_sizes(match: Match) -> mla_cost.Sizes | None:
     (feature,) = set(values.out_term) - set(values.weights_term)
     if q_len is None or rank is None:
         return None
-    return mla_cost.Sizes(
+    return AttentionSizes(
         batch=_count(keys.sizes, rows) or 1,
         heads=_count(keys.sizes, heads) or 1,
         q_len=q_len,
