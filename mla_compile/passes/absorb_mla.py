@@ -16,7 +16,7 @@ whole, and the mask of a fused attention is a causal prefix (`causal_prefix`), t
 over a block table that maps each row to itself. Otherwise a fused attention becomes one `mla_masked_decode` on the
 latents under the mask as it was, or products and a softmax where keys and values are made of different latents.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed and of what nearly was, why not.
+The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed, and why other attention that looks like MLA was not.
 """
 
 import logging
@@ -34,9 +34,8 @@ from mla_compile.passes.absorption.pattern import find
 from mla_compile.passes.absorption.products import SUMMED
 from mla_compile.passes.absorption.readers import Readers, readers
 from mla_compile.passes.absorption.static_cache import StaticCache, static_cache
-from mla_compile.passes.absorption.trace import tensor
-from mla_compile.passes.arguments import argument
 from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import argument, tensor_of
 from mla_compile.passes.provenance import where
 
 log = logging.getLogger(__name__)
@@ -44,15 +43,10 @@ log = logging.getLogger(__name__)
 
 def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without MLA in expanded form is left untouched."""
-    changed = False
     for found in find(gm.graph):
         reason = (refusal(found) or _absorb(found)) if isinstance(found, Match) else found.reason
-        changed |= reason is None
         if reason is not None:
             log.info("not absorbed: %s: %s", where(found.node), reason)
-    if changed:
-        gm.graph.lint()
-        gm.recompile()
     return gm
 
 
@@ -90,7 +84,7 @@ def _replace(
 
     def call(sources: Sequence[Any], *others: Any) -> Any:
         values = [None if r is None else r(source) for r, source in zip(read, sources)]
-        return form.laid_out_like(tensor(node), emit(values, *others))
+        return form.laid_out_like(tensor_of(node), emit(values, *others))
 
     sources = [None if r is None else r.node for r in read]
     node.replace_all_uses_with(inline(node, call, (sources, *others)))
@@ -102,8 +96,8 @@ def _emit_fused(match: Match, read: Readers) -> None:
     def emit(values: Sequence[Any], mask: Any) -> Any:
         *scores, kv_c, w_uv = values
         causal = bool(argument(node, 5, "is_causal", False))
-        out = form.fused_attention(_triples(scores), kv_c, w_uv, mask, _scale(match), causal, tensor(node))
-        return out.squeeze(0) if tensor(node).dim() == 3 else out
+        out = form.fused_attention(_triples(scores), kv_c, w_uv, mask, _scale(match), causal, tensor_of(node))
+        return out.squeeze(0) if tensor_of(node).dim() == 3 else out
 
     scores: list[Reader | None] = []
     for part in read.scores:

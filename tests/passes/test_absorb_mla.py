@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from mla_compile.passes import pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
-from mla_compile.passes.absorption import cost as mla_cost
 from mla_compile.passes.absorption import form
+from mla_compile.passes.absorption.cost import AttentionSizes, absorbing_pays
 from mla_compile.passes.emit import inline
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import Capture, nodes_of, ops, shape
@@ -471,8 +471,8 @@ def test_prefill_is_left_expanded(said: Callable[[], list[str]]) -> None:
 def test_the_cost_model_knows_decode_from_prefill() -> None:
     def pays(q_len: int, keys: int) -> bool:
         widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        return mla_cost.absorbing_pays(
-            mla_cost.Sizes(batch=1, heads=128, q_len=q_len, keys=keys, kv_lora_rank=512, **widths)
+        return absorbing_pays(
+            AttentionSizes(batch=1, heads=128, q_len=q_len, keys=keys, kv_lora_rank=512, **widths)
         )
 
     assert all(pays(q_len, keys) for q_len in (1, 2, 8) for keys in (16, 1000, 100_000))
@@ -535,5 +535,5 @@ def test_half_precision_is_as_near_the_truth_as_the_fused_kernel() -> None:
 def test_a_graph_with_our_op_is_searched_first_and_one_without_for_nothing_else() -> None:
     graph = fx.Graph()
     graph.output(graph.placeholder("x"))
-    assert pipeline.default_passes(fx.GraphModule(nn.Module(), graph)) == (absorb_mla,)
+    assert pipeline.passes_for(fx.GraphModule(nn.Module(), graph)) == [absorb_mla]
     assert pipeline.PASSES[0] is absorb_mla

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.absorption.index_map import Sizes, expanded, index_of
-from mla_compile.passes.absorption.trace import View, is_tensor, tensor, torch_name, trace
-from mla_compile.passes.arguments import argument
+from mla_compile.passes.absorption.trace import View, trace
+from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 
 LABELS = "abcd"
 """Rows, heads, query tokens, keys."""
@@ -90,8 +90,8 @@ def causal_prefix(mask: fx.Node, sizes: Sizes) -> Prefix | None:
 
     sizes: of `LABELS`; query tokens and keys must be static.
     """
-    labels = LABELS[-tensor(mask).dim() :] if tensor(mask).dim() else ""
-    indices = [index_of(label, size) for label, size in zip(labels, tensor(mask).shape)]
+    labels = LABELS[-tensor_of(mask).dim() :] if tensor_of(mask).dim() else ""
+    indices = [index_of(label, size) for label, size in zip(labels, tensor_of(mask).shape)]
     found = _compared(View(mask, tuple(indices)), sizes)
     if found is None or not isinstance(sizes["c"], int):
         return None
@@ -136,7 +136,7 @@ def _compared(view: View, sizes: Sizes, visible: bool = True) -> tuple[Sum, Sum,
 
 def _common_dtype(comparison: fx.Node) -> torch.dtype:
     """In which two tensors are compared. A tensor without dimensions is cast to it, and may wrap."""
-    left, right = (tensor(side) for side in comparison.args if isinstance(side, fx.Node))
+    left, right = (tensor_of(side) for side in comparison.args if isinstance(side, fx.Node))
     return torch.result_type(left, right)
 
 
@@ -150,7 +150,7 @@ def _operand(view: View, operand: Any) -> View | None:
     """What an elementwise op reads of an operand."""
     if not is_tensor(operand):
         return None
-    indices = expanded(view.indices, tensor(view.node).shape, tensor(operand).shape)
+    indices = expanded(view.indices, tensor_of(view.node).shape, tensor_of(operand).shape)
     return None if indices is None else view.onto(operand, indices)
 
 
@@ -171,7 +171,7 @@ def _number(value: Any) -> float | None:
 def _whole_number(value: Any, reader: View, sizes: Sizes) -> Sum | None:
     """`value` as a sum of constants, `arange`s and views, where `reader` broadcasts it; None of other dtypes."""
     view = _operand(reader, value)
-    if view is None or tensor(view.node).dtype not in _WHOLE:
+    if view is None or tensor_of(view.node).dtype not in _WHOLE:
         return None
     view = trace(view, sizes)
     node, name = view.node, torch_name(view.node)
@@ -184,16 +184,16 @@ def _whole_number(value: Any, reader: View, sizes: Sizes) -> Sum | None:
         left, right = (_addend(side, view, sizes) for side in node.args)
         if left is not None and right is not None:
             found = left.plus(right, 1 if name == "add" else -1)
-    return Sum(tensor(node).dtype, views=((1, view),)) if found is None else found
+    return Sum(tensor_of(node).dtype, views=((1, view),)) if found is None else found
 
 
 def _addend(value: Any, reader: View, sizes: Sizes) -> Sum | None:
     """An operand in the dtype of `reader`; None where the cast to it could change it, or moves it elsewhere."""
-    dtype = tensor(reader.node).dtype
+    dtype = tensor_of(reader.node).dtype
     if isinstance(value, int) and not isinstance(value, bool):
         return Sum(dtype, value)
     found = _whole_number(value, reader, sizes)
-    if found is None or tensor(value).device != tensor(reader.node).device:
+    if found is None or tensor_of(value).device != tensor_of(reader.node).device:
         return None
     if found.dtype == dtype:
         return found
@@ -220,5 +220,5 @@ def _counting(view: View, sizes: Sizes) -> Sum | None:
     if not isinstance(start, int) or not isinstance(step, int):
         return None
     moved = index.shifted(start, step)
-    found = Sum(tensor(node).dtype, moved.offset, moved.terms, counted=(view,))
+    found = Sum(tensor_of(node).dtype, moved.offset, moved.terms, counted=(view,))
     return found if found.fits(sizes) else None

@@ -15,8 +15,9 @@ from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.passes.absorption.causal_prefix import FURTHEST, Prefix
 from mla_compile.passes.absorption.index_map import Index, Sizes, furthest, same
-from mla_compile.passes.absorption.trace import View, tensor
+from mla_compile.passes.absorption.trace import View
 from mla_compile.passes.emit import counting
+from mla_compile.passes.nodes import tensor_of
 from mla_compile.torch_internals import size_hint
 
 Step = Callable[[Any], Any]
@@ -30,7 +31,7 @@ class Reader:
     term: str
     steps: tuple[Step, ...]
     indices: tuple[Index, ...] = ()
-    """Of `node`, in letters of `term`, where the reader was made for a view."""
+    """The indices into `node`, in letters of `term`, where the reader was made for a view."""
 
     def __call__(self, x: Any) -> Any:
         for step in self.steps:
@@ -47,7 +48,7 @@ def reader(view: View, sizes: Sizes, term: str | None = None) -> Reader | None:
     steps: list[Step] = []
     found: list[str] = []
     for dim in range(len(view.indices) - 1, -1, -1):
-        taken = _take(dim, view.indices[dim], tensor(view.node).shape[dim], sizes)
+        taken = _take(dim, view.indices[dim], tensor_of(view.node).shape[dim], sizes)
         if taken is None:
             return None
         steps += taken[0]
@@ -93,7 +94,7 @@ def _take(dim: int, index: Index, size: Any, sizes: Sizes) -> tuple[list[Step], 
 def laid_out_like(value: torch.Tensor, x: Any) -> Any:
     """`x` with its dimensions in memory in the order of `value`'s: a later `view` counts on it."""
     order = _memory_order(value)
-    if order == _memory_order(x.node.meta["example_value"]):
+    if order == _memory_order(tensor_of(x.node)):
         return x
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
@@ -178,12 +179,12 @@ def _for_rows(latents: Any, rows: Any) -> Any:
 
 
 def _scores(queries: Any, keys: Any, like: torch.Tensor) -> Any:
-    """`queries @ keys` as attention kernels compute it: of half types, in float32."""
+    """`queries @ keys` as attention kernels compute it: in float32 where the operands are of a half type."""
     wide = accumulate_dtype(like.dtype)
     if like.dtype == wide:
         return torch.bmm(queries, keys)
     # With a symbolic size the meta function of `bmm` with `out_dtype` fails an internal assertion (torch 2.11 to 2.13).
-    sizes = [size for x in (queries, keys) for size in x.node.meta["example_value"].shape]
+    sizes = [size for x in (queries, keys) for size in tensor_of(x.node).shape]
     if like.device.type == "cuda" and all(isinstance(size, int) for size in sizes):
         return torch.bmm(queries, keys, out_dtype=wide)
     return torch.bmm(queries.to(wide), keys.to(wide))
@@ -193,7 +194,7 @@ def _masked_softmax(scores: Any, mask: Any) -> Any:
     """0 for a query that sees no key, as `scaled_dot_product_attention` has it."""
     if mask is None:
         return torch.softmax(scores, -1)
-    boolean = mask.node.meta["example_value"].dtype == torch.bool
+    boolean = tensor_of(mask.node).dtype == torch.bool
     scores = torch.where(mask, scores, -torch.inf) if boolean else scores + mask
     unseen = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.where(unseen, 0.0, torch.softmax(scores, -1))

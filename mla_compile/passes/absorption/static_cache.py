@@ -10,8 +10,8 @@ from mla_compile.passes.absorption.form import Reader, reader
 from mla_compile.passes.absorption.index_map import Index, Sizes, same
 from mla_compile.passes.absorption.match import RANK, Match
 from mla_compile.passes.absorption.products import SUMMED
-from mla_compile.passes.absorption.trace import View, is_tensor, tensor, trace
-from mla_compile.passes.arguments import argument
+from mla_compile.passes.absorption.trace import View, trace
+from mla_compile.passes.nodes import argument, is_tensor, tensor_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Region:
 
 
 def _region(view: View, sizes: Sizes, key: str, feature: str) -> _Region | None:
-    value = tensor(view.node)
+    value = tensor_of(view.node)
     if view.node.op not in ("placeholder", "get_attr") or not all(
         isinstance(size, int) for size in value.shape
     ):
