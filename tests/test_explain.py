@@ -143,7 +143,7 @@ def test_mla_in_plain_torch_is_explained_with_the_pass_that_absorbs_it(tmp_path:
     with torch.no_grad():
         explanation = explain(model, torch.randn(BATCH, 1, HIDDEN).double(), torch.tensor([1, 2]))
     assert list(explanation.graphs) == ["captured", "absorb_mla"]
-    assert "passes: absorb_mla" in str(explanation) and "mla_decode" in str(explanation)
+    assert "passes: absorb_mla" in str(explanation) and "mla_masked_decode" in str(explanation)
     ET.parse(explanation.save(tmp_path / "absorbed.svg"))
 
 

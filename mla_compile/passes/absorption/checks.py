@@ -72,14 +72,11 @@ def views_read(match: Match) -> list[View]:
     return [*both, *match.keys.shared]
 
 
-def first_write(match: Match, views: list[View], made: bool = False) -> fx.Node | None:
-    """A node that writes to what `views` go through after it was first read and before the attention reads it again.
-
-    made: after the views' nodes were made, since what they were made of is what counts.
-    """
+def first_write(match: Match, views: list[View]) -> fx.Node | None:
+    """A node that writes to what `views` go through after it was first read and before the attention reads it again."""
     filling = {node for view in views for node, _ in view.steps if torch_name(node) in FILLS}
     for view in views:
-        read_by = [view.node] if made else rereads(view)
+        read_by = rereads(view)
         if not read_by:
             continue
         on_the_way = [view.node, *(node for step in view.steps for node in step)]

@@ -1,4 +1,4 @@
-"""The absorbed form as nodes: re-bracketed products, `mla_masked_decode`, `mla_decode`.
+"""The absorbed form as nodes: re-bracketed products, `mla_masked_decode`.
 
 All but the two ops is plain torch on proxies (`emit.inline`), so that Inductor fuses it with what surrounds it.
 """
@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.decode import decode_op
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.paging import accumulate_dtype
-from mla_compile.passes.absorption.causal_prefix import FURTHEST, Prefix
 from mla_compile.passes.absorption.index_map import Index, Sizes, furthest, same
 from mla_compile.passes.absorption.trace import View
 from mla_compile.passes.emit import counting
@@ -198,54 +196,3 @@ def _masked_softmax(scores: Any, mask: Any) -> Any:
     scores = torch.where(mask, scores, -torch.inf) if boolean else scores + mask
     unseen = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.where(unseen, 0.0, torch.softmax(scores, -1))
-
-
-def decode_attention(
-    q_nope: Any, q_pe: Any, w_uk: Any, w_uv: Any, cache: Any, seq_lens: Any, first_row: int, scale: float
-) -> Any:
-    """`mla_decode` on a static cache `[rows, keys, rank + rope]`, each row of which is one page.
-
-    Every query token is a row of one token to the op, with the keys that it sees: in a cache that wraps around, the
-    last token's number would not tell those of the others.
-
-    q_nope, q_pe: `[rows, heads, q_len, ...]`; w_uk: `[heads, nope, rank]`; w_uv: `[heads, rank, v_head_dim]`;
-    seq_lens: `[rows * q_len]`; first_row: row of the cache at which the batch starts.
-    Returns `[rows, heads, q_len, v_head_dim]`.
-    """
-    rows, heads, q_len, _ = q_nope.shape
-    rank = w_uk.shape[2]
-    q_latent = torch.einsum("bhqn,hnr->bqhr", q_nope, w_uk)
-    pages = counting(cache, first_row, first_row + rows, torch.int32)
-    out, _ = decode_op(
-        q_latent.reshape(rows * q_len, heads, rank),
-        q_pe.transpose(1, 2).reshape(rows * q_len, heads, q_pe.shape[3]),
-        cache,
-        pages[:, None].expand(rows, q_len).reshape(rows * q_len, 1),
-        seq_lens,
-        None,
-        1,
-        scale,
-    )
-    return torch.einsum("bqhr,hrv->bhqv", out.view(rows, q_len, heads, rank), w_uv)
-
-
-def token_lengths(
-    like: Any, prefix: Prefix, terms: Sequence[tuple[int, Any]], rows: int, q_len: int, keys: int
-) -> Any:
-    """Keys that each query token sees, int32 `[rows * q_len]`, from 0 to `keys`.
-
-    terms: signed, each `[rows or 1]`, of which the prefix's bound is the sum.
-    """
-    dtype = prefix.bound.dtype
-    bits = torch.iinfo(dtype).bits
-    total: Any = (prefix.bound.constant + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)  # as in that dtype
-    for sign, term in terms:
-        total = total + term.to(dtype) if sign > 0 else total - term.to(dtype)
-    total = total[:, None]
-    if prefix.token_in_bound:
-        total = total + counting(like, 0, q_len, dtype)
-    # From here on numbers are what they are: the highest of a dtype is often said where there is no bound.
-    total = total.to(torch.int64).clamp(-2 * FURTHEST, 2 * FURTHEST) + prefix.more
-    if not prefix.token_in_bound:
-        total = total + counting(like, 0, q_len, torch.int64)
-    return total.clamp(0, keys).to(torch.int32).expand(rows, q_len).reshape(rows * q_len)
