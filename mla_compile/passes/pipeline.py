@@ -130,7 +130,7 @@ def _count(graph: fx.Graph) -> Counter[str]:
 def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
     """Give new nodes the example values that they lack, check the graph and write its code.
 
-    Without the values the shapes of later nodes are unknown, and AOTAutograd bypasses its cache.
+    Without the values the shapes of later nodes are unknown, and AOTAutograd may bypass its cache.
     """
     fake_mode = fake_mode_in(gm.graph)
     for node in gm.graph.nodes if fake_mode is not None else ():
