@@ -12,26 +12,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MEMORY = 1 / 16
-"""The weight of the newest step in what is known of acceptance: it follows a text within some 16 steps."""
-SHARE_MEMORY = 1 / 64
-"""The weight of the newest launch in how often each bucket's turn comes. With less memory one step with a prompt, as
-long as many without, would decide what the next ones do, and its time is known least well."""
+"""The weight of the newest step in what is known of acceptance, and in how often each bucket's turn comes: both follow
+what is served within some 16 steps."""
 MEASURED = 3
 """Of a length's first steps in a bucket the median is its time."""
 OUTLIER = 1.25
 """A step that takes longer by more than this factor, or shorter, counts as one that takes so much longer."""
-COMMON, OWN = 0.1, 0.1
-"""How far a step's time moves those of all lengths, and beyond that its own length's."""
+RATE = 0.1
+"""How far a step's time moves those of all lengths, and once more its own length's."""
 MARGIN = 1.02
 """A length must promise so many times the tokens a second of the current one: within that, changing gains nothing."""
-STAY = 8
-"""Launches after a change until the next one."""
 PROBE = 6
-"""Launches of a probe. The first one has no more drafts to verify than the step before made; reports are late."""
+"""Launches of a length that was changed to, until the next change. The first one has no more drafts to verify than the
+step before made; reports are late."""
 PROBE_SHARE = 0.01
 """Of the time, that probes of other lengths may cost."""
-MIN_LOSS = 0.1
-"""Of a probe's time, that it is taken to cost at least."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +96,8 @@ class AdaptiveLength:
     def choose(self, bucket: Hashable) -> int:
         """See `DraftLength`."""
         times = self._times.setdefault(bucket, StepTimes())
-        self._shares = {known: (1 - SHARE_MEMORY) * share for known, share in self._shares.items()}
-        self._shares[bucket] = self._shares.get(bucket, 0.0) + SHARE_MEMORY
+        self._shares = {known: (1 - MEMORY) * share for known, share in self._shares.items()}
+        self._shares[bucket] = self._shares.get(bucket, 0.0) + MEMORY
         unmeasured = [length for length in self.lengths if length not in times]
         if unmeasured:
             # At its end the best one is chosen at once.
@@ -137,7 +132,7 @@ class AdaptiveLength:
         speeds = {n: self._acceptance.tokens(n) / times[n] for n in self.lengths}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > MARGIN * speeds[self._current]:
-            self._current, self._num_left = best, STAY
+            self._current, self._num_left = best, PROBE - 1
             return
         index = self.lengths.index(self._current)
         around = [*self.lengths[max(0, index - 1) : index], *self.lengths[index + 1 : index + 2]]
@@ -151,7 +146,7 @@ class AdaptiveLength:
         """
         # Drafts beyond the current length are taken to be rejected.
         tokens = self._acceptance.tokens(min(length, self._current))
-        loss = PROBE * max(times[length] - tokens / speed, MIN_LOSS * times[length])
+        loss = PROBE * (times[length] - tokens / speed)
         if self._credit < loss:
             return
         if length > self._current:
@@ -224,6 +219,5 @@ class StepTimes:
             return
         ratio = min(max(seconds / self[length], 1 / OUTLIER), OUTLIER)
         # What slows one length down, longer texts or a busy machine, slows the others down as well.
-        for other in self._seconds:
-            self._seconds[other] *= ratio**COMMON
-        self._seconds[length] *= ratio**OWN
+        for other in (*self._seconds, length):
+            self._seconds[other] *= ratio**RATE

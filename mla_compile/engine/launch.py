@@ -18,7 +18,6 @@ from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
-from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import (
     DecodeState,
     PromptChunk,
@@ -150,8 +149,11 @@ class Launcher:
         if self._compiles_mixed:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
-            num_tokens = padded_prompt_tokens(1) if self._pads_prompts else 0
-            chunks = PromptChunks.pack([], state, page_size=self._config.page_size, num_tokens=num_tokens)
+            begun = PromptChunk(0, [0, 0], 0, 1)
+            chunks = PromptChunks.pack(
+                [begun], state, page_size=self._config.page_size, pad=self._pads_prompts
+            )
+            chunks.segment.slot_mapping.fill_(-1)  # it is nobody's
             for length in lengths:
                 self._mixed(variant, length)(state, chunks)
 
@@ -205,8 +207,7 @@ class Launcher:
 
     def _packed(self, plan: Plan, state: DecodeState, *, pad: bool) -> PromptChunks:
         chunks = [PromptChunk(self.rows[c.request], c.request.tokens, c.start, c.end) for c in plan.chunks]
-        num_tokens = padded_prompt_tokens(sum(c.length for c in plan.chunks)) if pad else 0
-        return PromptChunks.pack(chunks, state, page_size=self._config.page_size, num_tokens=num_tokens)
+        return PromptChunks.pack(chunks, state, page_size=self._config.page_size, pad=pad)
 
     def _run_in_halves(
         self,

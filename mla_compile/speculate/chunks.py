@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.segments import copied_to, prefill_segment
-from mla_compile.packing import MIN_TOKENS
+from mla_compile.ops.segments import copied_to
+from mla_compile.packing import MIN_TOKENS, pack_batch
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_varying
 
@@ -50,12 +50,11 @@ class PromptChunks:
 
     @classmethod
     def pack(
-        cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int, num_tokens: int = 0
+        cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int, pad: bool = False
     ) -> "PromptChunks":
-        """Chunks of rows of `state`, whose block tables are read now; none at all will do.
+        """Chunks of rows of `state`, whose block tables are read now.
 
-        num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. CUDA graphs are recorded for each
-            number of tokens, so few of them should occur. More tokens than that are no mistake.
+        pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few of them should occur.
 
         The host does not wait for the device. The tensors are marked for the compiler: their numbers of tokens, chunks
         and rows vary.
@@ -84,24 +83,21 @@ class PromptChunks:
         def integers(values: list[int]) -> Tensor:
             return copied_to(device, torch.tensor(values, dtype=torch.int64, device="cpu"))
 
-        segment, positions = prefill_segment(
+        packed = pack_batch(
             [chunk.stop - chunk.start for chunk in chunks],
             [chunk.start for chunk in chunks],
             state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
+            integers(token_ids),
+            integers(next_token_ids),
+            has_sampled=[False] * len(chunks),
             page_size=page_size,
-            num_tokens=max(num_tokens, MIN_TOKENS),
+            pad=pad,
         )
-        padding = [0] * (positions.shape[0] - len(token_ids))
-        packed = cls(
-            token_ids=integers(token_ids + padding),
-            next_token_ids=integers(next_token_ids + padding),
-            positions=positions,
-            segment=segment,
-            last_of_row=integers(last_of_row),
-        )
-        for tensor in (*packed.tensors(), segment.host_lens):
-            mark_varying(tensor)
-        return packed
+        assert packed.batch.prefill is not None, "prompts that have not sampled"
+        last = integers(last_of_row)
+        mark_varying(last)
+        ids, next_ids = packed.tensors
+        return cls(ids, next_ids, packed.positions, packed.batch.prefill, last)
 
     def tensors(self) -> list[Tensor]:
         """All but the host's copy of the lengths; the first dimension of each varies."""

@@ -12,7 +12,6 @@ from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Completion
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
-from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import PromptChunk, PromptChunks
 from tests.models_for_tests import poison_caches, tiny_model
 
@@ -140,9 +139,8 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: p
     expected = plain.generate(prompts, max_new_tokens=12)
     pack, sizes = PromptChunks.pack, []
 
-    def pad(chunks: Sequence[PromptChunk], *args: Any, num_tokens: int, **kwargs: Any) -> PromptChunks:
-        num_tokens = padded_prompt_tokens(sum(chunk.stop - chunk.start for chunk in chunks))
-        packed = pack(chunks, *args, num_tokens=num_tokens, **kwargs)
+    def pad(chunks: Sequence[PromptChunk], *args: Any, **kwargs: Any) -> PromptChunks:
+        packed = pack(chunks, *args, **{**kwargs, "pad": True})
         sizes.append(len(packed.token_ids))
         return packed
 
