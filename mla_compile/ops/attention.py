@@ -7,11 +7,18 @@ from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
-from mla_compile.ops.library import define_op
+from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.prefill import prefill_op
 
 
-def _fake(
+@define_op(
+    run=lambda *args: lower_mla_attention(*args).contiguous(),
+    name="mla_attention",
+    mutates="kv_cache",
+    static="page_size",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _attention(
     q_nope: Tensor,
     q_pe: Tensor,
     kv_c: Tensor,
@@ -33,11 +40,14 @@ def _fake(
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
-    validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+    _check_tensors(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
     validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
         _check_backend(q_pe, kv_cache, w_uk, decode_q_lens, q_len, decode_backend)
-    return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
+    return empty(q_nope, (*q_nope.shape[:2], w_uv.shape[2]))
+
+
+attention_op = torch.ops.mla_compile.mla_attention.default
 
 
 def lower_mla_attention(
@@ -119,17 +129,6 @@ def lower_mla_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-attention_op = define_op(
-    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, "
-    "Tensor w_uv, Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, "
-    "Tensor? decode_q_lens, Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, "
-    "Tensor? prefill_block_table, Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, "
-    "SymInt q_len, int page_size, float softmax_scale, str? decode_backend=None) -> Tensor",
-    fake=_fake,
-    tags=(torch.Tag.cudagraph_unsafe,),
-)(lambda *args: lower_mla_attention(*args).contiguous())
-
-
 def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -167,7 +166,7 @@ def mla_attention(
             where they are on the CPU and nothing is being compiled.
     """
     if not torch.compiler.is_compiling():
-        validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+        _check_tensors(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
         validate.batch(batch, q_nope.shape[0], kv_cache)
         segment = batch.decode
         if segment is not None and segment.backend is not None:
@@ -189,6 +188,22 @@ def mla_attention(
         None if decode is None else decode.backend,
     )
     return out
+
+
+def _check_tensors(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, w_uv: Tensor
+) -> None:
+    sizes = validate.Sizes()
+    sizes.floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
+        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
+        kv_c=(kv_c, "tokens, kv_lora_rank"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        kv_cache=(kv_cache, validate.PAGED),
+    )
+    sizes.pages(kv_cache)
 
 
 def _check_backend(
