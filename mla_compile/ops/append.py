@@ -46,7 +46,6 @@ def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tenso
         k_pe=(k_pe, "tokens, qk_rope_head_dim"),
         kv_cache=(kv_cache, validate.PAGED),
     )
-    sizes.pages(kv_cache)
     sizes.slots(slot_mapping, kv_cache)
 
 

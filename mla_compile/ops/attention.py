@@ -1,5 +1,7 @@
 """`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,10 +42,20 @@ def _attention(
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
-    _check_tensors(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+    sizes = validate.Sizes()
+    sizes.floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
+        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
+        kv_c=(kv_c, "tokens, kv_lora_rank"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        kv_cache=(kv_cache, validate.PAGED),
+    )
     validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
-        _check_backend(q_pe, kv_cache, w_uk, decode_q_lens, q_len, decode_backend)
+        like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
+        choose_backend(like_q_latent, q_pe, kv_cache, decode_q_lens, q_len, decode_backend)
     return empty(q_nope, (*q_nope.shape[:2], w_uv.shape[2]))
 
 
@@ -166,13 +178,9 @@ def mla_attention(
             where they are on the CPU and nothing is being compiled.
     """
     if not torch.compiler.is_compiling():
-        _check_tensors(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
-        validate.batch(batch, q_nope.shape[0], kv_cache)
-        segment = batch.decode
-        if segment is not None and segment.backend is not None:
-            _check_backend(q_pe, kv_cache, w_uk, segment.q_lens, segment.q_len, segment.backend)
+        validate.batch(batch, q_nope, kv_cache)
     decode, prefill = batch.decode, batch.prefill
-    out: Tensor = attention_op(
+    return _attention(
         q_nope,
         q_pe,
         kv_c,
@@ -187,31 +195,6 @@ def mla_attention(
         softmax_scale,
         None if decode is None else decode.backend,
     )
-    return out
-
-
-def _check_tensors(
-    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, w_uv: Tensor
-) -> None:
-    sizes = validate.Sizes()
-    sizes.floats(
-        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
-        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
-        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
-        kv_c=(kv_c, "tokens, kv_lora_rank"),
-        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
-        kv_cache=(kv_cache, validate.PAGED),
-    )
-    sizes.pages(kv_cache)
-
-
-def _check_backend(
-    q_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, q_lens: Tensor | None, q_len: int, backend: str
-) -> None:
-    """Refuse a decode backend before the cache is touched."""
-    like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
-    choose_backend(like_q_latent, q_pe, kv_cache, q_lens, q_len, backend)
 
 
 def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -225,13 +208,13 @@ def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tup
     return w_uk, w_uv.transpose(1, 2)
 
 
-def _decode_args(segment: DecodeSegment | None) -> tuple[Tensor | None, ...]:
+def _decode_args(segment: DecodeSegment | None) -> tuple[Any, ...]:
     if segment is None:
         return (None,) * 4
     return segment.seq_lens, segment.block_table, segment.slot_mapping, segment.q_lens
 
 
-def _prefill_args(segment: PrefillSegment | None) -> tuple[Tensor | None, ...]:
+def _prefill_args(segment: PrefillSegment | None) -> tuple[Any, ...]:
     if segment is None:
         return (None,) * 5
     return (

@@ -77,7 +77,6 @@ def mla_decode(
         q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
         kv_cache=(kv_cache, validate.PAGED),
     )
-    sizes.pages(kv_cache)
     sizes.rows(block_table, like=q_latent, seq_lens=seq_lens, q_lens=q_lens)
     validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
     validate.lengths("seq_lens", seq_lens, block_table, kv_cache)

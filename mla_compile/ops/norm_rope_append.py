@@ -71,7 +71,6 @@ def mla_norm_rope_append(
         weight=(weight, "kv_lora_rank"),
         kv_cache=(kv_cache, validate.PAGED),
     )
-    sizes.pages(kv_cache)
     rope = kv_a.shape[1] - weight.shape[0]
     if rope < 2 or rope % 2:
         raise MLAError(

@@ -91,7 +91,6 @@ def mla_prefill(
         w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
         kv_cache=(kv_cache, validate.PAGED),
     )
-    sizes.pages(kv_cache)
     validate.prefill_rows(sizes, cu_seqlens_q, seq_lens, block_table, host_lens, q_nope)
     validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
     validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0], block_table, kv_cache)

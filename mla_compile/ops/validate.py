@@ -21,7 +21,7 @@ from mla_compile.ops.paging import check_capacity, slots_of
 from mla_compile.torch_internals import is_fake, size_hint, statically_known_true
 
 PAGED = "num_pages, page_size, kv_lora_rank + qk_rope_head_dim"
-"""The layout of a paged cache."""
+"""The layout of a paged cache, which must be contiguous and have a page."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -71,6 +71,10 @@ class Sizes:
             raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
         if like is not None and x.device != like.device:
             raise MLAError(name, f"a tensor on {like.device}", x.device)
+        if layout == PAGED and not x.is_contiguous():
+            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", "call .contiguous() once")
+        if layout == PAGED and any(statically_known_true(size < 1) for size in shape[:2]):
+            raise MLAError(name, "num_pages >= 1 and page_size >= 1", list(shape))
         sizes = self._sizes
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
@@ -97,14 +101,6 @@ class Sizes:
                 product *= int(factor) if factor.isdigit() else self._sizes[factor]
             total += product
         return total, word
-
-    def pages(self, kv_cache: Tensor) -> None:
-        """Check what a layout does not say of a paged cache."""
-        if not kv_cache.is_contiguous():
-            mend = "call .contiguous() once"
-            raise MLAError("kv_cache", "a contiguous tensor", f"strides {kv_cache.stride()}", mend)
-        if statically_known_true(kv_cache.shape[1] < 1) or statically_known_true(kv_cache.shape[0] < 1):
-            raise MLAError("kv_cache", "num_pages >= 1 and page_size >= 1", list(kv_cache.shape))
 
     def rows(self, table: Tensor, *, like: Tensor, **lens: Tensor | None) -> None:
         """Check the rows' lengths, int32 `[rows]` or None, and their block table, int32 `[rows, max_pages]`."""
@@ -307,9 +303,13 @@ def page_size(page_size: int, kv_cache: Tensor) -> None:
     torch._check(size == page_size)
 
 
-def batch(batch: MLABatch, tokens: int, kv_cache: Tensor) -> None:
+def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
+    """The batch is one of as many tokens as `q_nope` has, and its rows fit the cache and each other."""
     if not isinstance(batch, MLABatch):
         raise MLAError("batch", "an MLABatch", type(batch).__name__)
+    Sizes().floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"), kv_cache=(kv_cache, "num_pages, page_size, width")
+    )
     page_size(batch.page_size, kv_cache)
     expected = 0
     if batch.decode is not None:
@@ -318,8 +318,8 @@ def batch(batch: MLABatch, tokens: int, kv_cache: Tensor) -> None:
     if batch.prefill is not None:
         _prefill_segment("batch.prefill.", batch.prefill, kv_cache)
         expected += batch.prefill.slot_mapping.shape[0]
-    if tokens != expected:
-        raise MLAError("q_nope", f"{expected} tokens (those of batch)", tokens)
+    if q_nope.shape[0] != expected:
+        raise MLAError("q_nope", f"{expected} tokens (those of batch)", q_nope.shape[0])
     if is_readable(kv_cache):
         _written_pages_have_one_owner(batch, kv_cache)
 
