@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+from mla_compile.batch import MLABatch
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
@@ -180,21 +180,17 @@ def mla_attention(
     if not torch.compiler.is_compiling():
         validate.batch(batch, q_nope, kv_cache)
     decode, prefill = batch.decode, batch.prefill
-    return _attention(
-        q_nope,
-        q_pe,
-        kv_c,
-        k_pe,
-        kv_cache,
-        w_uk,
-        w_uv,
-        *_decode_args(decode),
-        *_prefill_args(prefill),
-        1 if decode is None else decode.q_len,
-        batch.page_size,
-        softmax_scale,
-        None if decode is None else decode.backend,
-    )
+    rows: tuple[Any, ...] = (None,) * 4
+    if decode is not None:
+        rows = decode.seq_lens, decode.block_table, decode.slot_mapping, decode.q_lens
+    chunks: tuple[Any, ...] = (None,) * 5
+    if prefill is not None:
+        table = prefill.block_table
+        chunks = prefill.cu_seqlens_q, prefill.seq_lens, table, prefill.slot_mapping, prefill.host_lens
+    q_len, backend = (1, None) if decode is None else (decode.q_len, decode.backend)
+    numbers = q_len, batch.page_size, softmax_scale, backend
+    arguments: tuple[Any, ...] = (q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, *rows, *chunks, *numbers)
+    return _attention(*arguments)
 
 
 def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -206,21 +202,3 @@ def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tup
     per_head = weight.view(num_heads, -1, weight.shape[1])
     w_uk, w_uv = per_head.split([qk_nope_head_dim, per_head.shape[1] - qk_nope_head_dim], dim=1)
     return w_uk, w_uv.transpose(1, 2)
-
-
-def _decode_args(segment: DecodeSegment | None) -> tuple[Any, ...]:
-    if segment is None:
-        return (None,) * 4
-    return segment.seq_lens, segment.block_table, segment.slot_mapping, segment.q_lens
-
-
-def _prefill_args(segment: PrefillSegment | None) -> tuple[Any, ...]:
-    if segment is None:
-        return (None,) * 5
-    return (
-        segment.cu_seqlens_q,
-        segment.seq_lens,
-        segment.block_table,
-        segment.slot_mapping,
-        segment.host_lens,
-    )
