@@ -37,7 +37,14 @@ tables: dict[str, Table] = {}
 """The implementations of each op that has a table, fastest first, by the op's name."""
 _facts_of: dict[str, Callable[[Sequence[Any]], Mapping[str, object]]] = {}
 
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str | None: "str?"}
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str | None: "str?",
+}
 
 
 def define_op(
@@ -68,7 +75,7 @@ def define_op(
     def declare(declaration: Callable[P, R]) -> Callable[P, R]:
         op = name or declaration.__name__
         parameters = list(inspect.signature(declaration).parameters.values())
-        required = 1 + max(i for i, p in enumerate(parameters) if p.default is p.empty)
+        required = _num_required(parameters)
         defaults = tuple(p.default for p in parameters[required:])
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         positional = len(parameters) - len(keywords)
@@ -85,14 +92,8 @@ def define_op(
             names = [p.name for p in parameters]
             wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
             _facts_of[op] = lambda args: facts(*(args[i] for i in wanted))
-        types = get_type_hints(declaration)
-        arguments = ", ".join(
-            f"{_type(types[p.name], p.name == mutates, p.name == static)} {p.name}"
-            + (f"={p.default}" if i >= required else "")
-            for i, p in enumerate(parameters)
-        )
-        results = "Tensor" if types["return"] is Tensor else f"({', '.join(f'Tensor {x}' for x in returns)})"
-        lib.define(f"{op}({arguments}) -> {results}", tags=(torch.Tag.pt2_compliant_tag, *tags))
+        schema = schema_of(op, declaration, mutates=mutates, static=static, returns=returns)
+        lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         lib.impl(op, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mla_compile::{op}", fake, lib=lib)
         return _checked(declaration, getattr(torch.ops.mla_compile, op).default)
@@ -100,10 +101,31 @@ def define_op(
     return declare
 
 
-def _type(hint: Any, mutates: bool, static: bool) -> str:
-    if hint is int:
-        return "int" if static else "SymInt"
-    return "Tensor(a!)" if mutates else _TYPES[hint]
+def schema_of(
+    op: str,
+    declaration: Callable[..., Any],
+    *,
+    mutates: str = "",
+    static: str = "",
+    returns: tuple[str, ...] = (),
+) -> str:
+    """The schema of an op, whose arguments are all positional, by the signature of its declaration."""
+    types, parameters = get_type_hints(declaration), list(inspect.signature(declaration).parameters.values())
+    arguments = []
+    for i, p in enumerate(parameters):
+        kind = _TYPES[types[p.name]]
+        if p.name == mutates:
+            kind = "Tensor(a!)"
+        elif p.name == static:
+            kind = "int"
+        arguments.append(f"{kind} {p.name}" + (f"={p.default}" if i >= _num_required(parameters) else ""))
+    results = "Tensor" if types["return"] is Tensor else f"({', '.join(f'Tensor {x}' for x in returns)})"
+    return f"{op}({', '.join(arguments)}) -> {results}"
+
+
+def _num_required(parameters: list[inspect.Parameter]) -> int:
+    """How many arguments a call by position must have: a default counts where nothing without one follows."""
+    return 1 + max(i for i, p in enumerate(parameters) if p.default is p.empty)
 
 
 def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P, R]:

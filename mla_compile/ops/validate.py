@@ -60,7 +60,7 @@ class Sizes:
         like: Tensor | None = None,
     ) -> None:
         """Check type, rank, dtype and sizes of a tensor, and its device against that of `like`."""
-        name = self.prefix + name
+        argument, name = name, self.prefix + name
         if not isinstance(x, Tensor):
             raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
         dims, shape = _dims(layout), x.shape
@@ -79,7 +79,7 @@ class Sizes:
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
             if word not in sizes:
-                sizes[word], self._meaning[word] = self._computed(word) or (size, f"{word} of {name}")
+                sizes[word], self._meaning[word] = self._computed(word) or (size, f"{word} of {argument}")
             elif size is sizes[word]:
                 continue
             if statically_known_true(size != sizes[word]) and not (
