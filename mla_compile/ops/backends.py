@@ -113,7 +113,7 @@ DECODE_BACKENDS = (
         capturable=False,
         device_types=("cuda",),
         min_capability=(8, 0),
-        # Of its causal mask only: in 0.6.18 it is wrong where a tile of 64 or 128 query rows splits a token's heads.
+        # In 0.6.18 its causal mask is wrong where a tile of 64 or 128 query rows splits a token's heads.
         multi_token_heads=(16, 32, 64, 128),
         packages=("flashinfer",),
         takes={"dtype": HALF, "kv_lora_rank": range(512, 513), "qk_rope_head_dim": range(64, 65)},

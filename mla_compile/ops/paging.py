@@ -78,7 +78,7 @@ def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> 
 
 
 def longest_lens(host_lens: Tensor) -> tuple[int, int]:
-    """The tokens of the longest chunk, and of the longest context before one; of `PrefillSegment.host_lens`."""
+    """The tokens of the longest chunk and those of the longest context, by `PrefillSegment.host_lens`."""
     lens = host_lens.tolist()
     return max(n for n, _ in lens), max(end - n for n, end in lens)
 
