@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # --no-compile: byte code is made on first import, and only for what is imported; half a minute less.
 PIP := $(RUN) -m pip install -qq --no-compile --no-input --disable-pip-version-check -c constraints.txt
-CODE := $(wildcard mla_compile tests examples benchmarks)
+CODE := README.md $(wildcard mla_compile tests examples benchmarks docs)
 JOBS ?= 2
 ARGS ?=
 
@@ -20,7 +20,7 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint format hooks clean
+.PHONY: help demo test test-all lint format docs hooks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -43,11 +43,15 @@ format: $(VENV)/.dev ## rewrite the code to the project's style
 	@$(RUN) -m ruff check --fix --exit-zero $(CODE)
 	@$(RUN) -m ruff format $(CODE)
 
+docs: $(VENV)/.docs ## build the documentation in site/, every warning an error; nothing is downloaded for it
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+	@echo "open site/index.html"
+
 hooks: $(VENV)/.dev ## check each commit with pre-commit from now on
 	@$(RUN) -m pre_commit install
 
 clean: ## delete the environment and everything else that can be made again
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment: empty files in .venv say what is installed, so that a second call is instant
@@ -74,3 +78,10 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "installing mla-compile with its test and lint tools: half a minute ..."
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.runtime $@
+
+# The sources are read, not imported: pages need neither PyTorch nor this package installed, only what the extra names.
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.created
+	@echo "installing what builds the documentation in $(VENV): a quarter of a minute ..."
+	@$(PIP) $$($(RUN) -c '$(DOCS)')
+	@touch $@

@@ -43,9 +43,9 @@ from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import DEVICE, Marks, random_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
-from mla_compile.engine.generation import Generation
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
+from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Scheduler
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
@@ -62,10 +62,10 @@ WARM_UP, STEPS = 20, 100
 
 def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
     """Median host time of a step's `plan` and `update`, all rows decoding, two tokens each."""
-    pool = PagePool(1 + rows * 64, 16, has_drafter=True, keeps_prefixes=True)
+    pool = PagePool(1 + rows * 64, 16, lookahead=True, keeps_prefixes=True)
     scheduler = Scheduler(pool, num_speculative_tokens=k, max_rows=rows, max_tokens_per_step=rows * (2 + k))
     for i in range(rows):
-        scheduler.add([i] * 4, max_len=1000)
+        scheduler.add(Request([i] * 4, max_len=1000))
     times = []
     while len(times) < steps:
         before = time.perf_counter()
@@ -74,7 +74,7 @@ def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
             middle = time.perf_counter()
         reports = [RowReport([1] * (1 + (len(plan.decodes) == rows)), active=True) for _ in plan.sampled]
         after = time.perf_counter()
-        scheduler.update(reports)
+        scheduler.update(plan, reports)
         if len(plan.decodes) == rows:
             times.append((middle - before + time.perf_counter() - after) * 1e6)
     return statistics.median(times)
@@ -83,7 +83,7 @@ def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
 class Clock:
     """When requests got tokens."""
 
-    def __init__(self, generations: list[Generation]) -> None:
+    def __init__(self, generations: list[Request]) -> None:
         self.generations = generations
         self.last = {id(g): (time.perf_counter(), len(g.completion.token_ids)) for g in generations}
         self.gaps: list[float] = []
@@ -126,7 +126,7 @@ def random_prompts(rows: int, prompt_length: int, vocab_size: int) -> tuple[list
 def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
     """Decode alone, then beside long prompts; each request's tokens are random, its text never ends by itself."""
     short_prompts, long_prompts = random_prompts(rows, prompt_length, engine.model.vocab_size)
-    room = engine.max_model_len
+    room = engine.config.max_model_len
     decoding = [engine.add(prompt, max_new_tokens=room) for prompt in short_prompts]
     while not all(generation.has_begun for generation in decoding):
         engine.step()
@@ -139,7 +139,7 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
     result = {"decode_only": alone.figures()}
 
     before, beside = engine.stats, Clock(decoding)
-    long: list[Generation] = []
+    long: list[Request] = []
     steps = 0
     while len(long) < LONG_PROMPTS or not all(generation.has_begun for generation in long):
         if steps % GAP == 0 and len(long) < LONG_PROMPTS:

@@ -2,9 +2,13 @@
 
     python examples/add_a_pass.py
 
-A pass takes Dynamo's graph and its fake inputs and returns the graph. This one runs after the split, where decode and
+A pass takes Dynamo's graph and its fake inputs and returns the graph. It only rewrites nodes: the backend computes the
+example values of new ones, checks the graph and writes its code. This pass runs after the split, where decode and
 prefill segments are ops of their own amid plain torch calls. It changes decoding and leaves prompts alone, which the
 model could not: there, both are one call.
+
+`TORCH_LOGS="+mla_compile"` logs what each pass changed and how long it took. `mla_compile.explain(model, *args,
+passes=[*PASSES, clamp_decode_queries])` shows it without compiling.
 """
 
 from collections.abc import Sequence
@@ -16,6 +20,7 @@ from own_module import Model, batches
 from torch import fx
 
 from mla_compile.passes import PASSES
+from mla_compile.passes.nodes import calls, op_arguments, with_arguments
 
 BOUND = 2.0
 DECODE = torch.ops.mla_compile.mla_decode.default
@@ -23,18 +28,13 @@ DECODE = torch.ops.mla_compile.mla_decode.default
 
 def clamp_decode_queries(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """q_latent ──> mla_decode   becomes   q_latent ──> clamp ──> mla_decode"""
-    nodes = gm.graph.find_nodes(op="call_function", target=DECODE)
+    nodes = calls(gm.graph, DECODE)
     for node in nodes:
-        query = node.args[0]
+        query = op_arguments(node)["q_latent"]
         with gm.graph.inserting_before(node):
             clamped = gm.graph.call_function(torch.clamp, (query, -BOUND, BOUND))
-        # Every node needs an example value: shapes of later nodes follow from it, and AOTAutograd caches no graph
-        # in which one is missing. A clamp keeps its input's shape.
-        clamped.meta.update(query.meta)
-        node.replace_input_with(query, clamped)
+        node.args, node.kwargs = with_arguments(node, q_latent=clamped)
     print(f"clamp_decode_queries: {len(nodes)} decode segments")
-    gm.graph.lint()
-    gm.recompile()
     return gm
 
 

@@ -10,7 +10,6 @@ from torch import fx
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
-from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.torch_internals import (
     inductor_modes,
     inductor_options,
@@ -39,16 +38,14 @@ def mla(
             `decode_backend`: the name of the backend for decode calls that do not name theirs.
 
     Raises:
-        MLAError: an unknown mode, an unknown option, something that is not a pass, a decode backend that is unknown or
-            cannot serve a call of the graph.
+        MLAError: an unknown mode, an unknown option, something that is not a pass, a pass that fails or leaves a broken
+            graph, a decode backend that is unknown or cannot serve a call of the graph.
     """
     settings = resolve_settings(mode, options)
     passes, decode_backend = settings.pop("passes", None), settings.pop("decode_backend", None)
     know_least_sizes(example_inputs)
     trace_graph("mla_before_passes", gm)
-    gm = pipeline.run(gm, example_inputs, passes)
-    if decode_backend is not None:
-        gm = choose_decode_backend(gm, decode_backend)
+    gm = pipeline.run(gm, example_inputs, pipeline.passes_for(gm, passes, decode_backend))
     trace_graph("mla_after_passes", gm)
     log.debug("after the mla passes:\n%s", gm.graph)
     return lower_with_inductor(gm, example_inputs, settings)

@@ -12,4 +12,4 @@ DEFAULT_MAX_TOKENS = 128
 """New tokens of a request that does not say."""
 
 DrafterName = Literal["mtp", "ngram"]
-"""`MtpDrafter` or `NgramDrafter`."""
+"""The names in `speculate.drafter.DRAFTERS`."""

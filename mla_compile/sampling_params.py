@@ -1,6 +1,6 @@
 """What a request asks of sampling. Importing it takes no torch, so that the command checks flags at once."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TypeGuard
@@ -85,11 +85,10 @@ class SamplingParams:
     def _check_end(self) -> None:
         if self.max_tokens is not None and (not _is_int(self.max_tokens) or self.max_tokens < 1):
             raise MLAError("max_tokens", "None or an integer >= 1", self.max_tokens)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if not _is_list_of(stops, lambda stop: isinstance(stop, str) and stop != ""):
+        stops: object = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, Sequence | Set) or not all(isinstance(stop, str) and stop for stop in stops):
             raise MLAError("stop", "strings that are not empty", repr(self.stop))
-        if not _is_list_of(self.stop_token_ids, _has_64_bits):
-            raise MLAError("stop_token_ids", "integers of 64 bits", repr(self.stop_token_ids))
+        check_token_ids("stop_token_ids", self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
             raise MLAError("ignore_eos", "True or False", repr(self.ignore_eos))
         if not _is_int(self.n) or not 1 <= self.n <= min(MAX_N, 2**63 - self.seed):
@@ -111,16 +110,17 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+def check_token_ids(name: str, ids: object) -> None:
+    """Raises `MLAError` for what is no list or set of integers that a step can compare tokens with."""
+    if not isinstance(ids, Sequence | Set):
+        raise MLAError(name, "a list of token ids", type(ids).__name__)
+    for token in ids:
+        if not _is_int(token) or not -(2**63) <= token < 2**63:
+            raise MLAError(name, "integers of 64 bits", repr(token))
+
+
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _has_64_bits(value: object) -> bool:
-    return _is_int(value) and -(2**63) <= value < 2**63
-
-
-def _is_list_of(values: object, check: Callable[[object], bool]) -> bool:
-    return isinstance(values, Sequence | Set) and all(map(check, values))
 
 
 def _is_number(value: object) -> bool:

@@ -173,6 +173,17 @@ def is_mutable(op: object) -> bool:
     return isinstance(op, torch._ops.HigherOrderOperator)
 
 
+def overload_of(op: Any) -> Any:
+    """The overload that `torch.ops.lib.op(x)` calls where the op has only one; any other target as it is."""
+    names: list[str] = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else []
+    return getattr(op, names[0]) if len(names) == 1 else op
+
+
+def schema_arguments(op: Any) -> Sequence[Any]:
+    """The arguments that an op's schema declares: their `name`, `default_value` and whether they are `kwarg_only`."""
+    return cast("Sequence[Any]", overload_of(op)._schema.arguments)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones and views too, as long as they live."""
     key: int = tensor.untyped_storage()._cdata
@@ -230,7 +241,7 @@ def _copied_in(node: Any) -> list[str]:
 
 
 def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
-    """Of every CUDA graph recorded on a device: the names of the tensors that each replay copies in.
+    """For every CUDA graph recorded on a device, the names of the tensors that each replay copies in.
 
     For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
     """
@@ -278,7 +289,7 @@ def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
 
 
 def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
-    """Of a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
+    """For a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
 
     The driver's are what is in use on the device and not held by torch's allocator: instantiated graphs, the code of
     kernels, other processes.

@@ -1,18 +1,27 @@
 """`mla_compile.explain`: what it says, and that it runs nothing and leaves nothing behind."""
 
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import mla_compile
 from mla_compile import MLAError, explain
 from mla_compile.cli.commands import inspect
 from mla_compile.explanation.inspect import inspect_forward, inspect_step
+from mla_compile.ops.append import mla_append
+from mla_compile.ops.decode import decode_op
+from mla_compile.passes import PASSES
+from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
+from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.nodes import calls, op_arguments, with_arguments
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import Capture, Stack, make_inputs, nodes_of, shape
+from tests.passes.capture import RANK, ROPE, Capture, Stack, make_inputs, nodes_of, shape
 from tests.passes.mla_modules import BATCH, HIDDEN, KEYS, StaticCacheMLA
 
 DECODE, PREFILL = {"rows": 2, "q_len": 3}, {"chunks": (4,)}
@@ -27,7 +36,7 @@ def test_a_mixed_batch_is_told_segment_by_segment_with_identical_layers_folded()
     text, total, _ = str(explain(Stack(3), *make_inputs(**DECODE, **PREFILL))).partition("  all nodes")
     assert total
     expected = """\
-3 attention calls; passes: split_prefill_decode, hoist_row_gather
+3 attention calls; passes: split_prefill_decode
 
 layers.0-2: 3 calls, all the same
   tokens   10 = 6 decode (2 rows x q_len 3) + 4 prefill (1 chunk)
@@ -42,15 +51,15 @@ layers.0-2: 3 calls, all the same
   join     cat          [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
 
 nodes after each pass
-  op             captured  split_prefill_decode  hoist_row_gather
-  mla_append            -                     3                 3
-  mla_attention         3                     -                 -
-  mla_decode            -                     3                 3
-  mla_prefill           -                     3                 3
-  cat                   -                     4                 4
-  einsum                -                    12                12
-  getitem              12                    33                33
-  split                 6                    18                18
+  op             captured  split_prefill_decode
+  mla_append            -                     3
+  mla_attention         3                     -
+  mla_decode            -                     3
+  mla_prefill           -                     3
+  cat                   -                     4
+  einsum                -                    12
+  getitem              12                    33
+  split                 6                    18
 """
     assert text == expected
 
@@ -134,8 +143,55 @@ def test_mla_in_plain_torch_is_explained_with_the_pass_that_absorbs_it(tmp_path:
     with torch.no_grad():
         explanation = explain(model, torch.randn(BATCH, 1, HIDDEN).double(), torch.tensor([1, 2]))
     assert list(explanation.graphs) == ["captured", "absorb_mla"]
-    assert "passes: absorb_mla" in str(explanation) and "mla_decode" in str(explanation)
+    assert "passes: absorb_mla" in str(explanation) and "mla_masked_decode" in str(explanation)
     ET.parse(explanation.save(tmp_path / "absorbed.svg"))
+
+
+def halve(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A pass of a user's: every decode segment's queries are halved."""
+    for node in calls(gm.graph, decode_op):
+        query = op_arguments(node)["q_latent"]
+        with gm.graph.inserting_before(node):
+            node.args, node.kwargs = with_arguments(
+                node, q_latent=gm.graph.call_function(torch.mul, (query, 0.5))
+            )
+    return gm
+
+
+def test_a_users_own_pass_is_shown_with_what_it_changed_and_one_that_changed_nothing_is_not(
+    tmp_path: Path,
+) -> None:
+    model, inputs = Stack(2), make_inputs(**DECODE)
+    nothing = partial(drop_trivial_topk)
+    explanation = explain(model, *inputs, passes=[*PASSES, halve, nothing, halve])
+    assert list(explanation.graphs) == ["captured", "split_prefill_decode", "halve", "halve 2"]
+    text = str(explanation)
+    assert "passes: split_prefill_decode, halve, halve 2\n" in text
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("  mul "))
+    assert row == ["mul", "-", "-", "2", "4"]
+    assert explanation.layers == explain(model, *inputs).layers, "the calls are drawn as without it"
+    words = [box[-1] for box in text_boxes(explanation.save(tmp_path / "halved.svg"))]
+    assert any(word.endswith("passes: split_prefill_decode, halve, halve 2") for word in words)
+
+
+@pytest.mark.parametrize("passes", [[], [hoist_row_gather]], ids=["none", "one that finds nothing"])
+def test_a_unified_call_that_no_pass_splits_is_counted_and_not_drawn(passes: list, tmp_path: Path) -> None:
+    explanation = explain(Stack(2), *make_inputs(**DECODE), passes=passes)
+    assert list(explanation.graphs) == ["captured"] and not explanation.layers.groups
+    text = str(explanation)
+    assert text.startswith("2 attention calls; passes: none\n") and "Not every mla_attention is one" in text
+    ET.parse(explanation.save(tmp_path / "unsplit.svg"))
+
+
+def test_a_model_that_calls_the_segment_ops_itself_is_explained_too() -> None:
+    _, batch = make_inputs(**DECODE)
+
+    def append(kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        mla_append(kv_c, k_pe, cache, batch.decode.slot_mapping)
+        return cache.sum()
+
+    text = str(explain(append, torch.randn(6, RANK), torch.randn(6, ROPE), torch.zeros(49, 4, RANK + ROPE)))
+    assert text.startswith("0 attention calls; passes: none\n") and "no mla_attention" in text
 
 
 def test_a_call_without_tensor_operations_is_an_error() -> None:

@@ -164,7 +164,7 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
 
 def test_another_number_of_drafts_is_another_recorded_graph_and_the_tokens_stay() -> None:
     captured, plain = fresh_engines(3, adaptive_draft_length=True)
-    captured._launcher.draft_length = AnyLength(3)
+    captured.draft_length = AnyLength(3)
     report = captured.warm_up()
     assert {bucket.outcome for bucket in report.buckets} == {"captured"}
     recorded = recorded_cuda_graphs(torch.cuda.current_device())

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from mla_compile.cli.progress import progress
-from mla_compile.cli.requests import read_grammar, read_requests, result_writer
+from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
 from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL, DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
@@ -147,12 +147,12 @@ def generate(
     )
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)
-    requests = read_requests(prompt, input_file, sampling)
+    prompts = read_prompts(prompt, input_file, sampling)
     with result_writer(output_file, input_file, streamed=prompt is not None) as write:
         with progress(IMPORTING):
             from mla_compile.cli.generate import complete
         complete(
-            requests,
+            prompts,
             write,
             streamed=prompt is not None,
             model=model,

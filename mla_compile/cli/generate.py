@@ -10,10 +10,11 @@ import typer
 
 from mla_compile.cli.machine import cannot_compile, pick_device
 from mla_compile.cli.progress import progress
-from mla_compile.cli.requests import Request, Write, result_line
+from mla_compile.cli.prompts import GivenPrompt, Write, result_line
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
 from mla_compile.errors import MLAError
+from mla_compile.speculate.drafter import loads_mtp
 
 _GRAMMARS = {
     "--json-schema": Grammar.from_json_schema,
@@ -23,7 +24,7 @@ _GRAMMARS = {
 
 
 def complete(
-    requests: list[Request],
+    given: list[GivenPrompt],
     write: Write,
     *,
     streamed: bool,
@@ -38,21 +39,21 @@ def complete(
     device: str | None,
     compile: bool,
 ) -> None:
-    """Complete the requests, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
+    """Complete the prompts, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
 
     grammar: the flag that asked for it, and its text. The others: see the command.
     """
     place = pick_device(device)
     compile = compile and _can_compile(place)
-    mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
+    mtp = loads_mtp(num_speculative_tokens, drafter)
     text = grammar is not None or any(
-        isinstance(request.prompt, str) or request.sampling.stop_strings for request in requests
+        isinstance(each.prompt, str) or each.sampling.stop_strings for each in given
     )
     checkpoint = Checkpoint.load(
         model, dtype=getattr(torch, dtype), device=place, mtp=mtp, tokenizer=tokenizer, text=text
     )
-    prompts = [checkpoint.encode(request.prompt, request.name) for request in requests]
-    sampling = [request.sampling for request in requests]
+    prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
+    sampling = [each.sampling for each in given]
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(
         checkpoint,
@@ -75,7 +76,7 @@ def complete(
         grammars=rules,
     )
     if streamed:
-        completions = _show(requests[0], updates, checkpoint)
+        completions = _show(given[0], updates, checkpoint)
     else:
         with progress(f"completing prompts, {len(prompts)} in all"):
             *_, completions = updates
@@ -98,7 +99,9 @@ def _can_compile(device: torch.device) -> bool:
     return why_not is None
 
 
-def _show(request: Request, updates: Iterable[list[Completion]], checkpoint: Checkpoint) -> list[Completion]:
+def _show(
+    given: GivenPrompt, updates: Iterable[list[Completion]], checkpoint: Checkpoint
+) -> list[Completion]:
     """Print a prompt's completions one after another, the first that has not ended while it grows.
 
     A terminal shows the prompt before each.
@@ -110,9 +113,9 @@ def _show(request: Request, updates: Iterable[list[Completion]], checkpoint: Che
         while shown < len(completions):
             completion = completions[shown]
             if stream is None:
-                stream = TextStream(checkpoint.tokenizer, request.sampling.stop_strings)
+                stream = TextStream(checkpoint.tokenizer, given.sampling.stop_strings)
                 if sys.stdout.isatty():
-                    typer.secho(request.prompt, nl=False, dim=True)
+                    typer.secho(given.prompt, nl=False, dim=True)
             typer.echo(stream.feed(completion), nl=False)
             if completion.finish_reason is None:
                 break

@@ -1,9 +1,8 @@
 """What becomes of one prompt."""
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 
-from mla_compile.engine.reports import Logprob, RowReport
+from mla_compile.engine.reports import Logprob
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all tokens together; None without `logprobs`."""
+        """The sum over all tokens; None without `logprobs`."""
         if self.logprobs is None:
             return None
         return sum(place[token].logprob for place, token in zip(self.logprobs, self.token_ids, strict=True))
@@ -45,26 +44,3 @@ class Completion:
     def acceptance_length(self) -> float | None:
         """Mean tokens emitted per verify step, 1..k+1; None where no step was taken."""
         return (len(self.token_ids) - self.num_prefills) / self.num_steps if self.num_steps else None
-
-    def extend(self, report: RowReport, stop_ids: Container[int], *, is_step: bool) -> None:
-        """Append what a step emitted, or a prompt's end (`is_step` False); a finished completion stays as it is."""
-        if self.finish_reason is not None:
-            return
-        self.token_ids += report.tokens
-        if report.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += report.logprobs
-        self.num_steps += is_step
-        self.num_prefills += 0 if is_step else len(report.tokens)
-        self.error = report.error
-        if self.error is not None:
-            self.finish_reason = "error"
-        elif not report.active:
-            self.finish_reason = "stop" if self.token_ids[-1] in stop_ids else "length"
-
-    def end_at(self, num_tokens: int, text: str) -> None:
-        """Take back what follows a stop string, which the last of `num_tokens` completes; `text` is before it."""
-        del self.token_ids[num_tokens:]
-        if self.logprobs is not None:
-            del self.logprobs[num_tokens:]
-        self.text, self.error, self.finish_reason = text, None, "stop"

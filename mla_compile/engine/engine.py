@@ -8,45 +8,33 @@ On a device the host plans step i + 1 while step i runs, and reads of step i wha
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from mla_compile.defaults import DEFAULT_MAX_TOKENS, DrafterName
+from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.draft_length import AdaptiveLength, Drafting, FixedLength
-from mla_compile.engine.generation import Generation, Progress, TokenChooser
-from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
-from mla_compile.engine.launch import Launched, Launcher
-from mla_compile.engine.pages import PagePool
+from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean
+from mla_compile.engine.draft_length import AdaptiveLength, DraftLength, FixedLength
+from mla_compile.engine.grammar import Grammar
+from mla_compile.engine.intake import Intake, checked_sampling
+from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.progress_bar import with_progress_bar
-from mla_compile.engine.reports import ReportReader, RowReport
+from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
-from mla_compile.engine.scheduler import Chunk, Grant, Plan, Request, Row, Scheduler
+from mla_compile.engine.scheduler import Chunk, Grant, Plan, Scheduler
 from mla_compile.engine.stats import EngineStats
-from mla_compile.engine.stop_strings import StopStrings
 from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
-from mla_compile.speculate import DecodeState, SamplingParams, ServedModel, Step
-from mla_compile.speculate.drafter import check_drafter
-from mla_compile.speculate.step import check_num_drafts
+from mla_compile.sampling_params import SamplingParams, check_token_ids
+from mla_compile.speculate import DecodeState, ServedModel, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-DEFAULT_TOKENS_PER_STEP = 2048
-"""Of decode rows and prompts together: it bounds the activations, and how long a prompt delays the rows that decode."""
-DEFAULT_MAX_ROWS = 8
-"""Requests that run at once."""
-DEFAULT_MAX_MODEL_LEN = 2048
-"""Tokens of a request. The caches' size follows from it and is compiled in, so what takes it shares compiled steps."""
-DEFAULT_PAGE_SIZE = 16
-"""Tokens of a cache page."""
 
 
 class Engine:
@@ -54,161 +42,56 @@ class Engine:
 
     It belongs to one thread at a time: what another one calls while a call runs raises an `MLAError` and changes
     nothing, `has_work` and `stats` excepted. Between calls it may be handed over.
+
+    model, config: what it was made of; nothing is left open in the config.
+    draft_length: says how many drafts each launch makes.
+    report_lag: launches whose reports are held back: one on a device, where the host plans a step while another runs.
     """
 
     def __init__(
         self,
         model: ServedModel,
+        config: EngineConfig | None = None,
         *,
-        num_speculative_tokens: int = 0,
-        drafter: DrafterName | None = None,
-        adaptive_draft_length: bool = False,
-        max_rows: int = DEFAULT_MAX_ROWS,
-        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
-        page_size: int = DEFAULT_PAGE_SIZE,
-        num_pages: int | None = None,
-        max_tokens_per_step: int | None = None,
-        prefix_caching: bool = True,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
-        compile: bool = True,
-        compile_mixed: bool = False,
-        mode: str | None = "reduce-overhead",
-        shadow_check_every: int | None = None,
-        decode_backend: str | None = None,
-        capture_budget: int | None = None,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         """An engine of its own caches.
 
         Args:
             model: its caches are allocated here; they serve one engine at a time, the newest.
-            num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
-            drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
-                request's own text. None for the MTP layer where there is one, else the look-up.
-            adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
-                acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right.
-                Tokens do not depend on it. Each number of drafts is a step of its own, compiled and captured when it is
-                first tried, or by `warm_up`.
-            max_rows: requests that run at once; others wait.
-            max_model_len: tokens of a request at most, prompt included.
-            page_size: tokens per cache page.
-            num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
-                `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said
-                becoming part of their prompt; at least as many as one request needs.
-            max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at
-                least 512 more than `max_rows` decode rows take.
-            prefix_caching: whether prompts reuse cached pages of others that begin alike.
+            config, settings: an `EngineConfig`, or its keyword arguments.
             tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
-            compile: False runs everything eagerly.
-            compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
-                them around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is
-                met. That takes as long as compiling the step, and eager steps cost the host several times what they
-                cost the device, so it pays in what serves for long.
-            mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for
-                one with prompts.
-            shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
-            decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device
-                or `compile` rules out is refused here, one that the model's sizes rule out when a step is compiled or
-                run.
-            capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-                recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none;
-                further numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few
-                numbers of either, and graphs share memory.
 
         Raises:
             MLAError: a bad argument, named.
         """
-        _check_model(model)
-        _check_integers(
-            max_rows=max_rows,
-            max_model_len=max_model_len,
-            page_size=page_size,
-            num_pages=num_pages,
-            max_tokens_per_step=max_tokens_per_step,
-            shadow_check_every=shadow_check_every,
-        )
-        _check_booleans(
-            adaptive_draft_length=adaptive_draft_length,
-            prefix_caching=prefix_caching,
-            compile=compile,
-            compile_mixed=compile_mixed,
-        )
-        if capture_budget is not None and (type(capture_budget) is not int or capture_budget < 0):
-            raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(capture_budget))
-        check_num_drafts(num_speculative_tokens)
-        device = describe_device(model.device)  # what else a backend may lack shows when the model runs
-        check_name("decode_backend", decode_backend)
-        select_backend(DecodeCall(*device, captured=compile), decode_backend, "decode_backend")
-        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-            raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
-        self.model, self.device, self.tokenizer = model, model.device, tokenizer
-        self.k = num_speculative_tokens
-        self.drafter = _checked_drafter(drafter, self.k, model)
-        self.max_rows, self.max_model_len, self.page_size = max_rows, max_model_len, page_size
-        self.pages_per_row = -(-max_model_len // page_size)
-        self.num_pages = num_pages or 1 + max_rows * self.pages_per_row
-        if self.num_pages < 1 + self.pages_per_row:
-            expected = (
-                f"at least {1 + self.pages_per_row}, for one row of max_model_len = {max_model_len} tokens"
+        if config is not None and settings:
+            raise MLAError(
+                "config", "None beside other settings", ", ".join(settings), "use dataclasses.replace"
             )
-            raise MLAError("num_pages", expected, num_pages)
-        default_tokens = max(DEFAULT_TOKENS_PER_STEP, max_rows * (1 + self.k) + 512)
-        self.max_tokens_per_step = max_tokens_per_step or default_tokens
-        self.prefix_caching = prefix_caching
-        self._pages_per_grant = 1
-        if model.is_recurrent:
-            if num_pages is not None or max_tokens_per_step is not None:
-                name = "num_pages" if num_pages is not None else "max_tokens_per_step"
-                raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
-            if compile_mixed:
-                raise MLAError("compile_mixed", "False for a model with recurrent layers", compile_mixed)
-            self._pages_per_grant, self.prefix_caching = self.pages_per_row, False
-            self.max_tokens_per_step = max_rows * (1 + max_model_len)
-        self._launcher = Launcher(
-            model,
-            drafter=self.drafter,
-            draft_length=AdaptiveLength(self.k) if adaptive_draft_length else FixedLength(self.k),
-            max_rows=max_rows,
-            max_pages=self.pages_per_row,
-            page_size=page_size,
-            pages_per_grant=self._pages_per_grant,
-            compile=compile,
-            compile_mixed=compile_mixed,
-            mode=mode,
-            shadow_check_every=shadow_check_every,
-            decode_backend=decode_backend,
-            capture_budget=capture_budget,
-        )
-        self._checks_steps = shadow_check_every is not None
-        self._counts = EngineStats(max_rows=max_rows, num_pages=self.num_pages - 1)
-        self._generations: dict[Request, Generation] = {}
-        self._reports = ReportReader(self.device)
-        self._launched: deque[tuple[list[Row], Drafting]] = deque()  # of the reports that are awaited
+        self.config = (config or EngineConfig(**settings)).fitted_to(model)
+        self.model, self.device, self.tokenizer = model, model.device, tokenizer
+        k = self.config.num_speculative_tokens
+        adapts = self.config.adaptive_draft_length
+        self.draft_length: DraftLength = AdaptiveLength(k) if adapts else FixedLength(k)
+        self.report_lag = int(self.device.type == "cuda")
+        self._calls = EngineCalls(self.abort, self.leave, self.turn)
+        self._intake = Intake(model, self.config, tokenizer, self._calls)
+        self._launcher = Launcher(model, self.config, self.draft_length.lengths)
+        self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._turn = Turn()
         self._begin_anew()
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            model.allocate_cache(self.num_pages, page_size)
+            model.allocate_cache(self.config.num_pages, self.config.page_size)
         self._caches = model.caches()
 
     def _begin_anew(self) -> None:
         """With no request, and nothing known of what the caches hold."""
-        self._pool = PagePool(
-            1 + (self.num_pages - 1) // self._pages_per_grant,
-            self.page_size * self._pages_per_grant,
-            has_drafter=self.k > 0 and self.drafter == "mtp",
-            keeps_prefixes=self.prefix_caching,
-        )
-        self._scheduler = Scheduler(
-            self._pool,
-            num_speculative_tokens=self.k,
-            max_rows=self.max_rows,
-            max_tokens_per_step=self.max_tokens_per_step,
-        )
+        self._scheduler = Scheduler.of(self.config)
         self._launcher.rows.clear()
-        self._reports.clear()
-        self._launched.clear()
-        self._num_untimed = 0  # of the next reports, those whose times tell nothing
-        self._last_report = 0.0  # when it came, or when the first launch after a pause began
-        self._generations.clear()
+        self._under_way: deque[Launch] = deque()
+        self._last_report = 0.0  # when it came
 
     # --- requests, one by one
 
@@ -221,7 +104,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
         priority: int = 0,
-    ) -> Generation:
+    ) -> Request:
         """Take on a request, which runs with the next steps.
 
         Args:
@@ -235,48 +118,31 @@ class Engine:
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
         """
-        self._check_chosen_in_step(grammar=grammar)
-        sampling = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
-        if type(priority) is not int:
-            raise MLAError("priority", "an integer", repr(priority))
-        if sampling.n != 1:
-            raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
-        generation = self._generation(
-            prompt,
-            sampling,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            grammar=grammar,
-            priority=priority,
-        )
-        self._take_on(generation)
-        return generation
+        request = self._intake.request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
+        self._take_on(request)
+        return request
 
-    def abort(self, generation: Generation) -> None:
+    def abort(self, request: Request) -> None:
         """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
 
-        generation: what `add` returned.
+        Args:
+            request: what `add` returned.
 
         Raises:
             MLAError: anything else.
         """
-        self._check_mine(generation)
+        if getattr(request, "calls", None) is not self._calls:
+            raise MLAError("request", "what this engine's `add` returned", repr(request))
         with self._turn:
-            if not generation.has_ended:
-                generation.end("abort")
-                self._let_go(generation)
+            self._scheduler.abort(request)
 
-    def _check_mine(self, generation: object) -> None:
-        if not isinstance(generation, Generation) or generation.engine is not self:
-            raise MLAError("generation", "what this engine's `add` returned", repr(generation))
-
-    def leave(self, generation: Generation) -> None:
+    def leave(self, request: Request) -> None:
         """Abort a request that nobody reads any more; while a call of the engine runs, when that one ends."""
-        self._turn.when_free(lambda: self.abort(generation))
+        self._turn.when_free(lambda: self.abort(request))
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or bool(self._under_way)
 
     def step(self) -> None:
         """Launch what can run next, and take in what an earlier launch gave: requests grow and end.
@@ -286,23 +152,47 @@ class Engine:
             Exception: what the model raised; all requests have ended with finish_reason "error" then.
         """
         with self._turn:
-            self._step()
+            self._check_caches()
+            start = time.perf_counter()
+            plan, lag = self._scheduler.plan(), 0
+            # Where the host chooses tokens it must have those before them.
+            if plan and not self._launch(plan).on_host:
+                lag = self.report_lag
+            while len(self._under_way) > lag:
+                self._collect()
+            if plan:
+                self._counts.step_seconds = time.perf_counter() - start
+                self._counts.total_step_seconds += self._counts.step_seconds
 
-    def _step(self) -> None:
-        self._check_caches()
-        start = time.perf_counter()
-        preempted = self._scheduler.num_preemptions
-        plan = self._scheduler.plan()
-        self._counts.num_preemptions += self._scheduler.num_preemptions - preempted
-        lag = 0
-        # Where the host chooses tokens it must have those before them.
-        if plan and not self._launch(plan).on_host:
-            lag = self._reports.lag
-        while len(self._reports) > lag:
-            self._collect()
-        if plan:
-            self._counts.step_seconds = time.perf_counter() - start
-            self._counts.total_step_seconds += self._counts.step_seconds
+    def _launch(self, plan: Plan) -> Launch:
+        try:
+            launch = self._launcher.launch(plan, self.draft_length.choose)
+        except BaseException as error:
+            for request in self._scheduler.requests():
+                request.end("error", str(error))
+            self._begin_anew()
+            raise
+        self._under_way.append(launch)
+        if not launch.is_timed:  # it has kept the host from the reports before it too
+            for earlier in self._under_way:
+                earlier.is_timed = False
+        self._counts.count_launch(plan)
+        return launch
+
+    def _collect(self) -> None:
+        """Take in the oldest report."""
+        launch = self._under_way.popleft()
+        plan, reports = launch.plan, launch.report.read()
+        now = time.perf_counter()
+        # What takes turns takes from one report to the next; where none was awaited, from the launch on.
+        seconds = now - max(self._last_report, launch.began) if launch.is_timed else None
+        self._last_report = now
+        # Rows that have ended were cut, so they say nothing of drafts.
+        verified = (report for report in reports[: len(plan.decodes)] if report.active and report.tokens)
+        accepted = [len(report.tokens) - 1 for report in verified]
+        self.draft_length.learn(launch.drafting, accepted, seconds)
+        self._counts.count_reports(plan, reports)
+        self._scheduler.update(plan, reports)
 
     async def turn(self) -> None:
         """A step if there is anything to do, and a chance for other tasks."""
@@ -313,12 +203,11 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters and gauges, a copy; it does not change later."""
-        grants = self._pool.num_pages - 1 - self._pool.num_free
         return replace(
             self._counts,
             rows_in_use=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            pages_in_use=grants * self._pages_per_grant,
+            pages_in_use=self._scheduler.num_pages_in_use * self.config.pages_per_grant,
         )
 
     # --- lists of prompts
@@ -342,7 +231,7 @@ class Engine:
         Raises:
             MLAError: as `stream` does.
         """
-        _check_booleans(show_progress=show_progress)
+        check_boolean("show_progress", show_progress)
         stream = self.stream(
             prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
         )
@@ -384,76 +273,44 @@ class Engine:
             MLAError: a bad argument or prompt, named, before anything runs; later, that another engine has taken over
                 the model's caches.
         """
-        self._check_chosen_in_step(choose=choose, grammars=grammars)
-        if choose is not None and not callable(choose):
-            raise MLAError("choose", "a TokenChooser or None", repr(choose))
-        if choose is not None and grammars is not None:
-            raise MLAError("choose", "None where there are grammars", type(choose).__name__)
-        _check_prompts(prompts)
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
-        if grammars is None or isinstance(grammars, Grammar):
-            grammars = [grammars] * len(prompts)
-        _check_one_each("sampling", sampling, prompts)
-        _check_one_each("grammars", grammars, prompts)
-        generations = [
-            self._generation(
-                prompt,
-                params,
-                max_new_tokens=max_new_tokens,
-                stop_ids=stop_ids,
-                grammar=grammar,
-                choose=choose,
-                place=(i, j),
-                name=f"prompts[{i}]",
-                grammar_name=f"grammars[{i}]",
-            )
-            for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True))
-            for j, params in enumerate(_checked_sampling(f"sampling[{i}]", asked).copies())
-        ]
-        return self._stream(generations)
+        requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids, grammars, choose)
+        return self._stream(requests)
 
-    def _stream(self, generations: list[Generation]) -> Iterator[list[Completion]]:
-        completions = [generation.completion for generation in generations]
-        progress = Progress()
-        for generation in generations:
-            generation.progress = progress
+    def _stream(self, requests: list[Request]) -> Iterator[list[Completion]]:
+        completions = [request.completion for request in requests]
+        progress = requests[0].progress if requests else Progress()
         # A prompt's further completions wait until the first one has filled the pages that they share.
-        first_of = {g.completion.prompt_index: g for g in generations if g.completion.index == 0}
-        followers = deque(g for g in generations if g.completion.index and self.prefix_caching)
+        first_of = {r.completion.prompt_index: r for r in requests if r.completion.index == 0}
+        followers = deque(r for r in requests if r.completion.index and self.config.prefix_caching)
         try:
-            for generation in generations:
-                if generation.completion.index == 0 or not self.prefix_caching:
-                    self._take_on(generation)
+            for request in requests:
+                if request.completion.index == 0 or not self.config.prefix_caching:
+                    self._take_on(request)
             while True:
                 if progress.has_grown:
                     progress.has_grown = False
                     while followers and first_of[followers[0].completion.prompt_index].has_begun:
                         self._take_on(followers.popleft())
                     yield completions
-                elif all(generation.has_ended for generation in generations):
+                elif all(request.has_ended for request in requests):
                     return
                 else:
                     self.step()
         finally:
-            for generation in generations:
-                self.leave(generation)
+            for request in requests:
+                self.leave(request)
 
     # --- before and beside requests
 
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
     ) -> CaptureReport:
-        """Compile the step for this kind of sampling and number of stop ids, and record it for all numbers of rows, and
-        of drafts where they vary.
+        """Compile the step for a kind of sampling, and record it for all numbers of rows and of drafts.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. With
-        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps of
-        grammars, and of others whose tokens the host chooses, are not: they run in halves, which are compiled when they
-        are first met.
-
-        Largest first: the smaller graphs then find room in its memory. The rows are inactive ones: they read no cache
-        and write none.
+        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose
+        tokens the host chooses, of grammars say, are compiled when they are first met. The rows are inactive ones: they
+        read no cache and write none.
 
         Args:
             sampling: of the kind; greedy by default.
@@ -462,8 +319,8 @@ class Engine:
         Raises:
             MLAError: a bad argument, named; requests are under way.
         """
-        params = SamplingParams() if sampling is None else _checked_sampling("sampling", sampling)
-        _check_stop_ids(stop_ids)
+        params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
+        check_token_ids("stop_ids", stop_ids)
         with self._turn:
             self._check_idle("warm_up")
             if self.model.is_recurrent:  # its states get their sizes from a prompt
@@ -479,8 +336,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget what the caches hold: after the model's weights have changed, say.
 
-        Raises:
-            MLAError: requests are under way.
+        Raises `MLAError` while requests are under way.
         """
         with self._turn:
             self._check_idle("reset_prefix_cache")
@@ -495,185 +351,45 @@ class Engine:
     ) -> tuple[Step, DecodeState]:
         """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
 
-        Args:
-            prompts: token ids of each, at least one each.
-            max_new_tokens: of a prompt at most, >= 1, where its `SamplingParams.max_tokens` says nothing.
-            sampling: for each prompt.
-            stop_ids: the model's end-of-sequence ids.
-
-        Returns the step and the state to call it with, for loops that are not the engine's. They are good until the
+        For loops that are not the engine's: returns the step and the state to call it with, which are good until the
         engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
 
+        Args:
+            prompts, max_new_tokens, sampling, stop_ids: see `stream`.
+
         Raises:
-            MLAError: a bad argument, named; requests are under way.
+            MLAError: as `stream` does; requests are under way.
         """
         with self._turn:
-            return self._start(prompts, max_new_tokens, sampling, stop_ids)
-
-    def _start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-    ) -> tuple[Step, DecodeState]:
-        self._check_idle("start")
-        _check_prompts(prompts)
-        _check_one_each("sampling", sampling, prompts)
-        if not 1 <= len(prompts) <= self.max_rows:
-            raise MLAError("prompts", f"1 to max_rows = {self.max_rows} of them", len(prompts))
-        if len(prompts) * self.pages_per_row >= self.num_pages:
-            raise MLAError("num_pages", f"more than {len(prompts) * self.pages_per_row}", self.num_pages)
-        plan, generations, grants = Plan(), {}, self.pages_per_row // self._pages_per_grant
-        for slot, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            params = _checked_sampling(f"sampling[{slot}]", params)
-            generation = self._generation(prompt, params, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-            request = Request(generation.prompt, generation.max_len, (0, slot))
-            generations[request] = generation
-            plan.admitted.append(Row(slot, request))
-            plan.grants.append(Grant(slot, 0, [1 + slot * grants + i for i in range(grants)]))
-            plan.chunks.append(Chunk(slot, request, 0, len(prompt), is_last=True))
-        self._begin_anew()
-        state = self._launcher.launch(plan, generations).state
-        self._begin_anew()
-        return self._launcher.step(Variant.of(sampling), self.k), state
-
-    # --- inside
-
-    def _generation(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        grammar: Grammar | None = None,
-        choose: TokenChooser | None = None,
-        priority: int = 0,
-        place: tuple[int, int] = (0, 0),
-        name: str = "prompt",
-        grammar_name: str = "grammar",
-    ) -> Generation:
-        """A request that has been checked; nothing has changed."""
-        _check_integers(max_new_tokens=max_new_tokens)
-        self._check_prompt(name, prompt)
-        _check_stop_ids(stop_ids)
-        if choose is not None and params.logprobs is not None:
-            raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
-        if params.stop_strings and not hasattr(self.tokenizer, "backend_tokenizer"):
-            raise MLAError("stop", "none in an engine without a fast tokenizer", params.stop_strings)
-        ends = {*(() if params.ignore_eos else stop_ids), *params.stop_token_ids}
-        completion = Completion(prompt_index=place[0], index=place[1])
-        row = None
-        if grammar is not None:
-            check_grammar(grammar, grammar_name, vocab_size=self.model.vocab_size, stop_ids=ends)
-            row = GrammarRow(grammar, completion, ends, grammar_name)
-        stops = None
-        if params.stop_strings and self.tokenizer is not None:
-            stops = StopStrings(params.stop_strings, self.tokenizer)
-        return Generation(
-            engine=self,
-            completion=completion,
-            prompt=list(prompt),
-            params=params,
-            stop_ids=frozenset(ends),
-            max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), self.max_model_len),
-            priority=priority,
-            grammar=row,
-            choose=choose,
-            stop_strings=stops,
-        )
-
-    def _check_chosen_in_step(self, **on_host: object) -> None:
-        """What has the host choose tokens has no step that could be checked as a whole."""
-        for name, given in on_host.items():
-            if given is not None and self._checks_steps:
-                raise MLAError(name, "None in an engine with shadow_check_every", type(given).__name__)
-
-    def _check_prompt(self, name: str, prompt: object) -> None:
-        vocab_size = self.model.vocab_size
-        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-            raise MLAError(name, "a list of token ids", type(prompt).__name__)
-        if not prompt:
-            raise MLAError(name, "at least one token", "an empty prompt")
-        if len(prompt) >= self.max_model_len:
-            expected = f"fewer than max_model_len = {self.max_model_len} tokens"
-            raise MLAError(name, expected, len(prompt), "shorten the prompt or raise max_model_len")
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
-
-    def _take_on(self, generation: Generation) -> None:
-        with self._turn:
-            generation.request = self._scheduler.add(
-                generation.prompt, max_len=generation.max_len, priority=generation.priority
-            )
-            self._generations[generation.request] = generation
-
-    def _let_go(self, generation: Generation) -> None:
-        """Of a request that has ended: its pages are free, and what is still launched for it is dropped."""
-        if generation.request in self._generations:
-            del self._generations[generation.request]
-            self._scheduler.abort(generation.request)
-
-    def _launch(self, plan: Plan) -> Launched:
-        if not self._launched:  # the time before it was nobody's step
-            self._last_report = time.perf_counter()
-        try:
-            launched = self._launcher.launch(plan, self._generations)
-        except BaseException as error:
-            for generation in self._generations.values():
-                generation.end("error", str(error))
+            self._check_idle("start")
+            config = self.config
+            requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
+            if not 1 <= len(requests) <= config.max_rows:
+                raise MLAError("prompts", f"1 to max_rows = {config.max_rows} of them", len(requests))
+            if len(requests) * config.pages_per_row >= config.num_pages:
+                raise MLAError(
+                    "num_pages", f"more than {len(requests) * config.pages_per_row}", config.num_pages
+                )
+            plan, grants = Plan(admitted=requests), config.pages_per_row // config.pages_per_grant
+            for i, request in enumerate(requests):
+                plan.grants.append(Grant(request, 0, [1 + i * grants + j for j in range(grants)]))
+                plan.chunks.append(Chunk(request, 0, len(request.prompt), is_last=True))
             self._begin_anew()
-            raise
-        self._reports.push(launched.state, launched.rows, launched.num_logprobs)
-        self._launched.append((plan.sampled, launched.drafting))
-        if not launched.is_usual:  # it has kept the host from the reports before it too
-            self._num_untimed = len(self._launched)
-        self._counts.num_steps += 1
-        self._counts.num_mixed_steps += bool(plan.decodes and plan.chunks)
-        for row in plan.admitted:
-            self._counts.num_prompt_tokens += len(row.request.tokens)
-            self._counts.num_reused_tokens += row.request.num_reused_tokens
-        return launched
+            self._launcher.launch(plan, self.draft_length.choose)
+            state = self._launcher.rows.state
+            assert state is not None
+            self._begin_anew()
+            return self._launcher.step(Variant.of(sampling), config.num_speculative_tokens), state
 
-    def _collect(self) -> None:
-        """Take in the oldest report. A request that its stop string has ended is stopped here, its late tokens cut."""
-        reports, (sampled, drafting) = self._reports.pop(), self._launched.popleft()
-        self._learn(drafting, sampled, reports)
-        self._scheduler.update(reports)
-        counts = self._counts
-        for row, report in zip(sampled, reports, strict=True):
-            generation = self._generations.get(row.request)
-            if generation is None:
-                continue  # it has ended before
-            is_step = not isinstance(row, Chunk)
-            counts.num_tokens += len(report.tokens)
-            counts.num_verified += is_step
-            counts.num_drafts += is_step * report.num_verified
-            counts.num_verified_tokens += is_step * len(report.tokens)
-            generation.extend(report, is_step=is_step)
-            if generation.has_ended:
-                self._let_go(generation)
-
-    def _learn(self, drafting: Drafting, sampled: list[Row], reports: list[RowReport]) -> None:
-        """Tell what chooses draft lengths of a launch. Rows that have ended were cut, so they say nothing."""
-        now = time.perf_counter()
-        accepted = [
-            len(report.tokens) - 1
-            for row, report in zip(sampled, reports, strict=True)
-            if report.active and report.tokens and not isinstance(row, Chunk)
-        ]
-        seconds = None if self._num_untimed else now - self._last_report
-        self._num_untimed = max(0, self._num_untimed - 1)
-        self._last_report = now
-        self._launcher.draft_length.learn(drafting, accepted, seconds)
+    def _take_on(self, request: Request) -> None:
+        with self._turn:
+            self._scheduler.add(request)
 
     def _check_idle(self, name: str) -> None:
         self._check_caches()
-        if self._generations:
-            mend = "wait for them, or abort them"
-            raise MLAError(name, "an engine without requests", f"{len(self._generations)} under way", mend)
+        if self._scheduler.has_work():
+            got, mend = f"{len(self._scheduler.requests())} under way", "wait for them, or abort them"
+            raise MLAError(name, "an engine without requests", got, mend)
         while self.has_work():  # reports of requests that were aborted
             self.step()
 
@@ -681,62 +397,3 @@ class Engine:
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
-
-
-def _check_integers(**values: int | None) -> None:
-    for name, value in values.items():
-        required = name in ("max_rows", "max_model_len", "page_size", "max_new_tokens")
-        if (required or value is not None) and (type(value) is not int or value < 1):
-            raise MLAError(name, "an integer >= 1", repr(value))
-
-
-def _check_model(model: object) -> None:
-    needed = ("logits", "allocate_cache", "caches", "vocab_size", "device", "has_mtp", "is_recurrent")
-    if not callable(model) or not all(hasattr(model, name) for name in needed):
-        mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
-        raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)
-
-
-def _check_booleans(**values: object) -> None:
-    for name, value in values.items():
-        if type(value) is not bool:
-            raise MLAError(name, "True or False", repr(value))
-
-
-def _checked_drafter(name: DrafterName | None, k: int, model: ServedModel) -> DrafterName:
-    check_drafter(name)
-    if k > 0 and model.is_recurrent:
-        expected = (
-            "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"
-        )
-        raise MLAError("num_speculative_tokens", expected, k)
-    if k > 0 and name == "mtp" and not model.has_mtp:
-        mend = "load a checkpoint with one"
-        raise MLAError("drafter", "'ngram' or None for a model without an MTP layer", repr(name), mend)
-    return name or ("mtp" if model.has_mtp else "ngram")
-
-
-def _check_one_each(name: str, given: object, prompts: Sequence[object]) -> None:
-    if not isinstance(given, Sequence):
-        raise MLAError(name, "one for all prompts, or a list", repr(given))
-    if len(given) != len(prompts):
-        raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
-
-
-def _check_prompts(prompts: object) -> None:
-    if not isinstance(prompts, Sequence):
-        raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
-
-
-def _check_stop_ids(stop_ids: object) -> None:
-    if not isinstance(stop_ids, Collection) or isinstance(stop_ids, torch.Tensor):
-        raise MLAError("stop_ids", "a list of token ids", type(stop_ids).__name__)
-    for token in stop_ids:
-        if type(token) is not int or not -(2**63) <= token < 2**63:
-            raise MLAError("stop_ids", "integers of 64 bits", repr(token))
-
-
-def _checked_sampling(name: str, given: object) -> SamplingParams:
-    if not isinstance(given, SamplingParams):
-        raise MLAError(name, "SamplingParams", repr(given))
-    return given

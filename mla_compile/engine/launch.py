@@ -1,6 +1,7 @@
 """From a plan to a launched step: the rows' state is prepared, and the step that serves them runs on it."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,14 +9,14 @@ import torch
 from torch import Tensor
 
 from mla_compile.backend import resolve_settings
-from mla_compile.defaults import DrafterName
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
-from mla_compile.engine.draft_length import Drafting, DraftLength
-from mla_compile.engine.generation import Generation
+from mla_compile.engine.config import FittedConfig
+from mla_compile.engine.draft_length import Drafting
 from mla_compile.engine.grammar import allowed_tokens
+from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
-from mla_compile.engine.scheduler import Chunk, Plan, Request, Row
+from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import (
@@ -34,21 +35,23 @@ VERIFY = "verify"
 """The step's first half, where tokens are chosen on the host."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """What `plan.sampled` will find in a state's report.
+@dataclass
+class Launch:
+    """A step under way.
 
-    rows: of the state, in the plan's order. num_logprobs: `SamplingParams.logprobs`, by row, where asked for.
-    on_host: whether the host had a say in the tokens.
-    is_usual: whether nothing was compiled or recorded, so that its time tells of others'.
+    plan: what it runs; report: what it will say of `plan.sampled`.
+    drafting: what it does about drafts.
+    on_host: whether the host had a say in its tokens.
+    began: when, by the host's clock.
+    is_timed: whether its time tells of others': nothing was compiled or recorded until its report came.
     """
 
-    state: DecodeState
-    rows: list[int]
-    num_logprobs: dict[int, int]
-    on_host: bool
-    is_usual: bool
+    plan: Plan
+    report: StepReport
     drafting: Drafting
+    on_host: bool
+    began: float
+    is_timed: bool
 
 
 class Launcher:
@@ -59,109 +62,77 @@ class Launcher:
     on the host it is a call for each half.
 
     Args:
-        model: whose caches have `page_size` tokens a page.
-        draft_length: says of each launch how many drafts it makes and verifies.
-        drafter, max_rows, compile, compile_mixed, mode, shadow_check_every, decode_backend, capture_budget: see
-            `Engine`.
-        max_pages: of a row.
-        pages_per_grant: cache pages that one page of a plan stands for.
-
-    Raises:
-        MLAError: an unknown mode, a number of drafts that no step has.
+        model: with the caches that `config` asks for.
+        lengths: the numbers of drafts that steps may make, ascending.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        *,
-        drafter: DrafterName,
-        draft_length: DraftLength,
-        max_rows: int,
-        max_pages: int,
-        page_size: int,
-        pages_per_grant: int,
-        compile: bool,
-        compile_mixed: bool,
-        mode: str | None,
-        shadow_check_every: int | None,
-        decode_backend: str | None,
-        capture_budget: int | None,
-    ) -> None:
-        self._model, self.draft_length = model, draft_length
-        self._longest = draft_length.lengths[-1]
-        self._has_history = self._longest > 0 and drafter == "ngram"
+    def __init__(self, model: ServedModel, config: FittedConfig, lengths: Sequence[int]) -> None:
+        self._model, self._config, self._lengths = model, config, lengths
+        self._longest = lengths[-1]
         self._num_made = 0  # drafts for each row, by the last launch
-        self._max_pages, self._page_size = max_pages, page_size
         self._device = model.device
-        self._compile, self._mode, self._shadow_check_every = compile, mode, shadow_check_every
-        self._compile_mixed = compile and compile_mixed
         self._decoders = {
             (sampled, length): SpeculativeDecoder(
                 model,
                 length,
-                page_size=page_size,
-                drafter=drafter,
+                page_size=config.page_size,
+                drafter=config.drafter,
                 keep_drafter=self._longest > 0,
                 sampled=sampled,
-                decode_backend=decode_backend,
+                decode_backend=config.decode_backend,
             )
             for sampled in (False, True)
-            for length in draft_length.lengths
+            for length in lengths
         }
-        why_not = _why_not_captured(compile, mode, self._device)
-        self._pads_prompts = self._compile_mixed and why_not is None
-        self._captures = Captures(max_rows, device=self._device, budget=capture_budget, why_not=why_not)
-        self._steps: dict[tuple[Variant, int], Step] = {}
-        self._mixed_steps: dict[tuple[Variant, int], Callable[[DecodeState, PromptChunks], None]] = {}
-        self._verifies: dict[int, Callable[..., Any]] = {}
-        self._advances: dict[tuple[Variant, int], Callable[..., Any]] = {}
+        why_not = _why_not_captured(config, self._device)
+        self._compiles_mixed = config.compile and config.compile_mixed
+        self._pads_prompts = self._compiles_mixed and why_not is None
+        self._captures = Captures(
+            config.max_rows, device=self._device, budget=config.capture_budget, why_not=why_not
+        )
+        self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
-        self.rows = Rows(self._state_for, pages_per_grant=pages_per_grant, device=self._device)
+        self.rows = Rows(self._state_for, pages_per_grant=config.pages_per_grant, device=self._device)
+        """The rows of the requests that run."""
 
-    def launch(self, plan: Plan, generations: Mapping[Request, Generation]) -> Launched:
-        """Run a plan."""
+    def launch(self, plan: Plan, choose_length: Callable[[Hashable], int]) -> Launch:
+        """Run a plan.
+
+        choose_length: see `DraftLength.choose`.
+        """
+        began = time.perf_counter()
         if plan.admitted:
             self._captures.check_again()
-        state = self.rows.prepare(plan, generations)
-        variant = self.rows.variant
-        sampled = [(row, generations[row.request]) for row in plan.sampled]
-        on_host = any(generation.is_chosen_on_host for _, generation in sampled)
+        state = self.rows.prepare(plan)
+        variant, sampled = self.rows.variant, plan.sampled
+        on_host = any(request.is_chosen_on_host for request in sampled)
         chunks = self._packed(plan, state, pad=self._pads_prompts and not on_host) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
-        length = self.draft_length.choose(bucket)
+        length = choose_length(bucket)
         unusual = self._captures.num_unusual
         if on_host:
-            self._run_in_halves(variant, length, state, chunks, sampled)
+            self._run_in_halves(variant, length, state, chunks, plan)
         elif chunks is not None:
             self._mixed(variant, length)(state, chunks)
         else:
             self.step(variant, length)(state)
-        rows = [self.rows[row.slot] for row, _ in sampled]
-        wanted = zip(rows, (g.params.logprobs for _, g in sampled), strict=True)
-        num_logprobs = {row: count for row, count in wanted if count is not None}
+        rows = [self.rows[request] for request in sampled]
+        wanted = ((row, request.params.logprobs) for row, request in zip(rows, sampled, strict=True))
+        report = StepReport(state, rows, {row: count for row, count in wanted if count is not None})
         drafting = Drafting(length, min(length, self._num_made), bucket)
         self._num_made = length
-        return Launched(state, rows, num_logprobs, on_host, self._captures.num_unusual == unusual, drafting)
+        return Launch(plan, report, drafting, on_host, began, self._captures.num_unusual == unusual)
 
     def step(self, variant: Variant, length: int) -> Step:
         """The step of rows that all decode, with so many drafts."""
-        if (variant, length) not in self._steps:
-            decoder = self._decoders[variant.sampled, length]
-            step: Step = self._compiled(variant.name, decoder, decoder.forward)
-            if self._shadow_check_every is not None:
-                step = shadow_check(step, every=self._shadow_check_every)
-            self._steps[variant, length] = step
-        return self._steps[variant, length]
+        decoder = self._decoders[variant.sampled, length]
+        step: Step = self._call(variant.name, decoder, decoder.forward, is_checked=True)
+        return step
 
     def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PromptChunks], None]:
         """The step of rows that decode and prompts beside them."""
-        if (variant, length) not in self._mixed_steps:
-            decoder = self._decoders[variant.sampled, length]
-            mixed = decoder.mixed
-            if self._compile_mixed:
-                mixed = self._compiled(f"mixed, {variant.name}", decoder, mixed)
-            self._mixed_steps[variant, length] = mixed
-        return self._mixed_steps[variant, length]
+        decoder = self._decoders[variant.sampled, length]
+        return self._call(f"mixed, {variant.name}", decoder, decoder.mixed, compile=self._compiles_mixed)
 
     def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
         """Compile a step for each number of drafts, and record it for all numbers of rows, largest first.
@@ -169,32 +140,44 @@ class Launcher:
         Where mixed steps are compiled those are too, with a prompt that is nothing but padding.
         """
         self._captures.check_again()
-        lengths = self.draft_length.lengths[::-1]
+        lengths = self._lengths[::-1]
         for size in reversed(self._captures.sizes):
             state = self._state_for(size, variant, num_stop_ids, False)
             state.active.zero_()
             for length in lengths:
                 for _ in range(CALLS_TO_RECORD):
                     self.step(variant, length)(state)
-        if self._compile_mixed:
+        if self._compiles_mixed:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             num_tokens = padded_prompt_tokens(1) if self._pads_prompts else 0
-            chunks = PromptChunks.pack([], state, page_size=self._page_size, num_tokens=num_tokens)
+            chunks = PromptChunks.pack([], state, page_size=self._config.page_size, num_tokens=num_tokens)
             for length in lengths:
                 self._mixed(variant, length)(state, chunks)
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()
 
-    def _compiled(
-        self, name: str, decoder: SpeculativeDecoder, method: Callable[..., Any]
+    def _call(
+        self,
+        name: str,
+        decoder: SpeculativeDecoder,
+        method: Callable[..., Any],
+        *,
+        compile: bool = True,
+        is_checked: bool = False,
     ) -> Callable[..., Any]:
-        """The decoder's method, which is traced on its first call."""
-        if not self._compile:
-            return method
-        step = torch.compile(with_own_code(method), backend="mla", mode=self._mode, fullgraph=True)
-        return self._captures.measured(name, decoder.k + 1, step)
+        """The decoder's method, compiled on its first call; `name` and its number of drafts tell it from others."""
+        config, key = self._config, (name, decoder.k)
+        if key not in self._calls:
+            call = method
+            if config.compile and compile:
+                call = torch.compile(with_own_code(method), backend="mla", mode=config.mode, fullgraph=True)
+                call = self._captures.measured(name, decoder.k + 1, call)
+            if is_checked and config.shadow_check_every is not None:
+                call = shadow_check(call, every=config.shadow_check_every)
+            self._calls[key] = call
+        return self._calls[key]
 
     def _state_for(self, count: int, variant: Variant, num_stop_ids: int, on_host: bool) -> DecodeState:
         """The state of the bucket for so many rows, always the same one: captured graphs know its addresses."""
@@ -205,23 +188,25 @@ class Launcher:
             num_logprobs = min(num_logprobs, self._model.vocab_size)
         key = rows, num_stop_ids, variant.penalised, num_logprobs
         if key not in self._states:
+            pages = self._config.pages_per_row
+            has_history = self._longest > 0 and self._config.drafter.needs_history
             self._states[key] = DecodeState.allocate(
                 rows,
                 self._longest,
-                varying_drafts=len(self.draft_length.lengths) > 1,
-                max_pages=self._max_pages,
+                varying_drafts=len(self._lengths) > 1,
+                max_pages=pages,
                 num_stop_ids=num_stop_ids,
                 penalised_vocab=self._model.vocab_size if variant.penalised else None,
                 num_logprobs=num_logprobs,
-                history_len=max(2, self._max_pages * self._page_size) if self._has_history else None,
+                history_len=max(2, pages * self._config.page_size) if has_history else None,
                 device=self._device,
             )
         return self._states[key]
 
     def _packed(self, plan: Plan, state: DecodeState, *, pad: bool) -> PromptChunks:
-        chunks = [PromptChunk(self.rows[c.slot], c.request.tokens, c.start, c.end) for c in plan.chunks]
+        chunks = [PromptChunk(self.rows[c.request], c.request.tokens, c.start, c.end) for c in plan.chunks]
         num_tokens = padded_prompt_tokens(sum(c.length for c in plan.chunks)) if pad else 0
-        return PromptChunks.pack(chunks, state, page_size=self._page_size, num_tokens=num_tokens)
+        return PromptChunks.pack(chunks, state, page_size=self._config.page_size, num_tokens=num_tokens)
 
     def _run_in_halves(
         self,
@@ -229,43 +214,33 @@ class Launcher:
         length: int,
         state: DecodeState,
         chunks: PromptChunks | None,
-        sampled: list[tuple[Row, Generation]],
+        plan: Plan,
     ) -> None:
         """A step whose tokens the host has a say in, between its halves."""
         decoder = self._decoders[variant.sampled, length]
         if chunks is not None:
             logits, hidden = decoder.verify(state, chunks)
-            decoder.advance(state, self._choose(decoder, state, logits, sampled), hidden, chunks)
+            decoder.advance(state, self._choose(decoder, state, logits, plan), hidden, chunks)
             return
-        if length not in self._verifies:
-            self._verifies[length] = self._compiled(VERIFY, decoder, decoder.verify)
-        logits, hidden = self._verifies[length](state)
-        targets = self._choose(decoder, state, logits, sampled)
+        logits, hidden = self._call(VERIFY, decoder, decoder.verify)(state)
+        targets = self._choose(decoder, state, logits, plan)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
         for given in (targets, hidden):
             mark_varying(given)
-        if (variant, length) not in self._advances:
-            advance = self._compiled(f"advance, {variant.name}", decoder, decoder.advance)
-            self._advances[variant, length] = advance
-        self._advances[variant, length](state, targets, hidden)
+        self._call(f"advance, {variant.name}", decoder, decoder.advance)(state, targets, hidden)
 
-    def _choose(
-        self,
-        decoder: SpeculativeDecoder,
-        state: DecodeState,
-        logits: Tensor,
-        sampled: list[tuple[Row, Generation]],
-    ) -> Tensor:
+    def _choose(self, decoder: SpeculativeDecoder, state: DecodeState, logits: Tensor, plan: Plan) -> Tensor:
         """The target's tokens, int64 `[rows, k + 1]`: among those that grammars allow, or those of a `TokenChooser`."""
-        grammars = {self.rows[row.slot]: g.grammar for row, g in sampled if g.grammar is not None}
-        first = {self.rows[row.slot] for row, _ in sampled if isinstance(row, Chunk)}
+        sampled = [(self.rows[request], request) for request in plan.sampled]
+        grammars = {row: request.grammar for row, request in sampled if request.grammar is not None}
+        first = {self.rows[request] for request in plan.first_sampled}
         guesses, allowed = state.drafts[:, : decoder.k], None
         if grammars:
             allowed = allowed_tokens(grammars, guesses, vocab_size=self._model.vocab_size, first=first)
         targets = decoder.choose_targets(state, logits, allowed)
-        choosers = {g.choose: None for _, g in sampled if g.choose is not None}
+        choosers = dict.fromkeys(request.choose for _, request in sampled if request.choose is not None)
         for choose in choosers:
-            asked = {self.rows[row.slot]: g.completion for row, g in sampled if g.choose is choose}
+            asked = {row: request.completion for row, request in sampled if request.choose is choose}
             # A first token follows no drafts.
             for n, rows in ((1, asked.keys() & first), (decoder.k + 1, asked.keys() - first)):
                 if rows:
@@ -277,14 +252,10 @@ class Launcher:
         return targets
 
 
-def _why_not_captured(compile: bool, mode: str | None, device: torch.device) -> str | None:
-    """Why no CUDA graph will be recorded; None where they will.
-
-    Raises:
-        MLAError: a mode that `torch.compile` does not know.
-    """
-    if not compile:
+def _why_not_captured(config: FittedConfig, device: torch.device) -> str | None:
+    """Why no CUDA graph will be recorded; None where they will."""
+    if not config.compile:
         return "compile=False"
-    if not resolve_settings(mode, None).get("triton.cudagraphs"):
-        return f"mode {mode or 'default'} has no CUDA graphs"
+    if not resolve_settings(config.mode, None).get("triton.cudagraphs"):
+        return f"mode {config.mode or 'default'} has no CUDA graphs"
     return None if device.type == "cuda" else f"the device is {device}"

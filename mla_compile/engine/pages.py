@@ -17,7 +17,7 @@ NO_PREFIX = 0
 """The number of the empty prefix, and of what a page holds that is not known to be final."""
 
 Key = tuple[int, tuple[int, ...]]
-"""The number of the prefix before a page, and the page's tokens; with a drafter, the token after them too."""
+"""The number of the prefix before a page, and the page's tokens, with as many after them as its latents depend on."""
 
 
 class PagePool:
@@ -26,14 +26,15 @@ class PagePool:
     Keys hold tokens, not hashes of them, so equal keys mean equal text. Prefixes are numbered as they are registered,
     and no number is used again: a page whose predecessor was evicted is no longer found, and is evicted in its turn.
 
-    With a drafter the MTP layer's latent at a page's last position depends on the token after the page. So that
-    token is part of the key, and a page is registered only once it is known. A match loses nothing by that: it leaves
-    at least one token of the prompt to be run, so the token after every page that it may return is in the prompt.
+    A drafter's latents may depend on tokens after the page: the MTP layer's at a page's last position depends on one.
+    So these `lookahead` tokens are part of the key, and a page is registered only once they are known. A match loses
+    nothing by one such token: it leaves at least one token of the prompt to be run, so the token after every page that
+    it may return is in the prompt.
 
     Args:
         num_pages: of a cache, the dummy page included, >= 2.
         page_size: tokens per page, >= 1.
-        has_drafter: whether the caches include that of an MTP layer that drafts.
+        lookahead: tokens after a page on which the latents in it depend.
         keeps_prefixes: False registers nothing, so that no page is ever shared.
 
     Raises:
@@ -41,13 +42,13 @@ class PagePool:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, has_drafter: bool, keeps_prefixes: bool = True
+        self, num_pages: int, page_size: int, *, lookahead: int = 0, keeps_prefixes: bool = True
     ) -> None:
         if num_pages < 2:
             raise MLAError("num_pages", "at least 2, as page 0 is reserved", num_pages)
         if page_size < 1:
             raise MLAError("page_size", "at least 1", page_size)
-        self.num_pages, self.page_size, self.has_drafter = num_pages, page_size, has_drafter
+        self.num_pages, self.page_size, self.lookahead = num_pages, page_size, lookahead
         self.keeps_prefixes = keeps_prefixes
         self._references = [0] * num_pages
         self._blank = list(range(num_pages - 1, DUMMY_PAGE, -1))  # free, found by no key; used from its end
@@ -108,14 +109,14 @@ class PagePool:
 
         pages: the row's, in order.
         token_ids: its tokens as far as they are known.
-        num_cached: how many of them are in the caches; where there is a drafter, with their successors as far as known.
+        num_cached: how many of them are in the caches, what depends on tokens behind them included as far as known.
 
         Raises:
             MLAError: a page to be registered that nobody holds, or fewer pages than full ones; nothing has changed.
         """
         if not self.keeps_prefixes:
             return
-        full = min(num_cached, len(token_ids) - self.has_drafter) // self.page_size
+        full = min(num_cached, len(token_ids) - self.lookahead) // self.page_size
         if full > len(pages):
             raise MLAError("pages", f"at least {full} for {num_cached} cached tokens", len(pages))
         first = full
@@ -160,7 +161,7 @@ class PagePool:
 
     def _key(self, prefix: int, token_ids: Sequence[int], index: int) -> Key:
         start = index * self.page_size
-        return prefix, tuple(token_ids[start : start + self.page_size + self.has_drafter])
+        return prefix, tuple(token_ids[start : start + self.page_size + self.lookahead])
 
     def _check_held(self, page: int) -> None:
         if not DUMMY_PAGE < page < self.num_pages or self._references[page] == 0:

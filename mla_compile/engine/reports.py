@@ -1,6 +1,6 @@
-"""Getting a step's results to the host without making the device wait."""
+"""What a step reports, on its way to the host."""
 
-from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,68 +37,45 @@ class RowReport:
     error: str | None = None
 
 
-Pending = tuple[list[Tensor], torch.cuda.Event | None, list[int], dict[int, int]]
-"""Copies, the event after them, and what `ReportReader.push` was told of their rows."""
+class StepReport:
+    """A copy of what the last launch writes to a state; on a device an asynchronous one, that nobody waits for yet.
 
-
-class ReportReader:
-    """A queue of copies of what launches report, small asynchronous ones for each launch.
-
-    On a device a report is held back until the next step has been launched: reading it then waits for work that is
-    already behind the step in progress.
-
-    lag: launches whose reports are held back.
+    Args:
+        rows: of the state, those that the launch samples in.
+        num_logprobs: `SamplingParams.logprobs`, by row, of those that asked for any.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.lag = int(device.type == "cuda")
-        self._pending: deque[Pending] = deque()
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def clear(self) -> None:
-        """Drop what was not read."""
-        self._pending.clear()
-
-    def push(self, state: DecodeState, rows: list[int], num_logprobs: dict[int, int]) -> None:
-        """Queue a copy of what the last launch writes to `state`.
-
-        rows: those that it samples in.
-        num_logprobs: `SamplingParams.logprobs` of those that asked for any.
-        """
+    def __init__(self, state: DecodeState, rows: Sequence[int], num_logprobs: Mapping[int, int]) -> None:
+        self._rows, self._num_logprobs = rows, num_logprobs
         reported = [t for t in (state.report, state.logprobs, state.logprob_ids) if t is not None]
+        self._event: torch.cuda.Event | None = None
         if not state.report.is_cuda:
-            self._pending.append(([tensor.clone() for tensor in reported], None, rows, num_logprobs))
+            self._copies = [tensor.clone() for tensor in reported]
             return
-        hosts = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in reported]
-        for host, tensor in zip(hosts, reported, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending.append((hosts, event, rows, num_logprobs))
+        self._copies = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in reported]
+        for copy, tensor in zip(self._copies, reported, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
 
-    def pop(self) -> list[RowReport]:
-        """The oldest report, one entry for each of its rows."""
-        (report, *logprobs), event, rows, num_logprobs = self._pending.popleft()
-        if event is not None:
-            event.synchronize()
+    def read(self) -> list[RowReport]:
+        """An entry for each row; waits for the device where the copy is not there yet."""
+        if self._event is not None:
+            self._event.synchronize()
+        report, *logprobs = self._copies
         lines = report.tolist()
-        reports = []
-        for row in rows:
-            line = lines[row]
-            tokens = line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
-            places = None
-            if row in num_logprobs:
-                values, ids = (tensor[row].tolist() for tensor in logprobs)
-                places = [
-                    _by_id(token, values[j], ids[j], num_logprobs[row]) for j, token in enumerate(tokens)
-                ]
-            error = None
-            if line[ACTIVE] < 0:
-                error = f"the model's logits for position {-line[ACTIVE]} are NaN or infinite"
-            reports.append(RowReport(tokens, line[ACTIVE] > 0, line[NUM_VERIFIED], places, error))
-        return reports
+        return [self._read_row(row, lines[row], logprobs) for row in self._rows]
+
+    def _read_row(self, row: int, line: list[int], logprobs: list[Tensor]) -> RowReport:
+        tokens = line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
+        places = error = None
+        if row in self._num_logprobs:
+            values, ids = (tensor[row].tolist() for tensor in logprobs)
+            n = self._num_logprobs[row]
+            places = [_by_id(token, values[j], ids[j], n) for j, token in enumerate(tokens)]
+        if line[ACTIVE] < 0:
+            error = f"the model's logits for position {-line[ACTIVE]} are NaN or infinite"
+        return RowReport(tokens, line[ACTIVE] > 0, line[NUM_VERIFIED], places, error)
 
 
 def _by_id(token: int, logprobs: list[float], ids: list[int], n: int) -> dict[int, Logprob]:

@@ -1,23 +1,23 @@
-"""Which row of which decode state each running request has, and everything that the host writes into states.
+"""Which row of which decode state each request has that runs, and everything that the host writes into states.
 
 Captured graphs know the addresses of a state's tensors, so there is one state for each number of rows and kind of
 step, and requests move between them. All writes are ops on the stream of the steps: none of them waits for any.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from mla_compile.engine.generation import Generation
-from mla_compile.engine.scheduler import Grant, Plan, Request
+from mla_compile.engine.request import Request
+from mla_compile.engine.scheduler import Grant, Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.ops.segments import copied_to
 from mla_compile.speculate import DecodeState, row_drafts
 
 FEW = 4
-"""A state is left for a smaller one where no more than one in so many of its rows is used: moving costs copies."""
+"""A state is left for a smaller one where no more than one row in so many is used: moving costs copies."""
 
 _PARAMETERS = (
     *("temperature", "top_p", "min_p"),
@@ -26,7 +26,7 @@ _PARAMETERS = (
 
 
 class Rows:
-    """Rows for the requests in a scheduler's slots.
+    """Rows for the requests that run.
 
     Args:
         state_for: the state for so many requests, of this variant, with so many places for stop ids; the last
@@ -45,124 +45,112 @@ class Rows:
         self._state_for = state_for
         self._pages_per_grant = pages_per_grant
         self._device = device
-        self._row_of: dict[int, int] = {}  # by slot
-        self._live: dict[int, Generation] = {}  # by slot
-        self._state: DecodeState | None = None
+        self._row_of: dict[Request, int] = {}
+        self.state: DecodeState | None = None
+        """In which the rows are; None before the first."""
         self.variant = Variant()
 
-    def __len__(self) -> int:
-        """Requests that have a row."""
-        return len(self._live)
+    def __iter__(self) -> Iterator[Request]:
+        """The requests that have a row."""
+        return iter(self._row_of)
 
     def clear(self) -> None:
         """Forget all requests: the next one finds its state's rows inactive."""
-        self._row_of, self._live, self._state = {}, {}, None
+        self._row_of, self.state = {}, None
 
-    def __getitem__(self, slot: int) -> int:
-        """The row of the current state that a slot's request has."""
-        return self._row_of[slot]
+    def __getitem__(self, request: Request) -> int:
+        """The row of the current state that a request has."""
+        return self._row_of[request]
 
-    def prepare(self, plan: Plan, generations: Mapping[Request, Generation]) -> DecodeState:
+    def prepare(self, plan: Plan) -> DecodeState:
         """The state that a plan's step runs on, with all that changes before it; admitted rows are inactive."""
-        if self._state is not None and not (plan.freed_slots or plan.admitted):
+        if self.state is not None and not (plan.removed or plan.admitted):
             if plan.grants:
-                self._write(self._state, [], [], plan.grants)
-            return self._state
-        before, inactive = self._state, []
-        for slot in plan.freed_slots:
-            inactive.append(self._row_of.pop(slot))
-            del self._live[slot]
-        for row in plan.admitted:
-            self._live[row.slot] = generations[row.request]
-        state = self._fitting_state()
+                self._write(self.state, [], [], plan.grants)
+            return self.state
+        before = self.state
+        inactive = [self._row_of.pop(request) for request in plan.removed]
+        state = self._fitting_state([*self._row_of, *plan.admitted])
         if state is not before:
             inactive = []  # nothing but live rows came along
         free = sorted(set(range(len(state.active))) - set(self._row_of.values()), reverse=True)
-        admitted = [(row.slot, free.pop()) for row in plan.admitted]
-        self._row_of.update(admitted)
-        self._write(
-            state,
-            [*inactive, *(row for _, row in admitted)],
-            [(row, self._live[slot]) for slot, row in admitted],
-            plan.grants,
-        )
+        self._row_of |= {request: free.pop() for request in plan.admitted}
+        inactive += [self._row_of[request] for request in plan.admitted]
+        self._write(state, inactive, plan.admitted, plan.grants)
         return state
 
-    def _fitting_state(self) -> DecodeState:
-        """The current state if it serves the live requests, else a better one, where their rows have been copied to."""
-        live = self._live.values()
-        needed = Variant.of([generation.params for generation in live])
-        places = max(stop_id_places(generation.stop_ids) for generation in live)
-        old = self._state
+    def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
+        """The current state if it serves these requests, else a better one, with a copy of the rows that there are."""
+        needed = Variant.of([request.params for request in live])
+        places = max(stop_id_places(request.stop_ids) for request in live)
+        old = self.state
         if old is not None and self._row_of and self.variant.serves(needed):
             rows, width = old.stop_ids.shape
             if width >= places and len(live) <= rows < FEW * len(live):
                 return old
-        on_host = any(generation.is_chosen_on_host for generation in live)
+        on_host = any(request.is_chosen_on_host for request in live)
         new = self._state_for(len(live), needed, places, on_host)
         if new is not old:
             new.active.zero_()
             new.block_table.zero_()
             if old is not None and self._row_of:
                 _copy_rows(old, list(self._row_of.values()), new)
-                self._row_of = {slot: row for row, slot in enumerate(self._row_of)}
-            self._state = new
+                self._row_of = {request: row for row, request in enumerate(self._row_of)}
+            self.state = new
         self.variant = needed
         return new
 
     def _write(
-        self,
-        state: DecodeState,
-        inactive: list[int],
-        admitted: list[tuple[int, Generation]],
-        grants: Sequence[Grant],
+        self, state: DecodeState, inactive: list[int], admitted: Sequence[Request], grants: Sequence[Grant]
     ) -> None:
         """One copy of integers to the device and one of other numbers, then ops there."""
         width = state.stop_ids.shape[1]
-        stop_ids = [[*g.stop_ids, *[-1] * (width - len(g.stop_ids))] for _, g in admitted]
+        at = [self._row_of[request] for request in admitted]
+        stop_ids = [[*request.stop_ids, *[-1] * (width - len(request.stop_ids))] for request in admitted]
         pages = [
-            (self._row_of[grant.slot], index, page)
+            (self._row_of[grant.request], index, page)
             for grant in grants
             for index, page in enumerate(self._pages(grant), start=grant.first * self._pages_per_grant)
         ]
-        texts = [(row, g) for row, g in admitted if g.params.penalised]
-        prompts = [(row, token) for row, g in texts for token in set(g.prompt)]
-        emitted = [(row, token) for row, g in texts for token in g.completion.token_ids]
+        texts = [
+            (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
+        ]
+        prompts = [(row, token) for row, request in texts for token in set(request.prompt)]
+        emitted = [(row, token) for row, request in texts for token in request.completion.token_ids]
         columns = [
             inactive,
-            [row for row, _ in admitted],
-            [g.max_len for _, g in admitted],
-            [g.params.seed for _, g in admitted],
-            [g.params.top_k for _, g in admitted],
+            at,
+            [request.max_len for request in admitted],
+            [request.params.seed for request in admitted],
+            [request.params.top_k for request in admitted],
             list(chain(*stop_ids)),
             *([place[i] for place in pages] for i in range(3)),
             *([pair[i] for pair in pairs] for pairs in (prompts, emitted) for i in range(2)),
         ]
         if state.history is not None:
-            columns += ([*g.prompt, *g.completion.token_ids] for _, g in admitted)
+            columns += (request.tokens for request in admitted)
         off, rows, max_len, seed, top_k, stops, *places = upload(columns, torch.int64, self._device)
         if inactive:
             state.active.index_fill_(0, off, False)
-            state.block_table.index_fill_(
-                0, off, 0
-            )  # recurrent layers' states are found by it, an inactive row's too
+            # Recurrent layers' states are found by it, an inactive row's too.
+            state.block_table.index_fill_(0, off, 0)
         if admitted:
             values = {"max_len": max_len, "seed": seed, "top_k": top_k, "stop_ids": stops.view(-1, width)}
-            told = [[getattr(g.params, name) for _, g in admitted] for name in _PARAMETERS]
+            told = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
             values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
             if state.acceptance is not None:
                 state.acceptance.index_fill_(0, rows, row_drafts.START)
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))
-        (at, index, page), pairs, histories = places[:3], places[3:7], places[7:]
+        (row, index, page), pairs, histories = places[:3], places[3:7], places[7:]
         if pages:
-            state.block_table.index_put_((at, index), page.to(torch.int32))
+            state.block_table.index_put_((row, index), page.to(torch.int32))
         if admitted and state.in_prompt is not None and state.num_emitted is not None:
             _write_texts(state.in_prompt, state.num_emitted, rows, *pairs)
         if state.history is not None:
-            for (row, _), text in zip(admitted, histories, strict=True):
-                state.history[row, : len(text)] = text
+            for place, text in zip(at, histories, strict=True):
+                state.history[place, : len(text)] = text
 
     def _pages(self, grant: Grant) -> list[int]:
         n = self._pages_per_grant

@@ -2,88 +2,35 @@
 
 Pure bookkeeping: no clock, no device, and the same calls give the same plans. The engine's loop:
 
-    while scheduler.has_work():
+    while scheduler.has_work() or a step is under way:
         plan = scheduler.plan()
         if plan:
             launch(plan)
         if reports of an earlier step are in, or nothing was launched:
-            scheduler.update(reports of the oldest step that has not been reported)
+            scheduler.update(the oldest plan that has not been reported, its reports)
 
 Steps run in the order of their plans, so what one step leaves in a page is there for the next: pages are handed on
 while a step that uses them is still under way. Of steps under way only bounds are known. A row that turns out to have
 ended, or was aborted, may be in one of them: its late reports are dropped.
 """
 
-import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
+from mla_compile.engine.request import Request
 from mla_compile.errors import MLAError
 
 
-@dataclass(eq=False)
-class Request:
-    """One prompt and what has become of it. Only its scheduler changes it.
-
-    tokens: the prompt and what is known to follow it.
-    num_prompt_tokens: of them.
-    max_len: tokens, prompt included, at which it ends.
-    rank: priority, lower first, then arrival.
-    row: it and its slot, the row of the engine's state that it has while it runs; else None.
-    pages: that it holds, in order.
-    has_ended: nothing follows any more.
-    num_reused_tokens: that were found in the cache when it last began to run.
-    num_preemptions: how often it lost its pages to others.
-    num_cached: once all launched steps have run, at most so many of its tokens are in the cache; while it prefills,
-        exactly so many.
-    is_decoding: it has sampled since its cache was last built, or will have once all launched steps have run.
-    num_steps: launched ones that it is in and that were not reported yet.
-    num_samples: of these, the ones that give it at least one token, if it has not ended and its logits are finite.
-    """
-
-    tokens: list[int]
-    max_len: int
-    rank: tuple[int, int]
-    num_prompt_tokens: int = field(init=False)
-    row: "Row | None" = None
-    pages: list[int] = field(default_factory=list)
-    has_ended: bool = False
-    num_reused_tokens: int = 0
-    num_preemptions: int = 0
-    num_cached: int = 0
-    is_decoding: bool = False
-    num_steps: int = 0
-    num_samples: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.tokens)
-
-    @property
-    def slot(self) -> int | None:
-        return None if self.row is None else self.row.slot
-
-    @property
-    def will_have_ended(self) -> bool:
-        """Whether it ends with the launched steps at the latest."""
-        return len(self.tokens) + self.num_samples >= self.max_len
-
-
 @dataclass(frozen=True)
-class Row:
-    """A request and the slot that it had when this was planned."""
-
-    slot: int
-    request: Request
-
-
-@dataclass(frozen=True)
-class Chunk(Row):
+class Chunk:
     """Tokens `start` to `start + length` of a request, to be prefilled; after the last ones a token is sampled."""
 
+    request: Request
     start: int
     length: int
     is_last: bool
@@ -95,9 +42,9 @@ class Chunk(Row):
 
 @dataclass(frozen=True)
 class Grant:
-    """Pages for a slot's block table, from entry `first` on."""
+    """Pages for a request's block table, from entry `first` on."""
 
-    slot: int
+    request: Request
     first: int
     pages: list[int]
 
@@ -108,34 +55,38 @@ class Plan:
 
     What changes first, in this order:
 
-    freed_slots: slots whose requests ended, were aborted or preempted.
-    admitted: requests that begin to run, again perhaps, in a slot that may just have been freed. Their tokens before
-        their first chunk are in the cache already.
+    removed: requests that no longer run: they ended, were aborted or preempted.
+    admitted: requests that begin to run, again perhaps. Their tokens before their first chunk are in the cache already.
     grants: pages.
 
     What runs:
 
-    decodes: rows that verify k drafts, 1 + k query tokens each.
+    decodes: requests that verify k drafts, 1 + k query tokens each.
     chunks: parts of prompts, packed in this order.
     """
 
-    freed_slots: list[int] = field(default_factory=list)
-    admitted: list[Row] = field(default_factory=list)
+    removed: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
-    decodes: list[Row] = field(default_factory=list)
+    decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
 
     @property
-    def sampled(self) -> list[Row]:
-        """The rows that sample, in the order of their reports: decode rows, then prompts that are completed."""
-        return [*self.decodes, *(chunk for chunk in self.chunks if chunk.is_last)]
+    def first_sampled(self) -> list[Request]:
+        """Those whose prompts are completed, so that they get a token of the prompt."""
+        return [chunk.request for chunk in self.chunks if chunk.is_last]
+
+    @property
+    def sampled(self) -> list[Request]:
+        """All that sample, in the order of their reports: those that decode, then those whose prompts are completed."""
+        return [*self.decodes, *self.first_sampled]
 
 
 class Scheduler:
-    """Shares slots, pages and the tokens of a step among requests, first come first served within a priority.
+    """Shares rows, pages and the tokens of a step among requests, first come first served within a priority.
 
     - Nobody is admitted before those who rank higher, and only with pages for the whole prompt and the step after it.
     - Decode rows come first in every step; prompts share what is left of its tokens in the order of their ranks.
@@ -146,7 +97,7 @@ class Scheduler:
     Args:
         pages: what its requests' pages come from; nobody else takes any.
         num_speculative_tokens: drafts per step, k >= 0.
-        max_rows: requests that run at once, each in a slot from 0 to `max_rows - 1`.
+        max_rows: requests that run at once.
         max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`.
 
     Raises:
@@ -164,19 +115,34 @@ class Scheduler:
         if max_tokens_per_step < max_rows * (1 + k):
             expected = f"at least max_rows * (1 + num_speculative_tokens) = {max_rows * (1 + k)}"
             raise MLAError("max_tokens_per_step", expected, max_tokens_per_step)
-        self.q_len = 1 + k
+        self.q_len, self.max_rows = 1 + k, max_rows
         self.max_tokens_per_step = max_tokens_per_step
-        self._pool = pages
+        self.pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
-        self.num_preemptions = 0
         self._num_arrived = 0
         self._waiting: list[Request] = []  # both by rank
         self._running: list[Request] = []
-        self._free_slots = list(range(max_rows))  # a heap: low slots first
-        self._freed: list[int] = []  # since the last plan
-        self._launched: deque[Plan] = deque()
+        self._removed: list[Request] = []  # since the last plan
         self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
+
+    @classmethod
+    def of(cls, config: FittedConfig) -> "Scheduler":
+        """With a pool of its own, for an engine of these settings."""
+        k, grant = config.num_speculative_tokens, config.pages_per_grant
+        pool = PagePool(
+            1 + (config.num_pages - 1) // grant,
+            config.page_size * grant,
+            lookahead=config.drafter.lookahead if k > 0 else 0,
+            keeps_prefixes=config.prefix_caching,
+        )
+        most = config.max_tokens_per_step
+        return cls(pool, num_speculative_tokens=k, max_rows=config.max_rows, max_tokens_per_step=most)
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Pages of the pool that requests hold."""
+        return self.pool.num_pages - 1 - self.pool.num_free
 
     @property
     def num_waiting(self) -> int:
@@ -187,108 +153,96 @@ class Scheduler:
         return len(self._running)
 
     def has_work(self) -> bool:
-        """Whether a request has not ended, or a launched step was not reported."""
-        return bool(self._running or self._waiting or self._launched)
+        """Whether a request has not ended."""
+        return bool(self._running or self._waiting)
 
-    def add(self, token_ids: Sequence[int], *, max_len: int, priority: int = 0) -> Request:
-        """Take on a prompt.
+    def requests(self) -> list[Request]:
+        """All that have not ended, those that run first."""
+        return [*self._running, *self._waiting]
 
-        max_len: tokens, prompt included, at which it ends, > those of the prompt.
-        priority: lower ones first.
+    def add(self, request: Request) -> None:
+        """Take on a request, which waits for its turn.
 
         Raises:
             MLAError: an empty prompt, one that leaves no token to generate, or more tokens than all pages hold.
         """
-        if not token_ids:
-            raise MLAError("token_ids", "at least one token", "an empty prompt")
-        if len(token_ids) >= max_len:
-            raise MLAError("token_ids", f"fewer than max_len = {max_len} tokens", len(token_ids))
-        capacity = (self._pool.num_pages - 1) * self._pool.page_size
-        if max_len - 1 > capacity:
+        if not request.prompt:
+            raise MLAError("prompt", "at least one token", "an empty prompt")
+        if len(request.prompt) >= request.max_len:
+            raise MLAError("prompt", f"fewer than max_len = {request.max_len} tokens", len(request.prompt))
+        capacity = (self.pool.num_pages - 1) * self.pool.page_size
+        if request.max_len - 1 > capacity:
             mend = "lower max_len or allocate more pages"
-            raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", max_len, mend)
-        request = Request(list(token_ids), max_len, (priority, self._num_arrived))
+            raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", request.max_len, mend)
+        request.rank = request.priority, self._num_arrived
         self._num_arrived += 1
         insort(self._waiting, request, key=_rank)
-        return request
 
     def abort(self, request: Request) -> None:
-        """End a request now, whatever it is doing; also where the host has found its end, at a stop string say.
-
-        Its pages are free at once. One that has ended stays as it is.
-        """
+        """End a request now, whatever it is doing. Its pages are free at once. One that has ended stays as it is."""
         if not request.has_ended:
-            self._end(request)
+            request.end("abort")
+            if request.rank is not None:
+                self._stop(request)
 
     def plan(self) -> Plan:
         """What the next step runs; to be launched if it is not empty."""
-        plan = Plan(freed_slots=self._freed)  # the list itself: preemptions add to it
+        plan = Plan(removed=self._removed)  # the list itself: preemptions add to it
         may_admit = self._plan_decodes(plan)
         self._plan_chunks(plan, may_admit=may_admit)
-        if plan:  # else nothing is done with it, and the next one frees these slots
-            self._launched.append(plan)
-            self._freed = []
+        if plan:  # else nothing is done with it, and the next one removes these
+            self._removed = []
         return plan
 
-    def update(self, reports: Sequence[RowReport]) -> list[tuple[Request, list[int]]]:
-        """Take in what came of the oldest launched step.
+    def update(self, plan: Plan, reports: Sequence[RowReport]) -> None:
+        """Take in what came of the oldest plan that was launched: requests grow and end. Late reports are dropped.
 
-        reports: one for each of its plan's `sampled`, in that order.
-
-        Returns:
-            The requests that have grown, and by which tokens; late reports of ended ones are left out.
+        reports: one for each of the plan's `sampled`, in that order.
 
         Raises:
-            MLAError: no step was launched, or a number of reports that is not its; nothing has changed.
+            MLAError: a number of reports that is not the plan's; nothing has changed.
         """
-        if not self._launched:
-            raise MLAError("reports", "those of a launched step", "no step launched")
-        sampled = self._launched[0].sampled
+        sampled = plan.sampled
         if len(reports) != len(sampled):
             raise MLAError("reports", f"one for each of the {len(sampled)} rows that sampled", len(reports))
-        plan = self._launched.popleft()
-        for row in (*plan.decodes, *plan.chunks):
-            row.request.num_steps -= 1
-        grown = []
-        q_len, page_size = self.q_len, self._pool.page_size
-        for row, report in zip(sampled, reports, strict=True):
-            request, tokens = row.request, report.tokens
+        for request in (*plan.decodes, *(chunk.request for chunk in plan.chunks)):
+            request.num_steps -= 1
+        ends = [None] * len(plan.decodes) + [chunk.end for chunk in plan.chunks if chunk.is_last]
+        for request, prompt_end, report in zip(sampled, ends, reports, strict=True):
             request.num_samples -= 1
-            if request.has_ended:
-                continue
-            # Not before a token was chosen behind them: finite logits vouch for all latents that they were made of.
-            if isinstance(row, Chunk) and report.error is None:
-                self._commit(request, row.end)
-            request.tokens += tokens
-            grown.append((request, tokens))
-            if not isinstance(row, Chunk):
-                request.num_cached -= q_len - len(tokens)
-            if report.active:
-                num_cached = len(request.tokens) - 1
-                if num_cached % page_size < len(tokens):  # else no page has become full
-                    self._commit(request, num_cached)
-            else:
-                # Its last tokens are not registered: the MTP layer does not run for a row that has ended.
-                self._end(request)
-        return grown
+            if not request.has_ended:
+                self._grow(request, prompt_end, report)
+
+    def _grow(self, request: Request, prompt_end: int | None, report: RowReport) -> None:
+        """prompt_end: where the chunk ended that the report is of; None for a step's."""
+        if prompt_end is None:
+            request.num_cached -= self.q_len - len(report.tokens)
+        request.take(report, is_step=prompt_end is None)
+        # Not before a token was chosen behind them: finite logits vouch for all latents that they were made of.
+        if prompt_end is not None and report.error is None:
+            self._commit(request, prompt_end)
+        if request.has_ended:
+            # Its last tokens are not registered: the MTP layer does not run for a row that has ended.
+            self._stop(request)
+        elif (num_cached := request.num_tokens - 1) % self.pool.page_size < len(report.tokens):
+            self._commit(request, num_cached)  # else no page has become full
 
     def _commit(self, request: Request, num_cached: int) -> None:
-        # One without a slot has lost its pages. One that has a slot has not lost any since, as it waits for reports.
-        if request.row is not None:
-            self._pool.commit(request.pages, request.tokens, num_cached)
+        # One that does not run has lost its pages. One that runs has not lost any since, as it waits for reports.
+        if request.is_running:
+            self.pool.commit(request.pages, request.tokens, num_cached)
 
     def _plan_decodes(self, plan: Plan) -> bool:
         """Returns whether all who wanted pages got them without a preemption."""
-        q_len, reach, page_size = self.q_len, self._reach, self._pool.page_size
+        q_len, reach, page_size = self.q_len, self._reach, self.pool.page_size
         num_running = len(self._running)
         for request in self._running:  # it may lose rows at its end
             if not request.is_decoding or request.will_have_ended:
                 continue
             has_room = request.num_cached + reach <= len(request.pages) * page_size
-            if not has_room and not self._grow(plan, request):
+            if not has_room and not self._extend(plan, request):
                 continue
-            assert request.row is not None
-            plan.decodes.append(request.row)
+            plan.decodes.append(request)
             request.num_cached += q_len
             request.num_steps += 1
             request.num_samples += 1
@@ -299,7 +253,7 @@ class Scheduler:
         prefilling = deque(request for request in self._running if not request.is_decoding)
         while budget > 0:
             head = self._waiting[0] if may_admit and self._waiting else None
-            if head is not None and (not prefilling or head.rank < prefilling[0].rank):
+            if head is not None and (not prefilling or _rank(head) < _rank(prefilling[0])):
                 may_admit = self._admit(plan, head)
                 if not may_admit:
                     continue
@@ -308,9 +262,8 @@ class Scheduler:
                 request = prefilling.popleft()
             else:
                 break
-            assert request.row is not None
-            start, left = request.num_cached, len(request.tokens) - request.num_cached
-            chunk = Chunk(request.row.slot, request, start, min(budget, left), left <= budget)
+            start, left = request.num_cached, request.num_tokens - request.num_cached
+            chunk = Chunk(request, start, min(budget, left), left <= budget)
             plan.chunks.append(chunk)
             budget -= chunk.length
             request.num_cached = chunk.end
@@ -319,38 +272,36 @@ class Scheduler:
             request.num_samples += chunk.is_last
 
     def _admit(self, plan: Plan, request: Request) -> bool:
-        """Give the first one that waits a slot and pages, if they are there."""
+        """Let the first one that waits run, if there is a row and pages for it."""
         # One that was preempted may still grow by steps under way.
-        if not self._free_slots or request.num_steps:
+        if len(self._running) == self.max_rows or request.num_steps:
             return False
-        if self._misfit is not None and self._misfit[0] is request and self._pool.num_free <= self._misfit[1]:
+        if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
-        num_free = self._pool.num_free
-        pages = self._pool.match(request.tokens)
-        more = self._pool.allocate(self._pages_needed(request, len(request.tokens)) - len(pages))
+        num_free = self.pool.num_free
+        pages = self.pool.match(request.tokens)
+        more = self.pool.allocate(self._pages_needed(request, request.num_tokens) - len(pages))
         if more is None:
-            self._pool.release(pages)
+            self.pool.release(pages)
             self._misfit = request, num_free
             return False
         self._misfit = None
         del self._waiting[0]
         insort(self._running, request, key=_rank)
-        request.row = Row(heapq.heappop(self._free_slots), request)
-        request.num_cached = request.num_reused_tokens = len(pages) * self._pool.page_size
-        plan.admitted.append(request.row)
+        request.is_running = True
+        request.num_cached = request.num_reused_tokens = len(pages) * self.pool.page_size
+        plan.admitted.append(request)
         self._grant(plan, request, [*pages, *more])
         return True
 
-    def _grow(self, plan: Plan, request: Request) -> bool:
+    def _extend(self, plan: Plan, request: Request) -> bool:
         """Give a decode row pages for one more step; False if it had to give back its own."""
         missing = self._pages_needed(request, request.num_cached) - len(request.pages)
         if missing <= 0:
             return True
-        while (pages := self._pool.allocate(missing)) is None:
+        while (pages := self.pool.allocate(missing)) is None:
             victim = self._running[-1]
-            self._stop(self._running, victim)
-            victim.num_preemptions += 1
-            self.num_preemptions += 1
+            self._stop(victim)
             insort(self._waiting, victim, key=_rank)
             if victim is request:
                 return False
@@ -360,26 +311,22 @@ class Scheduler:
     def _pages_needed(self, request: Request, num_cached: int) -> int:
         """For a decode step after `num_cached` tokens."""
         # The last position is never run.
-        return self._pool.pages_for(min(num_cached + self._reach, request.max_len - 1))
+        return self.pool.pages_for(min(num_cached + self._reach, request.max_len - 1))
 
     def _grant(self, plan: Plan, request: Request, pages: list[int]) -> None:
-        assert request.row is not None
-        plan.grants.append(Grant(request.row.slot, len(request.pages), pages))
+        plan.grants.append(Grant(request, len(request.pages), pages))
         request.pages += pages
 
-    def _end(self, request: Request) -> None:
-        self._stop(self._waiting if request.row is None else self._running, request)
-        request.has_ended = True
-
-    def _stop(self, queue: list[Request], request: Request) -> None:
-        """Take a request out of the queue that it is in, and its slot and pages from it."""
-        del queue[bisect_left(queue, request.rank, key=_rank)]
-        if request.row is not None:
-            self._freed.append(request.row.slot)
-            heapq.heappush(self._free_slots, request.row.slot)
-        self._pool.release(request.pages)
-        request.row, request.pages, request.is_decoding = None, [], False
+    def _stop(self, request: Request) -> None:
+        """Take a request out of the queue that it is in, and its pages from it."""
+        queue = self._running if request.is_running else self._waiting
+        del queue[bisect_left(queue, _rank(request), key=_rank)]
+        if request.is_running:
+            self._removed.append(request)
+        self.pool.release(request.pages)
+        request.is_running, request.pages, request.is_decoding = False, [], False
 
 
 def _rank(request: Request) -> tuple[int, int]:
+    assert request.rank is not None, "every request in a queue has one"
     return request.rank

@@ -1,6 +1,10 @@
 """What a dashboard would read of an engine, in one place."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from mla_compile.engine.reports import RowReport
+from mla_compile.engine.scheduler import Plan
 
 
 @dataclass
@@ -37,6 +41,26 @@ class EngineStats:
     num_waiting: int = 0
     pages_in_use: int = 0
     num_pages: int = 0
+
+    def count_launch(self, plan: Plan) -> None:
+        """A step was launched."""
+        self.num_steps += 1
+        self.num_mixed_steps += bool(plan.decodes and plan.chunks)
+        self.num_preemptions += sum(not request.has_ended for request in plan.removed)
+        for request in plan.admitted:
+            self.num_prompt_tokens += request.num_tokens
+            self.num_reused_tokens += request.num_reused_tokens
+
+    def count_reports(self, plan: Plan, reports: Sequence[RowReport]) -> None:
+        """What came of a step, before its requests take it in: those that have ended by now get nothing."""
+        for index, (request, report) in enumerate(zip(plan.sampled, reports, strict=True)):
+            if request.has_ended:
+                continue
+            self.num_tokens += len(report.tokens)
+            if index < len(plan.decodes):
+                self.num_verified += 1
+                self.num_drafts += report.num_verified
+                self.num_verified_tokens += len(report.tokens)
 
     @property
     def acceptance_length(self) -> float | None:

@@ -6,18 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tokenizers.decoders import DecodeStream
 
 from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, SHIPPED_MODEL, DrafterName
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.engine import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, Engine
+from mla_compile.engine.config import (
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_MAX_ROWS,
+    DEFAULT_PAGE_SIZE,
+    EngineConfig,
+)
+from mla_compile.engine.detokenizer import decode
+from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
+from mla_compile.engine.intake import check_prompt
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import MOST_CONFIG, read_config
 from mla_compile.models.files import first_line, read_object
 from mla_compile.models.settings import SETTINGS, check_settings
-from mla_compile.speculate import SamplingParams
+from mla_compile.sampling_params import SamplingParams
+from mla_compile.speculate import DrafterKind
+from mla_compile.speculate.drafter import loads_mtp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,20 +79,11 @@ class Checkpoint:
             MLAError: an empty prompt, text without a tokenizer, an id outside the vocabulary, a prompt that leaves no
                 position for a new token.
         """
-        try:
-            token_ids = self._tokenize(prompt, name) if isinstance(prompt, str) else list(prompt)
-        except TypeError as error:
-            raise MLAError(name, "text or a list of token ids", repr(prompt)) from error
-        vocab_size, limit = self.model.arch.vocab_size, self.model.config.max_position_embeddings
-        if not token_ids:
-            raise MLAError(name, "at least one token", "an empty prompt")
-        for token in token_ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
-        if len(token_ids) >= limit:
-            expected = f"fewer tokens than the model's max_position_embeddings = {limit}"
-            raise MLAError(name, expected, len(token_ids), "shorten the prompt")
-        return token_ids
+        if not isinstance(prompt, Sequence):
+            raise MLAError(name, "text or a list of token ids", repr(prompt))
+        token_ids = self._tokenize(prompt, name) if isinstance(prompt, str) else prompt
+        limit = "the model's max_position_embeddings", self.model.config.max_position_embeddings
+        return list(check_prompt(name, token_ids, vocab_size=self.model.arch.vocab_size, limit=limit))
 
     def _tokenize(self, prompt: str, name: str) -> list[int]:
         if self.tokenizer is None:
@@ -100,9 +100,7 @@ class Checkpoint:
         """Text of a completion, special tokens left out; None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        assert isinstance(text, str)  # a list for a batch of sequences only
-        return text
+        return decode(self.tokenizer, token_ids)
 
 
 def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":
@@ -130,47 +128,15 @@ def _stop_ids(directory: Path, of_config: int | list[int] | None) -> list[int]:
     return found if isinstance(found, list) else [] if found is None else [found]
 
 
-class TextStream:
-    """Text of a growing completion, piece by piece; together the pieces are `Completion.text` in the end.
-
-    stop: the request's stop strings. What may turn out to be the beginning of one is held back.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._num_held = max(map(len, stop), default=1) - 1
-        # Withholds the bytes of a character that is not complete yet.
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._num_seen = 0
-        self._text, self._num_given = "", 0
-
-    def feed(self, completion: Completion) -> str:
-        """What the completion's new tokens add to the text."""
-        new = completion.token_ids[self._num_seen :]
-        self._num_seen += len(new)
-        for token in new:
-            self._text += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
-        ready = len(self._text) - self._num_held
-        if completion.finish_reason is not None:
-            if completion.text is None:  # the engine has no tokenizer
-                self._text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            else:
-                self._text = completion.text
-            ready = len(self._text)
-        piece = self._text[self._num_given : max(ready, self._num_given)]
-        self._num_given += len(piece)
-        return piece
-
-
 def fitting_engine(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     *,
     num_speculative_tokens: int | None = None,
-    drafter: DrafterName | None = None,
-    adaptive_draft_length: bool = False,
     max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    drafter: DrafterName | DrafterKind | None = None,
+    adaptive_draft_length: bool = False,
     compile: bool = True,
 ) -> Engine:
     """An engine large enough to complete these prompts.
@@ -181,8 +147,8 @@ def fitting_engine(
 
     num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
         else none.
-    drafter, adaptive_draft_length: see `Engine`.
     sampling: as for `Engine.generate`; its `n` and `max_tokens` count.
+    drafter, adaptive_draft_length, compile: see `EngineConfig`.
     """
     model = checkpoint.model
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
@@ -194,17 +160,16 @@ def fitting_engine(
     max_rows = min(DEFAULT_MAX_ROWS, _power_of_two(len(prompts) * copies))
     max_model_len = min(max(DEFAULT_MAX_MODEL_LEN, longest), model.config.max_position_embeddings)
     default_pages, pages = (-(-n // DEFAULT_PAGE_SIZE) for n in (DEFAULT_MAX_MODEL_LEN, max_model_len))
-    return Engine(
-        model,
+    config = EngineConfig(
         num_speculative_tokens=num_speculative_tokens,
         drafter=drafter,
         adaptive_draft_length=adaptive_draft_length,
         max_rows=max_rows,
         max_model_len=max_model_len,
         num_pages=1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),
-        tokenizer=checkpoint.tokenizer,
         compile=compile,
     )
+    return Engine(model, config, tokenizer=checkpoint.tokenizer)
 
 
 def _power_of_two(n: int) -> int:
@@ -218,7 +183,7 @@ def generate(
     model: str | Path = SHIPPED_MODEL,
     tokenizer: str | Path | None = None,
     num_speculative_tokens: int | None = None,
-    drafter: DrafterName | None = None,
+    drafter: DrafterName | DrafterKind | None = None,
     max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     grammars: Grammar | Sequence[Grammar | None] | None = None,
@@ -239,7 +204,7 @@ def generate(
             tokenizer prompts are token ids, and completions have no text.
         num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer or `drafter` is given,
             else 0. The tokens are the same whatever it is.
-        drafter: "mtp", "ngram", or None for the MTP layer where there is one; see `Engine`.
+        drafter: "mtp", "ngram", one of your own, or None for the MTP layer where there is one; see `EngineConfig`.
         max_new_tokens: at most so many tokens a prompt, where its `SamplingParams.max_tokens` says nothing.
         sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
             after the other in the list.
@@ -256,7 +221,7 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    mtp = False if num_speculative_tokens == 0 or drafter == "ngram" else None
+    mtp = loads_mtp(num_speculative_tokens, drafter)
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp, tokenizer=tokenizer, text=text)
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]

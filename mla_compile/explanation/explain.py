@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,15 @@ from mla_compile.explanation.layers import Layers, find_layers
 from mla_compile.explanation.picture import draw
 from mla_compile.explanation.text import describe
 from mla_compile.passes import pipeline
-from mla_compile.passes.absorb_mla import absorb_mla
-from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
-from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.torch_internals import capture_graph, uncompiled
-
-_SHOWN_IF_FOUND = (absorb_mla, fuse_norm_rope_append, drop_trivial_topk)
 
 
 @dataclass(frozen=True)
 class Explanation:
     """What `explain` found; print it, or `save` it as a picture.
 
-    graphs: the Dynamo graph after each pass by the pass's name, the one that Dynamo captured first, as "captured".
-        Nodes carry fake tensors in `meta["example_value"]`.
+    graphs: the graph that Dynamo captured, as "captured", and the one after each pass that changed it, by the pass's
+        name. Nodes carry fake tensors in `meta["example_value"]`.
     layers: every attention call before and after the passes.
     """
 
@@ -48,7 +44,9 @@ class Explanation:
         return path
 
 
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    model: Callable[..., Any], *args: Any, passes: Sequence[pipeline.Pass] | None = None, **kwargs: Any
+) -> Explanation:
     """Show what `torch.compile(model, backend="mla")` would make of `model(*args, **kwargs)`, before Inductor.
 
         print(mla_compile.explain(model, token_ids, positions, batch))
@@ -60,32 +58,28 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     Args:
         model: a module or function, compiled or not.
         args, kwargs: what it would be called with.
+        passes: those to run instead of the backend's own, as in `torch.compile(options={"passes": [...]})`.
 
     Raises:
-        MLAError: the call has no tensor operation.
+        MLAError: the call has no tensor operation; a pass fails, or leaves a broken graph.
         torch._dynamo.exc.Unsupported: the call has a graph break, which it explains.
     """
     captured = capture_graph(uncompiled(model), args, kwargs)
     if captured is None:
         raise MLAError("model", "a call with tensor operations", "one without any")
-    graphs = run_step_by_step(*captured)
+    graphs = run_step_by_step(*captured, passes)
     return Explanation(graphs, find_layers(graphs))
 
 
 def run_step_by_step(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] = ()
+    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[pipeline.Pass] | None = None
 ) -> dict[str, fx.GraphModule]:
-    """The graph as it is and after each of `passes` (the backend's by default); `gm` itself stays as it is.
-
-    Without those of `_SHOWN_IF_FOUND` that found nothing: most models that call our op have nothing for them, or
-    nothing on the CPU.
-    """
+    """The graph as it is and after each of `passes` that changes it (the backend's by default); `gm` stays as it is."""
     graphs = {"captured": copy_graph(gm)}
-    for graph_pass in passes or pipeline.default_passes(gm):
-        before, gm = gm, graph_pass(copy_graph(gm), example_inputs)
-        if graph_pass in _SHOWN_IF_FOUND and str(gm.graph) == str(before.graph):
-            continue
-        graphs[getattr(graph_pass, "__name__", type(graph_pass).__name__)] = gm
+    for applied, result in pipeline.steps(copy_graph(gm), example_inputs, passes):
+        if applied.changed:
+            names = (f"{applied.name} {number}" if number > 1 else applied.name for number in count(1))
+            graphs[next(name for name in names if name not in graphs)] = copy_graph(result)
     return graphs
 
 

@@ -9,11 +9,12 @@ from itertools import groupby, pairwise
 import torch
 from torch import fx
 
-from mla_compile.explanation.shapes import Shapes, op_name, rows_of
+from mla_compile.explanation.shapes import Shapes
 from mla_compile.ops.attention import attention_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.effects import appended_cache
+from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, rows_of, value_of
 from mla_compile.passes.provenance import module_path
 
 
@@ -109,10 +110,20 @@ class Move:
 
 @dataclass(frozen=True)
 class Layers:
+    """The attention calls of a graph. `groups` has all of the `calls` or none."""
+
+    calls: int
     groups: list[Group]
     moves: list[Move]
     hints: dict[str, int]
     """What a symbolic size was in the captured call, where that is known."""
+
+    @property
+    def why_none(self) -> str:
+        """Why there are no groups."""
+        if self.calls:
+            return "Not every mla_attention is one decode and one prefill segment after the passes."
+        return "The graph has no mla_attention, so the split pass leaves it as it is."
 
 
 @dataclass
@@ -128,15 +139,15 @@ def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     """Pair the unified ops of the first graph with the segments in the later ones, in order."""
     *_, last = graphs.values()
     first = graphs["captured"]
-    unified = list(first.graph.find_nodes(op="call_function", target=attention_op))
+    unified = calls(first.graph, attention_op)
     split = next((gm for gm in graphs.values() if _calls(gm)), last)
+    stages = unified, _calls(split), _calls(last)
     shapes = Shapes()
-    layers = [
-        _layer(shapes, f"call {i}", *nodes)
-        for i, nodes in enumerate(zip(unified, _calls(split), _calls(last), strict=True))
-    ]
+    # A user's passes may leave the unified op, or add to the segments: what has no pair is not drawn.
+    paired = zip(*stages) if len({len(stage) for stage in stages}) == 1 else ()
+    layers = [_layer(shapes, f"call {i}", *nodes) for i, nodes in enumerate(paired)]
     moves = list(_moves(shapes, list(graphs.values())))
-    return Layers(list(_fold(layers)), moves, shapes.hints)
+    return Layers(len(unified), list(_fold(layers)), moves, shapes.hints)
 
 
 def _fold(layers: list[Layer]) -> Iterator[Group]:
@@ -147,34 +158,31 @@ def _fold(layers: list[Layer]) -> Iterator[Group]:
 def _calls(gm: fx.GraphModule) -> list[_Call]:
     """An append opens a call; the segments that read the same cache, up to its next append, belong to it.
 
-    `mla_decode` on a cache without appends is none: `absorb_mla` made it of plain attention.
+    `mla_decode` on a cache without appends belongs to no call: `absorb_mla` made it of plain attention.
     """
-    calls: list[_Call] = []
-    current: dict[fx.node.Argument, _Call] = {}
+    found: list[_Call] = []
+    current: dict[fx.Node, _Call] = {}
     for node in gm.graph.nodes:
-        cache = appended_cache(node)
-        if cache is not None:
-            calls.append(_Call(node))
-            current[cache] = calls[-1]
-        elif node.target is decode_op and node.args[2] in current:
-            current[node.args[2]].decode = node
-        elif node.target is prefill_op:
-            current[node.args[5]].prefill = node
-    return calls
+        appended = appended_cache(node)
+        if appended is not None:
+            found.append(_Call(node))
+            current[appended] = found[-1]
+        elif is_call(node, decode_op, prefill_op):
+            call = current.get(op_arguments(node)["kv_cache"])
+            if call is not None and is_call(node, decode_op):
+                call.decode = node
+            elif call is not None:
+                call.prefill = node
+    return found
 
 
 def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, final: _Call) -> Layer:
-    q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv = (shapes.shape(n) for n in unified.all_input_nodes[:7])
+    given = op_arguments(unified)
+    inputs = ("q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "w_uk", "w_uv")
     return Layer(
         name=module_path(unified) or default_name,
         tokens=shapes.rows(unified),
-        q_nope=q_nope,
-        q_pe=q_pe,
-        kv_c=kv_c,
-        k_pe=k_pe,
-        kv_cache=kv_cache,
-        w_uk=w_uk,
-        w_uv=w_uv,
+        **{name: shapes.shape(given[name]) for name in inputs},
         out=shapes.shape(unified),
         append=op_name(final.append),
         decode=_decode(shapes, split.decode, final.decode),
@@ -185,14 +193,15 @@ def _layer(shapes: Shapes, default_name: str, unified: fx.Node, split: _Call, fi
 def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> Decode | None:
     if before is None or after is None:
         return None
-    q_latent, q_pe, *_ = after.all_input_nodes
+    given, split = op_arguments(after), op_arguments(before)
+    q_latent, q_len = given["q_latent"], split["q_len"]
     return Decode(
-        rows=shapes.rows(before.all_input_nodes[4]),
-        q_len=shapes.size(_value(before.args[6])),
+        rows=shapes.rows(split["seq_lens"]),
+        q_len=shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
         tokens=shapes.rows(after),
         all_tokens=shapes.rows(before),
         q_nope=shapes.shape(_einsum_operand(q_latent)),
-        q_pe=shapes.shape(q_pe),
+        q_pe=shapes.shape(given["q_pe"]),
         q_latent=shapes.shape(q_latent),
         out=shapes.shape(_up_projected(after)),
     )
@@ -201,26 +210,25 @@ def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> De
 def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
     if node is None:
         return None
-    q_nope, q_pe, k_nope, _, v, _, _, _, _, seq_lens, *_ = node.all_input_nodes
+    given = op_arguments(node)
     return Prefill(
-        chunks=shapes.rows(seq_lens),
-        tokens=shapes.rows(q_nope),
-        q_nope=shapes.shape(q_nope),
-        q_pe=shapes.shape(q_pe),
-        kv_c=shapes.shape(_einsum_operand(k_nope)),
-        k_nope=shapes.shape(k_nope),
-        v=shapes.shape(v),
+        chunks=shapes.rows(given["seq_lens"]),
+        tokens=shapes.rows(given["q_nope"]),
+        **{name: shapes.shape(given[name]) for name in ("q_nope", "q_pe", "k_nope", "v")},
+        kv_c=shapes.shape(_einsum_operand(given["k_nope"])),
         out=shapes.shape(node),
     )
 
 
-def _value(argument: fx.node.Argument) -> object:
-    return argument.meta["example_value"] if isinstance(argument, fx.Node) else argument
-
-
 def _einsum_operand(node: fx.Node) -> fx.Node:
-    """What `absorb` or `expand` multiplied, or the node itself where a pass has fused that away."""
-    return node.all_input_nodes[0] if node.target is torch.einsum else node
+    """What `absorb` or `expand` multiplied; the node itself where a pass has fused that away.
+
+    A pass may have put ops of one input in between, a clamp say.
+    """
+    product = node
+    while product.target is not torch.einsum and len(product.all_input_nodes) == 1:
+        (product,) = product.all_input_nodes
+    return product.all_input_nodes[0] if product.target is torch.einsum else node
 
 
 def _up_projected(decode: fx.Node) -> fx.Node:

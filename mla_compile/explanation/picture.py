@@ -39,11 +39,10 @@ def draw(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
 
 
 def _header(canvas: Canvas, graphs: dict[str, fx.GraphModule], layers: Layers) -> None:
-    calls = sum(len(group.names) for group in layers.groups)
-    plural = "" if calls == 1 else "s"
+    plural = "" if layers.calls == 1 else "s"
     canvas.text(MARGIN, 46, "What the passes make of mla_attention", size=23, bold=True)
     passes = ", ".join(list(graphs)[1:]) or "none"
-    canvas.text(MARGIN, 74, f"{calls} attention call{plural} · passes: {passes}", size=14, color=MUTED)
+    canvas.text(MARGIN, 74, f"{layers.calls} attention call{plural} · passes: {passes}", size=14, color=MUTED)
     legend = {
         "shared": "all tokens",
         "decode": "decode segment",
@@ -60,7 +59,7 @@ def _header(canvas: Canvas, graphs: dict[str, fx.GraphModule], layers: Layers) -
 def _footer(graphs: dict[str, fx.GraphModule], layers: Layers) -> list[str]:
     lines = []
     if not layers.groups:
-        lines.append("The graph has no mla_attention, so the split pass leaves it as it is.")
+        lines.append(layers.why_none)
     if len(layers.groups) > MAX_PANELS:
         lines.append(f"... and {len(layers.groups) - MAX_PANELS} more kinds of calls: print the explanation.")
     for move in layers.moves:

@@ -3,7 +3,9 @@
 import re
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
+
+from mla_compile.passes.nodes import tensor_of
 
 
 class Shapes:
@@ -35,28 +37,3 @@ class Shapes:
     def shape(self, node: fx.Node) -> str:
         """`[4*s0, 16, 512]`."""
         return "[" + ", ".join(map(self.size, tensor_of(node).shape)) + "]"
-
-
-def tensor_of(node: fx.Node) -> Tensor:
-    """The node's example tensor, the first one of a tuple."""
-    value = node.meta["example_value"]
-    while isinstance(value, (tuple, list)):
-        value = value[0]
-    assert isinstance(value, Tensor), f"{node.name} is no tensor"
-    return value
-
-
-def rows_of(node: fx.Node) -> Any:
-    """The size of dimension 0 of a tensor node, else None."""
-    value = node.meta.get("example_value")
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value.shape[0] if isinstance(value, Tensor) and value.dim() else None
-
-
-def op_name(node: fx.Node) -> str:
-    """`mla_decode`, `linear`, `view`."""
-    if isinstance(node.target, str):
-        return node.target
-    name = getattr(node.target, "__name__", str(node.target))
-    return str(name).removesuffix(".default")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from mla_compile.explanation.layers import Decode, Group, Layers, Move, Prefill
-from mla_compile.explanation.shapes import op_name
+from mla_compile.passes.nodes import op_name
 
 
 def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
@@ -16,13 +16,12 @@ def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
 
 
 def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[str]]:
-    calls = sum(len(group.names) for group in layers.groups)
     yield [
-        f"{_count(calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
+        f"{_count(layers.calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
         *_symbols(layers),
     ]
-    if not calls:
-        yield ["The graph has no mla_attention, so the split pass leaves it as it is."]
+    if not layers.groups:
+        yield [layers.why_none]
     for group in layers.groups:
         yield list(_group(group))
     if layers.moves:

@@ -11,12 +11,10 @@ In `absorption/`, `pattern` finds it, `index_map` sees through the way it is wri
 it and `cost` where it pays: for decode, not for prefill. The rewrite moves brackets in products of matrices, so it
 holds for any mask; what lies between the two products of an attention spelled out stays as it is.
 
-Where the latents and rotary keys are the two parts of one contiguous graph input `[rows, keys, rank + rope]`, read
-whole, and the mask of a fused attention is a causal prefix (`causal_prefix`), the attention becomes one `mla_decode`
-over a block table that maps each row to itself. Otherwise a fused attention becomes one `mla_masked_decode` on the
-latents under the mask as it was, or products and a softmax where keys and values are made of different latents.
+A fused attention becomes one `mla_masked_decode` on the latents under the mask as it was, or products and a softmax
+where keys and values are made of different latents.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed and of what nearly was, why not.
+The log, `TORCH_LOGS="+mla_compile"`, says what was absorbed, and why other attention that looks like MLA was not.
 """
 
 import logging
@@ -33,10 +31,8 @@ from mla_compile.passes.absorption.match import Match
 from mla_compile.passes.absorption.pattern import find
 from mla_compile.passes.absorption.products import SUMMED
 from mla_compile.passes.absorption.readers import Readers, readers
-from mla_compile.passes.absorption.static_cache import StaticCache, static_cache
-from mla_compile.passes.absorption.trace import tensor
-from mla_compile.passes.arguments import argument
 from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import argument, tensor_of
 from mla_compile.passes.provenance import where
 
 log = logging.getLogger(__name__)
@@ -44,15 +40,10 @@ log = logging.getLogger(__name__)
 
 def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without MLA in expanded form is left untouched."""
-    changed = False
     for found in find(gm.graph):
         reason = (refusal(found) or _absorb(found)) if isinstance(found, Match) else found.reason
-        changed |= reason is None
         if reason is not None:
             log.info("not absorbed: %s: %s", where(found.node), reason)
-    if changed:
-        gm.graph.lint()
-        gm.recompile()
     return gm
 
 
@@ -61,15 +52,11 @@ def _absorb(match: Match) -> str | None:
     read = readers(match)
     if read is None:
         return "the weight or the latents are laid out in a way that slices and `unflatten` cannot undo"
-    cache = static_cache(match) if match.fused else None
     old, query = superseded(match), match.keys.query.node
     name, sizes = where(match.node), cost_sizes(match)
     # The new nodes replace ones that need no gradient, whatever the mode is now.
     with torch.no_grad():
-        if cache is not None:
-            how = "mla_decode"
-            _emit_decode(match, read, cache)
-        elif match.fused:
+        if match.fused:
             how = "attention on masked latents"
             _emit_fused(match, read)
         else:
@@ -90,7 +77,7 @@ def _replace(
 
     def call(sources: Sequence[Any], *others: Any) -> Any:
         values = [None if r is None else r(source) for r, source in zip(read, sources)]
-        return form.laid_out_like(tensor(node), emit(values, *others))
+        return form.laid_out_like(tensor_of(node), emit(values, *others))
 
     sources = [None if r is None else r.node for r in read]
     node.replace_all_uses_with(inline(node, call, (sources, *others)))
@@ -102,8 +89,8 @@ def _emit_fused(match: Match, read: Readers) -> None:
     def emit(values: Sequence[Any], mask: Any) -> Any:
         *scores, kv_c, w_uv = values
         causal = bool(argument(node, 5, "is_causal", False))
-        out = form.fused_attention(_triples(scores), kv_c, w_uv, mask, _scale(match), causal, tensor(node))
-        return out.squeeze(0) if tensor(node).dim() == 3 else out
+        out = form.fused_attention(_triples(scores), kv_c, w_uv, mask, _scale(match), causal, tensor_of(node))
+        return out.squeeze(0) if tensor_of(node).dim() == 3 else out
 
     scores: list[Reader | None] = []
     for part in read.scores:
@@ -122,23 +109,6 @@ def _triples(values: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
 def _scale(match: Match) -> float:
     scale = argument(match.node, 6, "scale")
     return float(match.keys.sizes[SUMMED] ** -0.5 if scale is None else scale)
-
-
-def _emit_decode(match: Match, read: Readers, cache: StaticCache) -> None:
-    nope, pe = sorted(read.scores, key=lambda part: part.w_uk is None)
-
-    def emit(values: Sequence[Any], latents: Any) -> Any:
-        q_nope, q_pe, w_uk, w_uv, *terms = values
-        rows, _, q_len, _ = q_nope.shape
-        signed = [(sign, term) for (sign, _), term in zip(cache.terms, terms)]
-        seq_lens = form.token_lengths(latents, cache.prefix, signed, rows, q_len, cache.shape[1])
-        pages = latents if len(latents.shape) == 3 else latents.view(cache.shape)
-        return form.decode_attention(
-            q_nope, q_pe, w_uk, w_uv, pages, seq_lens, cache.first_row, _scale(match)
-        )
-
-    terms = [term for _, term in cache.terms]
-    _replace(match.node, emit, [nope.query, pe.query, nope.w_uk, read.w_uv, *terms], cache.node)
 
 
 def _emit_products(match: Match, read: Readers) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mla_compile.passes.nodes import has_value, is_tensor, op_name, tensor_of, value_of, values_of
 from mla_compile.torch_internals import is_mutable, size_where_symbols_are, symbols_of
 
 
@@ -27,32 +28,31 @@ class Cone:
     @property
     def tensors(self) -> list[fx.Node]:
         """The leaves that are tensors; others are sizes."""
-        return [leaf for leaf in self.leaves if isinstance(leaf.meta.get("example_value"), Tensor)]
+        return [leaf for leaf in self.leaves if is_tensor(leaf)]
 
     def obstacle(self, most: int) -> str | None:
         """Why the cone cannot stand for its values: more than `most` nodes, effects, sizes that depend on values."""
         if len(self.nodes) > most:
             return f"there are {len(self.nodes)} operations on the way"
         inputs = (self.source, *self.leaves)
-        if any("example_value" not in node.meta for node in (*inputs, *self.nodes)):
+        if not all(has_value(node) for node in (*inputs, *self.nodes)):
             return "a value on the way is unknown at compile time"
         known = set().union(*(_symbols(node) for node in inputs))
         for node in self.nodes:
-            name = getattr(node.target, "__name__", str(node.target))
             if node.op not in ("call_function", "call_method") or is_mutable(node.target):
-                return f"`{name}` on the way may write in place"
+                return f"`{op_name(node)}` on the way may write in place"
             if not _symbols(node) <= known:
-                return f"the size of `{name}` depends on values"
+                return f"the size of `{op_name(node)}` depends on values"
         return None
 
     def signature(self) -> str:
         """Equal for cones that compute the same."""
         named = {node: f"%{i}" for i, node in enumerate((self.source, *self.leaves, *self.nodes))}
-        inputs = [_described(node.meta.get("example_value")) for node in (self.source, *self.leaves)]
+        inputs = [_described(value_of(node)) for node in (self.source, *self.leaves)]
         calls = []
         for node in self.nodes:
             arguments = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Name(named[n])))
-            dtype = getattr(node.meta.get("example_value"), "dtype", None)  # autocast changes it
+            dtype = getattr(value_of(node), "dtype", None)  # autocast changes it
             calls.append((node.op, str(node.target), arguments, dtype))
         return repr((inputs, calls, named[self.result]))
 
@@ -75,19 +75,18 @@ class Cone:
             return _on_cpu(torch.float32 if half is not None and value == half else value)
 
         for node in self.nodes:
-            name = getattr(node.target, "__name__", str(node.target))
             tensors = [known[n] for n in node.all_input_nodes if isinstance(known[n], Tensor)]
             versions = [tensor._version for tensor in tensors]
             args: Any = fx.node.map_aggregate(node.args, argument)
             kwargs: Any = fx.node.map_aggregate(node.kwargs, argument)
             out = _function(node, half)(*args, **kwargs)
             if [tensor._version for tensor in tensors] != versions:
-                raise ValueError(f"`{name}` writes in place")
-            example = node.meta["example_value"]
+                raise ValueError(f"`{op_name(node)}` writes in place")
+            example = value_of(node)
             if isinstance(example, Tensor):
                 expected = torch.float32 if example.dtype == half else example.dtype
                 if out.dtype != expected:
-                    raise ValueError(f"`{name}` gives {out.dtype} instead of {expected}")
+                    raise ValueError(f"`{op_name(node)}` gives {out.dtype} instead of {expected}")
             known[node] = out
         result: Tensor = known[self.result]
         return result
@@ -124,7 +123,7 @@ def cut(source: fx.Node, result: fx.Node) -> Cone:
 
 def shape_where_symbols_are(node: fx.Node, number: int) -> list[int]:
     """The sizes of a node's tensor, with a number for every symbol."""
-    return [size_where_symbols_are(size, number) for size in node.meta["example_value"].shape]
+    return [size_where_symbols_are(size, number) for size in tensor_of(node).shape]
 
 
 def _function(node: fx.Node, half: torch.dtype | None) -> Callable[..., Any]:
@@ -144,13 +143,9 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if named or isinstance(value, torch.device) else value
 
 
-def _flat(value: Any) -> list[Any]:
-    return [v for part in value for v in _flat(part)] if isinstance(value, (tuple, list)) else [value]
-
-
 def _symbols(node: fx.Node) -> set[Any]:
     sizes: list[Any] = []
-    for value in _flat(node.meta["example_value"]):
+    for value in values_of(node):
         sizes += value.shape if isinstance(value, Tensor) else [value]
     return set().union(*map(symbols_of, sizes)) if sizes else set()
 

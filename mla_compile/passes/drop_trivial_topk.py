@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.passes.arguments import argument, arguments
 from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import argument, arguments, tensor_of
 from mla_compile.passes.provenance import where
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,6 @@ def drop_trivial_topk(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) ->
                 gm.graph.erase_node(result)
         gm.graph.erase_node(node)
         log.info("topk of one element dropped: %s", where(node))
-    if trivial:
-        gm.graph.lint()
-        gm.recompile()
     return gm
 
 
@@ -54,7 +51,7 @@ def _is_trivial(node: fx.Node) -> bool:
     named = arguments(node, ("input", "k", "dim", "largest", "sorted"))
     if named is None:
         return False
-    value = named["input"].meta["example_value"]
+    value = tensor_of(named["input"])
     one_by_one = all(user.target is operator.getitem and user.args[1] in (0, 1) for user in node.users)
     size = value.shape[named.get("dim", -1)] if value.dim() else None
     # A dynamic size compares with 1 only at the price of a guard.

@@ -1,14 +1,14 @@
 """What a node of a Dynamo graph writes to, and which nodes share memory."""
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Set
 
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.passes.nodes import argument, is_call, op_arguments, value_of, values_of
 from mla_compile.torch_internals import is_mutable, storage_key
 
 _OPERATORS_IN_PLACE = {
@@ -18,20 +18,17 @@ _OPERATORS_IN_PLACE = {
 }
 """What `x += y` and `x[i] = y` become. By name, `and_` and `or_` would look like them."""
 
-_CACHE_POSITION: dict[Any, int] = {append_op: 2, norm_rope_append_op: 4}
+_APPENDS = (append_op, norm_rope_append_op)
 
 
 def appended_cache(node: fx.Node) -> fx.Node | None:
     """The cache to which a node appends latents; None where it is no append."""
-    position = _CACHE_POSITION.get(node.target)
-    return None if position is None else node.args[position]  # type: ignore[return-value]
+    return op_arguments(node)["kv_cache"] if is_call(node, *_APPENDS) else None
 
 
-def memory(nodes: Sequence[Any]) -> set[int]:
+def memory(nodes: Iterable[fx.Node]) -> set[int]:
     """What tells apart the memory of tensors: a view, or a second input, may be the same cache."""
-    values = [node.meta.get("example_value") for node in nodes]
-    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    return {storage_key(value) for value in flat if isinstance(value, Tensor)}
+    return {storage_key(value) for node in nodes for value in values_of(node) if isinstance(value, Tensor)}
 
 
 def mutates(node: fx.Node) -> bool:
@@ -40,12 +37,12 @@ def mutates(node: fx.Node) -> bool:
     It may write in place, or it is called for its effect only and may decide how later nodes compute (autocast).
     Appends do not count: callers tell them apart by `appended_cache`.
     """
-    if node.target in _CACHE_POSITION:
+    if is_call(node, *_APPENDS):
         return False
     called = node.op.startswith("call_")
     if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
         return True
-    if called and node.meta.get("example_value") is None:
+    if called and value_of(node) is None:
         return True
     if getattr(node.target, "__module__", "") == "_operator":
         return node.target in _OPERATORS_IN_PLACE
@@ -63,6 +60,22 @@ def may_write(node: fx.Node) -> list[fx.Node]:
     if not mutates(node):
         return []
     return [node.args[0]] if _writes_to_first(node) else node.all_input_nodes  # type: ignore[list-item]
+
+
+def writer_between(
+    first: fx.Node, last: fx.Node, read: Iterable[fx.Node], passed: Set[fx.Node] = frozenset()
+) -> fx.Node | None:
+    """A node after `first` and before `last` that may write to what the nodes of `read` hold.
+
+    passed: nodes that are known to write to nothing, or only to what is theirs to fill.
+    """
+    touched = memory(read)
+    node = first.next
+    while node is not last:
+        if node not in passed and not touched.isdisjoint(memory(may_write(node))):
+            return node
+        node = node.next
+    return None
 
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -91,5 +104,4 @@ def _writes_to_first(node: fx.Node) -> bool:
 
 def _renormalizes(node: fx.Node) -> bool:
     """Whether an embedding has a `max_norm`, to which it cuts rows of its weight in place."""
-    max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
-    return node.target in (F.embedding, F.embedding_bag) and max_norm is not None
+    return node.target in (F.embedding, F.embedding_bag) and argument(node, 3, "max_norm") is not None

@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
+from mla_compile.passes.nodes import tensor_of, value_of, values_of
+
 _SHARED = (torch.cat, torch.ops.aten.sym_size.int)
 """Emitted once per pass and argument list: every layer asks for the same sizes and the same joined slots."""
 
@@ -17,7 +19,7 @@ class _GraphProxy(Proxy):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        sizes = self.node.meta["example_value"].shape
+        sizes = value_of(self.node).shape
         return tuple(
             size if isinstance(size, int) else torch.ops.aten.sym_size.int(self, dim)
             for dim, size in enumerate(sizes)
@@ -61,12 +63,14 @@ def _unwrap(value: Any) -> Any:
 def fake_mode_of(node: fx.Node) -> Any:
     """The fake mode of the node's own value, of its first input's where it has none (an append): the mode that
     `detect_fake_mode` finds may be another one."""
-    value = node.meta["example_value"]
-    if value is None:
-        return fake_mode_of(node.all_input_nodes[0])
-    while isinstance(value, (tuple, list)):
-        value = value[0]
-    return value.fake_mode
+    value: Any = values_of(node)[0]
+    return fake_mode_of(node.all_input_nodes[0]) if value is None else value.fake_mode
+
+
+def fake_mode_in(graph: fx.Graph) -> Any:
+    """The fake mode of the first fake tensor in a graph; None where there is no such tensor."""
+    values = (value for node in graph.nodes for value in values_of(node))
+    return next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
 
 
 def copy_provenance(source: fx.Node, node: fx.Node) -> None:
@@ -90,7 +94,7 @@ def set_example_value(node: fx.Node, fake_mode: Any) -> None:
 
 def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:
     """`torch.arange` as a node, on the device of the proxy `like`; a call without a proxy would run at once."""
-    device = like.node.meta["example_value"].device
+    device = tensor_of(like.node).device
     return like.tracer.create_proxy(
         "call_function", torch.arange, (start, stop), {"dtype": dtype, "device": device}
     )

@@ -11,7 +11,7 @@ and the append are cut out (`cone.py`), run on a few random tokens, and compared
 Not in a graph with prompt chunks, whose attention reads the latents again; and only where the op has a kernel: on the
 CPU, Inductor fuses norm and rotation with what is around them, which the op's torch code would give up.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and of every other append, why not.
+The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and why every other append was not.
 """
 
 import logging
@@ -27,8 +27,9 @@ from mla_compile.ops.append import append_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op, serves
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.cone import Cone, cut
-from mla_compile.passes.effects import live_nodes, may_write, memory
+from mla_compile.passes.effects import live_nodes, memory, writer_between
 from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import calls, is_tensor, op_arguments, tensor_of
 from mla_compile.passes.provenance import where
 from mla_compile.passes.recognise import Norm, Rotation, recognise_norm, recognise_rotation
 from mla_compile.torch_internals import statically_known_true
@@ -60,8 +61,7 @@ def fuse_norm_rope_append(
 
     everywhere: also where the op has no kernel.
     """
-    appends = gm.graph.find_nodes(op="call_function", target=append_op)
-    appends = [node for node in appends if everywhere or serves(_tensor(node.args[2]))]
+    appends = [node for node in calls(gm.graph, append_op) if everywhere or serves(tensor_of(_cache(node)))]
     if not appends:
         return gm
     search = _Search(gm.graph)
@@ -76,8 +76,6 @@ def fuse_norm_rope_append(
         log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
     if superseded:
         search.erase(superseded)
-        gm.graph.lint()
-        gm.recompile()
     return gm
 
 
@@ -87,13 +85,13 @@ class _Search:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.live = live_nodes(graph)
-        self.prefilled = {node.args[5] for node in graph.find_nodes(op="call_function", target=prefill_op)}
+        self.prefilled = {_cache(node) for node in calls(graph, prefill_op)}
         self.norms: dict[str, Norm | str] = {}
         self.rotations: dict[str, Rotation | str] = {}
 
     def match(self, append: fx.Node) -> _Match | str:
         """What is appended, or why it is not what the op computes."""
-        if append.args[2] in self.prefilled:
+        if _cache(append) in self.prefilled:
             return "the attention of prompt chunks reads the latents again"
         reason = None
         for source in islice(_sources(append), _MOST_SOURCES):
@@ -104,7 +102,7 @@ class _Search:
         return reason or "kv_c and k_pe are not two parts of one tensor"
 
     def _match(self, append: fx.Node, source: fx.Node) -> _Match | str:
-        cones = [cut(source, node) for node in append.args[:2] if isinstance(node, fx.Node)]
+        cones = [cut(source, part) for part in _parts(append)]
         nodes = frozenset(node for cone in cones for node in cone.nodes)
         norm = _remembered(self.norms, cones[0], recognise_norm)
         if isinstance(norm, str):
@@ -116,7 +114,8 @@ class _Search:
         if user is not None:
             return f"kv_c or k_pe is also used by `{user.name}`"
         (weight,), angles = cones[0].tensors, cones[1].tensors
-        writer = _written_between(source, append, nodes, [source, *nodes, weight, *angles])
+        # What the cones were run to compute wrote to nothing.
+        writer = writer_between(source, append, [source, *nodes, weight, *angles], nodes)
         if writer is not None:
             return f"`{writer.name}` writes in place between the projection and the append"
         ordered = reversed(angles) if rotation.sin_first else angles
@@ -151,22 +150,27 @@ def _remembered(known: dict[str, Any], cone: Cone, recognise: Any) -> Any:
     return known[key]
 
 
-def _tensor(node: Any) -> Tensor:
-    value = node.meta["example_value"]
-    assert isinstance(value, Tensor)
-    return value
+def _cache(node: fx.Node) -> fx.Node:
+    """The cache that an append or a prefill is given."""
+    cache: fx.Node = op_arguments(node)["kv_cache"]
+    return cache
+
+
+def _parts(append: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What is appended: normalised latents and rotated keys."""
+    given = op_arguments(append)
+    return given["kv_c"], given["k_pe"]
 
 
 def _sources(append: fx.Node) -> Iterator[fx.Node]:
     """Tensors as wide as `kv_c` and `k_pe` together that both are made of, the nearest first."""
-    kv_c, k_pe = append.args[:2]
-    width = _tensor(kv_c).shape[1] + _tensor(k_pe).shape[1]
-    above: tuple[set[Any], set[Any]] = {kv_c}, {k_pe}
+    parts = _parts(append)
+    width = sum(tensor_of(part).shape[1] for part in parts)
+    above = [{part} for part in parts]
     node = append.prev
     while node.op != "root":
         both = [nodes for nodes in above if node in nodes]
-        value = node.meta.get("example_value")
-        if len(both) == 2 and isinstance(value, Tensor) and _last_is(value, width):
+        if len(both) == 2 and is_tensor(node) and _last_is(tensor_of(node), width):
             yield node
         for nodes in both:
             nodes.update(node.all_input_nodes)
@@ -175,19 +179,6 @@ def _sources(append: fx.Node) -> Iterator[fx.Node]:
 
 def _last_is(x: Tensor, width: int) -> bool:
     return x.dim() > 1 and statically_known_true(x.shape[-1] == width)  # it may depend on data
-
-
-def _written_between(
-    first: fx.Node, last: fx.Node, passed: frozenset[fx.Node], read: list[fx.Node]
-) -> fx.Node | None:
-    """A node that writes to what is read, and now later than it was; what is passed was run and wrote to nothing."""
-    touched = memory(read)
-    node = first.next
-    while node is not last:
-        if node not in passed and not touched.isdisjoint(memory(may_write(node))):
-            return node
-        node = node.next
-    return None
 
 
 def _replace(match: _Match) -> None:
@@ -208,10 +199,11 @@ def _replace(match: _Match) -> None:
             rotation.interleaved_out,
         )
 
-    _, _, *rest = match.append.args
+    given = op_arguments(match.append)
+    arguments = (match.source, match.weight, match.angles, given["kv_cache"], given["slot_mapping"])
     # The new node replaces one that needs no gradient, whatever the mode is now.
     with torch.no_grad():
-        inline(match.append, append, (match.source, match.weight, match.angles, *rest))
+        inline(match.append, append, arguments)
     match.append.graph.erase_node(match.append)
 
 

@@ -24,47 +24,49 @@ from torch import Tensor, fx
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.moe import moe_experts_op, no_padding
 from mla_compile.ops.paging import flatten_to_single
-from mla_compile.passes.arguments import arguments
 from mla_compile.passes.effects import appended_cache, memory, mutates
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
-from mla_compile.passes.rowwise import RESHAPES, first_value, reshape_sizes, row_inputs
+from mla_compile.passes.nodes import (
+    arguments,
+    is_call,
+    is_tuple,
+    op_arguments,
+    rows_of,
+    tensor_of,
+    with_arguments,
+)
+from mla_compile.passes.rowwise import RESHAPES, reshape_sizes, row_inputs
 from mla_compile.torch_internals import statically_known_true
 
 
 def hoist_row_gather(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without such a gather is left untouched."""
-    changed = False
     for node in list(gm.graph.nodes):
         if node.target in (torch.index_select, "index_select"):
-            changed |= _hoist(node)
-    if changed:
-        gm.graph.lint()
-        gm.recompile()
+            _hoist(node)
     return gm
 
 
-def _hoist(gather: fx.Node) -> bool:
+def _hoist(gather: fx.Node) -> None:
     operands = _operands(gather)
     if operands is None:
-        return False
+        return
     source, ids = operands
-    rows, kept = first_value(source).shape[0], first_value(ids).shape[0]
-    if statically_known_true(kept >= rows):
-        return False
+    rows = rows_of(source)
+    if statically_known_true(rows_of(ids) >= rows):
+        return
     reducible = _reducible(gather, source, rows)
-    if not reducible:
-        return False
-    _rewrite(gather, source, ids, reducible)
-    return True
+    if reducible:
+        _rewrite(gather, source, ids, reducible)
 
 
 def _operands(gather: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Source and row ids of a gather of rows; None of another one, or of one that writes to an `out`."""
+    """Source and row ids of a gather of rows; None for any other gather and for one that writes to an `out`."""
     given = arguments(gather, ("input", "dim", "index"))
     if given is None or given["dim"] != 0:
         return None
     source, ids = given["input"], given["index"]
-    if source is ids or first_value(source) is None or first_value(ids) is None:
+    if source is ids or rows_of(source) is None or rows_of(ids) is None:
         return None
     return source, ids
 
@@ -88,12 +90,8 @@ def _reducible(gather: fx.Node, source: fx.Node, rows: Any) -> dict[fx.Node, lis
     return {
         node: carriers
         for node, carriers in reducible.items()
-        if not any(_is_tuple(n) and n not in reducible for n in carriers)
+        if not any(is_tuple(n) and n not in reducible for n in carriers)
     }
-
-
-def _is_tuple(node: fx.Node) -> bool:
-    return isinstance(node.meta["example_value"], (tuple, list))
 
 
 def _reduced_in(
@@ -116,24 +114,18 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
         set_example_value(new, fake_mode)
         return new
 
-    def rows_of(node: fx.Node) -> fx.Node:
+    def kept_rows(node: fx.Node) -> fx.Node:
         if node not in reduced:
             reduced[node] = place(gather, torch.index_select, (node, 0, ids), {}, "call_function")
         return reduced[node]
 
     for node in reversed(reducible):
-        kept = {carrier: rows_of(carrier) for carrier in reducible[node]}
-        args, kwargs = _substitute((node.args, node.kwargs), kept)
-        if node.target is decode_op:
-            args = _single_token_rows(gather, ids, args)
-        elif node.target is moe_experts_op and _tells_of_padding(args):
-            args = (*args[:5], inline(gather, _kept_lens, (ids, *args[5:])), 1)
-        elif node.target in RESHAPES:
-            first, *others = reshape_sizes(node)
-            args = (args[0], (first if first == -1 else _count(gather, ids), *others))
-        reduced[node] = place(node, node.target, tuple(args), kwargs, node.op)
+        kept = {carrier: kept_rows(carrier) for carrier in reducible[node]}
+        args, kwargs = _for_kept(node, gather, ids)
+        args, kwargs = _substitute((args, kwargs), kept)
+        reduced[node] = place(node, node.target, args, kwargs, node.op)
 
-    value = rows_of(source)
+    value = kept_rows(source)
     if not _same_strides(value, gather):  # a slice, say; a later `view` counts on the gather's strides
         value = place(gather, "contiguous", (value,), {}, "call_method")
     gather.replace_all_uses_with(value)
@@ -143,30 +135,34 @@ def _rewrite(gather: fx.Node, source: fx.Node, ids: fx.Node, reducible: dict[fx.
 
 
 def _same_strides(node: fx.Node, other: fx.Node) -> bool:
-    pairs = zip(node.meta["example_value"].stride(), other.meta["example_value"].stride(), strict=True)
+    pairs = zip(tensor_of(node).stride(), tensor_of(other).stride(), strict=True)
     return all(statically_known_true(mine == theirs) for mine, theirs in pairs)
 
 
-def _substitute(args: Any, nodes: dict[fx.Node, fx.Node]) -> Any:
-    return fx.map_arg(args, lambda node: nodes.get(node, node))
+def _substitute(arguments: Any, nodes: dict[fx.Node, fx.Node]) -> Any:
+    return fx.map_arg(arguments, lambda node: nodes.get(node, node))
 
 
-def _single_token_rows(gather: fx.Node, ids: fx.Node, args: Any) -> tuple[Any, ...]:
-    # `rest` is the scale and, where it was given, the backend.
-    query, query_pe, kv_cache, block_table, seq_lens, q_lens, q_len, *rest = args
-    table, bounds = inline(gather, flatten_to_single, (ids, block_table, seq_lens, q_lens, q_len))
-    return query, query_pe, kv_cache, table, bounds, None, 1, *rest
-
-
-def _tells_of_padding(args: Any) -> bool:
-    row_lens = args[5] if len(args) > 5 else None
-    return row_lens is not None and not statically_known_true(first_value(row_lens).shape[0] == 0)
+def _for_kept(node: fx.Node, gather: fx.Node, ids: fx.Node) -> tuple[Any, Any]:
+    """The arguments of a reduced node that say which rows there are, told anew; those that carry rows as they were."""
+    if is_call(node, decode_op):
+        given = op_arguments(node)
+        bounds = (given[name] for name in ("block_table", "seq_lens", "q_lens", "q_len"))
+        table, seq_lens = inline(gather, flatten_to_single, (ids, *bounds))
+        return with_arguments(node, block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
+    if is_call(node, moe_experts_op):
+        given = op_arguments(node)
+        if given["row_lens"] is None or statically_known_true(rows_of(given["row_lens"]) == 0):
+            return node.args, node.kwargs
+        row_lens = inline(gather, _kept_lens, (ids, given["row_lens"], given["q_len"]))
+        return with_arguments(node, row_lens=row_lens, q_len=1)
+    if node.target in RESHAPES:
+        first, *others = reshape_sizes(node)
+        count = first if first == -1 else inline(gather, lambda kept: kept.shape[0], (ids,))
+        return (node.args[0], (count, *others)), {}
+    return node.args, node.kwargs
 
 
 def _kept_lens(ids: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
     """`row_lens` of the kept tokens, rows of one token each: 1, or 0 for padding."""
     return no_padding(ids, row_lens, q_len).to(torch.int32)
-
-
-def _count(gather: fx.Node, ids: fx.Node) -> Any:
-    return inline(gather, lambda kept: kept.shape[0], (ids,))

@@ -1,15 +1,33 @@
-"""The passes of the `mla` backend, in order. Each is `name(gm, example_inputs) -> gm`, in a file of its own."""
+"""The passes of the `mla` backend, in order, and what is done once for all around each of them.
 
-from collections.abc import Callable, Sequence
+A pass is `name(gm, example_inputs) -> gm`, in a file of its own; its options are bound with `functools.partial`. It
+rewrites nodes and no more: example values, the check of the graph, its code, timing and dumps are the business of
+`steps`, for the passes of users too.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
 
+from mla_compile.errors import MLAError
 from mla_compile.passes.absorb_mla import absorb_mla
+from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
+from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.nodes import has_value, op_name
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
+from mla_compile.torch_internals import trace_graph
+
+log = logging.getLogger(__name__)
 
 Pass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 
@@ -22,16 +40,116 @@ PASSES: list[Pass] = [
 ]
 
 
-def default_passes(gm: fx.GraphModule) -> Sequence[Pass]:
-    """`PASSES` for a graph with an op of ours; any other graph is searched for MLA written without it, and no more."""
-    ours = any(getattr(node.target, "namespace", "") == "mla_compile" for node in gm.graph.nodes)
-    return PASSES if ours else (absorb_mla,)
+def passes_for(
+    gm: fx.GraphModule, passes: Sequence[Pass] | None = None, decode_backend: str | None = None
+) -> list[Pass]:
+    """The list for a graph: `passes` or the default ones, then those that an option asks for, bound to it.
+
+    By default `PASSES` for a graph with an op of ours. Any other graph is searched for MLA written without it, and no
+    more.
+    """
+    if passes is None:
+        ours = any(getattr(node.target, "namespace", "") == "mla_compile" for node in gm.graph.nodes)
+        passes = PASSES if ours else [absorb_mla]
+    # After all others, so that it sees the decode calls that they emit.
+    bound = [] if decode_backend is None else [partial(choose_decode_backend, backend=decode_backend)]
+    return [*passes, *bound]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one pass did to a graph: how often each op is called before and after, and whether any node differs."""
+
+    name: str
+    seconds: float
+    changed: bool
+    before: Counter[str]
+    after: Counter[str]
+
+    def __str__(self) -> str:
+        """`split_prefill_decode: + mla_append x 3, mla_decode x 3 - mla_attention x 3 (2.1 ms)`."""
+        counts = [self.after - self.before, self.before - self.after]
+        listed = [", ".join(f"{op} x {n}" for op, n in sorted(count.items())) for count in counts]
+        what = " ".join(f"{sign} {ops}" for sign, ops in zip("+-", listed) if ops)
+        if not what:
+            what = "the same ops with other arguments or order" if self.changed else "changed nothing"
+        return f"{self.name}: {what} ({1e3 * self.seconds:.1f} ms)"
 
 
 def run(
     gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
 ) -> fx.GraphModule:
-    """Run `passes` on a Dynamo graph, in place; by default those of `default_passes`."""
-    for graph_pass in default_passes(gm) if passes is None else passes:
-        gm = graph_pass(gm, example_inputs)
-    return gm
+    """Run `passes` on a Dynamo graph, in place; by default those of `passes_for`. Each is logged and dumped.
+
+    Raises:
+        MLAError: a pass refuses the graph, fails, or leaves it broken.
+    """
+    result = gm
+    for applied, result in steps(gm, example_inputs, passes):
+        log.debug("%s", applied)
+        if applied.changed:
+            trace_graph(f"mla_after_{applied.name}", result)
+    return result
+
+
+def steps(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], passes: Sequence[Pass] | None = None
+) -> Iterator[tuple[Applied, fx.GraphModule]]:
+    """As `run`, one pass at a time and without log: what it did, and the graph after it."""
+    for graph_pass in passes_for(gm) if passes is None else passes:
+        name, before, counts = pass_name(graph_pass), _snapshot(gm.graph), _count(gm.graph)
+        known = set(gm.graph.nodes)
+        start = time.perf_counter()
+        with _blamed(name, "a graph module"):
+            result: object = graph_pass(gm, example_inputs)
+        if not isinstance(result, fx.GraphModule):
+            raise MLAError(f"pass {name}", "a graph module", repr(result), "end it with `return gm`")
+        gm = result
+        _finish(name, gm, known)
+        seconds = time.perf_counter() - start
+        changed = _snapshot(gm.graph) != before
+        yield Applied(name, seconds, changed, counts, _count(gm.graph)), gm
+
+
+def pass_name(graph_pass: Pass) -> str:
+    """`hoist_row_gather`, of a `partial` too; the class of an object that is called."""
+    while isinstance(graph_pass, partial):
+        graph_pass = graph_pass.func
+    return str(getattr(graph_pass, "__name__", type(graph_pass).__name__))
+
+
+def _snapshot(graph: fx.Graph) -> list[Any]:
+    # Arguments as text: comparing a symbolic size would add a guard.
+    return [(node.name, node.op, node.target, str(node.args), str(node.kwargs)) for node in graph.nodes]
+
+
+def _count(graph: fx.Graph) -> Counter[str]:
+    return Counter(op_name(node) for node in graph.nodes if node.op.startswith("call_"))
+
+
+def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
+    """Give new nodes the example values that they lack, check the graph and write its code.
+
+    Without the values the shapes of later nodes are unknown, and AOTAutograd may bypass its cache.
+    """
+    fake_mode = fake_mode_in(gm.graph)
+    for node in gm.graph.nodes if fake_mode is not None else ():
+        if node not in known and node.op in ("call_function", "call_method") and not has_value(node):
+            with _blamed(name, f"a new node that runs on its example values: {node.format_node()}"):
+                set_example_value(node, fake_mode)
+    with _blamed(name, "a graph that graph.lint() accepts"):
+        gm.graph.lint()
+    gm.recompile()
+
+
+@contextmanager
+def _blamed(name: str, expected: str) -> Iterator[None]:
+    """Whatever goes wrong inside names the pass. An `MLAError` says itself what is wrong, and gets a note."""
+    try:
+        yield
+    except MLAError as failure:
+        failure.add_note(f"in pass {name}")
+        raise
+    except Exception as failure:
+        mend = "mend it, or leave it out of options={'passes': [...]}"
+        raise MLAError(f"pass {name}", expected, f"{type(failure).__name__}: {failure}", mend) from failure

@@ -16,12 +16,13 @@ from torch import Tensor, fx
 
 from mla_compile.ops.norm_rope import rms_norm, rotate
 from mla_compile.passes.cone import Cone, shape_where_symbols_are
+from mla_compile.passes.nodes import tensor_of, value_of
 from mla_compile.torch_internals import is_wrapper, on_real_tensors, size_where_symbols_are
 
 _MOST_NODES = 64
 _HALF = (torch.float16, torch.bfloat16)
 _TINY = 1e-8
-"""Of which the mean square is nothing beside an epsilon."""
+"""The mean square of tokens of this size is nothing beside an epsilon."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Rotation:
     interleaved_in: bool
     interleaved_out: bool
     sin_first: bool
-    """Of the two leaves, the first is sin."""
+    """Whether sin is the first of the two leaves, and cos the second."""
 
     def __str__(self) -> str:
         layouts = ["interleaved" if x else "halves" for x in (self.interleaved_in, self.interleaved_out)]
@@ -65,8 +66,8 @@ def recognise_norm(cone: Cone) -> Norm | str:
         return f"it reads {len(cone.tensors)} other tensors, not just a weight"
     rank = _last(cone.result)
     (weight,) = cone.tensors
-    if _numel(weight) != rank or _value(weight).dtype != _value(cone.source).dtype:
-        return f"its weight is {_value(weight).dtype} {list(_value(weight).shape)}"
+    if _numel(weight) != rank or tensor_of(weight).dtype != tensor_of(cone.source).dtype:
+        return f"its weight is {tensor_of(weight).dtype} {list(tensor_of(weight).shape)}"
     try:
         with on_real_tensors(), torch.random.fork_rng(devices=[]):
             eps = _epsilon(cone, rank, weight)
@@ -87,7 +88,7 @@ def recognise_rotation(cone: Cone) -> Rotation | str:
         return obstacle
     rope = _last(cone.result)
     angles = cone.tensors
-    is_complex = [_value(leaf).is_complex() for leaf in angles]
+    is_complex = [tensor_of(leaf).is_complex() for leaf in angles]
     if is_complex not in ([True], [False, False]):
         return f"it reads {len(angles)} other tensors, not just cos and sin"
     widths = [_last(leaf) for leaf in angles]
@@ -116,19 +117,19 @@ def recognise_rotation(cone: Cone) -> Rotation | str:
 
 
 def _obstacle(cone: Cone) -> str | None:
-    dtype = _value(cone.source).dtype
+    dtype = tensor_of(cone.source).dtype
     if not cone.nodes:
         return "it does not depend on the projection"
-    if dtype != _value(cone.result).dtype:
+    if dtype != tensor_of(cone.result).dtype:
         return f"the projection is {dtype}"
-    if any(is_wrapper(_value(node)) for node in (cone.source, *cone.tensors)):
+    if any(is_wrapper(tensor_of(node)) for node in (cone.source, *cone.tensors)):
         return "it reads a tensor subclass"
     return cone.obstacle(_MOST_NODES)
 
 
 def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
-    """The epsilon that tiny tokens show: of `y = x w / sqrt(mean(x^2) + eps)`, all but it is known."""
-    dtype = _value(cone.source).dtype
+    """The epsilon that tiny tokens show: all else in `y = x w / sqrt(mean(x^2) + eps)` is known."""
+    dtype = tensor_of(cone.source).dtype
     half = dtype if dtype in _HALF else None
     values = _values(cone, 3, half, _TINY, torch.Generator("cpu").manual_seed(0))
     x = _rows(values[cone.source])[:, :rank].double()
@@ -155,7 +156,7 @@ def _constants(cone: Cone) -> list[float]:
 
 
 def _draws(cone: Cone) -> Iterator[_Draw]:
-    dtype = _value(cone.source).dtype
+    dtype = tensor_of(cone.source).dtype
     generator = torch.Generator("cpu").manual_seed(1)
     for half in (dtype, None) if dtype in _HALF else (None,):
         computed = torch.float32 if half is not None else dtype
@@ -174,7 +175,7 @@ def _values(
     """Random tensors for the source and the leaves; `number` for every symbol in their sizes."""
     values: dict[fx.Node, Any] = {}
     for leaf in cone.leaves:
-        size = _value(leaf)
+        size = value_of(leaf)
         if isinstance(size, Tensor):
             values[leaf] = _random(leaf, number, half, generator)
         else:
@@ -184,7 +185,7 @@ def _values(
 
 
 def _random(node: fx.Node, number: int, half: torch.dtype | None, generator: torch.Generator) -> Tensor:
-    dtype = torch.float32 if _value(node).dtype == half else _value(node).dtype
+    dtype = torch.float32 if tensor_of(node).dtype == half else tensor_of(node).dtype
     shape = shape_where_symbols_are(node, number)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     return torch.randn(shape, generator=generator, dtype=wide, device="cpu").to(dtype)
@@ -213,12 +214,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta["example_value"]
-
-
 def _last(node: fx.Node) -> int:
-    return int(_value(node).shape[-1])
+    return int(tensor_of(node).shape[-1])
 
 
 def _numel(node: fx.Node) -> int:

@@ -1,7 +1,7 @@
 """Which nodes of a Dynamo graph work row by row along dimension 0, and which of their inputs carry the rows.
 
-What is not known to is taken for not row-wise: an op without a rule, an argument that its rule does not name, an index
-of which it is not certain where its dimensions end up.
+A node is taken to mix rows unless its rule says that it does not. So are ops without a rule, calls with an argument
+that the rule does not name, and indices whose dimensions may change places.
 """
 
 import operator
@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.moe import moe_experts_op
-from mla_compile.passes.arguments import arguments
-from mla_compile.torch_internals import statically_known_true
+from mla_compile.passes.nodes import arguments, is_tuple, op_arguments, rows_of, tensor_of, value_of
+from mla_compile.torch_internals import overload_of, statically_known_true
 
 RESHAPES = {"view", "reshape", torch.reshape}
 _Carriers = list[fx.Node] | None
@@ -24,29 +24,21 @@ _Rule = Callable[[fx.Node, Any], _Carriers]
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
-def first_value(node: fx.Node) -> Any:
-    """The node's example tensor, the first one of a tuple; None where there is none."""
-    value = node.meta.get("example_value")
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, Tensor) and value.dim() > 0 else None
-
-
 def row_inputs(node: fx.Node, rows: Any) -> _Carriers:
     """The inputs whose row i alone decides row i of the result, or None where the node is not known to be row-wise.
 
     As often as they occur: `F.linear(x, x)` needs all rows of its second `x`, so it is not row-wise.
     """
-    rule = _RULES.get(node.target)
-    if rule is None or not node.args or not _has_rows(node, rows):
+    rule = _RULES.get(overload_of(node.target))
+    if rule is None or not _has_rows(node, rows):
         return None
     carriers = rule(node, rows)
     if not carriers or not all(_has_rows(carrier, rows) for carrier in carriers):
         return None
-    device = first_value(node).device  # a gather does not cross devices
+    device = tensor_of(node).device  # a gather does not cross devices
     inputs = _inputs(node)
     only_there = all(inputs.count(carrier) == carriers.count(carrier) for carrier in carriers)
-    return carriers if only_there and all(first_value(c).device == device for c in carriers) else None
+    return carriers if only_there and all(tensor_of(c).device == device for c in carriers) else None
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
@@ -63,19 +55,18 @@ def reshape_sizes(node: fx.Node) -> Sequence[Any]:
     """
     sizes: Any = node.args[1:]
     sizes = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-    shape = first_value(node).shape
+    shape = tensor_of(node).shape
     return [shape[dim] if dim and size == -1 else size for dim, size in enumerate(sizes)]
 
 
 def _has_rows(node: Any, rows: Any) -> bool:
-    value = first_value(node) if isinstance(node, fx.Node) else None
-    return value is not None and statically_known_true(value.shape[0] == rows)
+    own = rows_of(node)
+    return own is not None and statically_known_true(own == rows)
 
 
 def _rank(node: Any) -> int:
-    """Of a node's tensor; 0 where there is none with dimensions."""
-    value = first_value(node) if isinstance(node, fx.Node) else None
-    return 0 if value is None else value.dim()
+    """The number of dimensions of a node's tensor; 0 where there is none."""
+    return 0 if rows_of(node) is None else tensor_of(node).dim()
 
 
 def _spares_rows(dims: Any, rank: int) -> bool:
@@ -86,10 +77,10 @@ def _spares_rows(dims: Any, rank: int) -> bool:
 
 def _pointwise(node: fx.Node, rows: Any) -> _Carriers:
     """Each operand is aligned with the rows of the result or is the same for all of them."""
-    rank = first_value(node).dim()
+    rank = tensor_of(node).dim()
     carriers: list[fx.Node] = []
     for operand in _inputs(node):
-        value = operand.meta.get("example_value")
+        value = value_of(operand)
         if isinstance(value, _NUMBERS):
             continue
         if not isinstance(value, Tensor):
@@ -101,56 +92,50 @@ def _pointwise(node: fx.Node, rows: Any) -> _Carriers:
     return carriers
 
 
-def _first(count: int) -> _Rule:
-    """The op's first `count` arguments, where none is passed by name: who moves the gather rewrites the others."""
+def _op(*names: str) -> _Rule:
+    """These arguments of an op of ours; `hoist_row_gather` tells the others anew."""
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        carriers = [n for n in node.args[:count] if isinstance(n, fx.Node)]
-        return carriers if len(carriers) == count and not node.kwargs else None
+        given = op_arguments(node)
+        return [given[name] for name in names]
 
     return rule
 
 
 def _only_first(node: fx.Node, rows: Any) -> _Carriers:
     """The first argument; the others say of what dtype or layout the result is."""
-    return [node.args[0]] if isinstance(node.args[0], fx.Node) else None
+    first = node.args[0] if node.args else None
+    return [first] if isinstance(first, fx.Node) else None
 
 
 def _where(node: fx.Node, rows: Any) -> _Carriers:
-    """Of three operands; of one alone it gives indices."""
+    """Elementwise where it has three operands; with one alone it gives indices."""
     return _pointwise(node, rows) if len(node.args) == 3 else None
 
 
 def _linear(node: fx.Node, rows: Any) -> _Carriers:
     """Along the last dimension, by a matrix; a bias of more than one dimension could be of each row."""
-    given = arguments(node, ("input", "weight", "bias"))
-    if (
-        given is None
-        or _rank(given["input"]) < 2
-        or _rank(given["weight"]) != 2
-        or _rank(given.get("bias")) > 1
-    ):
-        return None
-    return [given["input"]]
+    given = arguments(node, ("input", "weight", "bias")) or {}
+    source, weight, bias = (_rank(given.get(name)) for name in ("input", "weight", "bias"))
+    return [given["input"]] if source > 1 and weight == 2 and bias < 2 else None
 
 
 def _norm(*names: str) -> _Rule:
     """Along the last dimensions, those of `normalized_shape`."""
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        given = arguments(node, ("input", "normalized_shape", *names))
-        shape = None if given is None else given["normalized_shape"]
-        if given is None or not isinstance(shape, (tuple, list)) or len(shape) >= _rank(given["input"]):
-            return None
-        return [given["input"]]
+        given = arguments(node, ("input", "normalized_shape", *names)) or {}
+        shape = given.get("normalized_shape")
+        behind_rows = isinstance(shape, (tuple, list)) and len(shape) < _rank(given["input"])
+        return [given["input"]] if behind_rows else None
 
     return rule
 
 
 def _embedding(node: fx.Node, rows: Any) -> _Carriers:
     """A row of the table for each id."""
-    given = arguments(node, ("input", "weight", "padding_idx"))
-    return None if given is None or not isinstance(given["input"], fx.Node) else [given["input"]]
+    given = arguments(node, ("input", "weight", "padding_idx")) or {}
+    return [given["input"]] if isinstance(given.get("input"), fx.Node) else None
 
 
 def _reshape(node: fx.Node, rows: Any) -> _Carriers:
@@ -166,15 +151,13 @@ def _reshape(node: fx.Node, rows: Any) -> _Carriers:
 def _along(*names: str, dim: str = "dim", default: int | None = None, new: int = 0) -> _Rule:
     """The op works along the dimensions in its argument `dim`, none of which may be the rows.
 
-    names: of its arguments after the tensor; new: dimensions that the result has more than the tensor.
+    names: its arguments after the tensor; new: how many dimensions more the result has than the tensor.
     """
 
     def rule(node: fx.Node, rows: Any) -> _Carriers:
-        given = arguments(node, ("input", *names))
-        source = None if given is None else given["input"]
-        if given is None or not isinstance(source, fx.Node) or _rank(source) == 0:
-            return None
-        return [source] if _spares_rows(given.get(dim, default), _rank(source) + new) else None
+        given = arguments(node, ("input", *names)) or {}
+        rank = _rank(given.get("input"))
+        return [given["input"]] if rank and _spares_rows(given.get(dim, default), rank + new) else None
 
     return rule
 
@@ -193,15 +176,10 @@ def _picking(*names: str) -> _Rule:
 
 def _cat(node: fx.Node, rows: Any) -> _Carriers:
     """Along another dimension than the rows, which all parts have."""
-    given = arguments(node, ("tensors", "dim"))
-    parts = None if given is None else given["tensors"]
-    if (
-        given is None
-        or not isinstance(parts, (tuple, list))
-        or not _spares_rows(given.get("dim", 0), _rank(node))
-    ):
-        return None
-    return _all_of_one_rank(parts)
+    given = arguments(node, ("tensors", "dim")) or {}
+    parts = given.get("tensors")
+    listed = isinstance(parts, (tuple, list)) and _spares_rows(given.get("dim", 0), _rank(node))
+    return _all_of_one_rank(given["tensors"]) if listed else None
 
 
 def _all_of_one_rank(nodes: Sequence[fx.Node]) -> _Carriers:
@@ -210,7 +188,7 @@ def _all_of_one_rank(nodes: Sequence[fx.Node]) -> _Carriers:
 
 def _einsum(node: fx.Node, rows: Any) -> _Carriers:
     """The first operand's leading label is the result's, and no other operand has it."""
-    equation, *operands = node.args
+    equation, *operands = node.args or (None,)
     if not isinstance(equation, str) or not isinstance(operands[0], fx.Node):
         return None
     inputs, _, output = equation.replace(" ", "").partition("->")
@@ -230,7 +208,7 @@ def _getitem(node: fx.Node, rows: Any) -> _Carriers:
     index: Any = node.args[1]
     if not isinstance(source, fx.Node):
         return None
-    if isinstance(source.meta.get("example_value"), (tuple, list)):
+    if is_tuple(source):
         return [source] if isinstance(index, int) else None
     first, *others = index if isinstance(index, tuple) and index else (index,)
     if not all(other is None or other is Ellipsis or _takes_one_or_a_range(other) for other in others):
@@ -279,6 +257,6 @@ _RULES: dict[Any, _Rule] = {
     F.embedding: _embedding,
     operator.getitem: _getitem,
     torch.einsum: _einsum,
-    moe_experts_op: _first(3),  # the padding that it is told of is the caller's to tell anew
-    decode_op: _first(2),
+    moe_experts_op: _op("x", "topk_weights", "topk_ids"),
+    decode_op: _op("q_latent", "q_pe"),
 }

@@ -20,16 +20,14 @@ from torch import fx
 
 from mla_compile.ops.attention import attention_op, lower_mla_attention
 from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import calls, op_arguments
 
 
 def split_prefill_decode(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without `mla_attention` is left untouched."""
-    unified = gm.graph.find_nodes(op="call_function", target=attention_op)
     shared: dict[Any, fx.Node] = {}
-    for node in unified:
-        node.replace_all_uses_with(inline(node, lower_mla_attention, node.args, shared))
+    for node in calls(gm.graph, attention_op):
+        arguments = tuple(op_arguments(node).values())
+        node.replace_all_uses_with(inline(node, lower_mla_attention, arguments, shared))
         gm.graph.erase_node(node)
-    if unified:
-        gm.graph.lint()
-        gm.recompile()
     return gm

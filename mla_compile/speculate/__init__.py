@@ -2,6 +2,7 @@
 
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.chunks import PromptChunk, PromptChunks
+from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified
 from mla_compile.speculate.shadow import ShadowCheckError, shadow_check
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.step import SpeculativeDecoder, Step
@@ -9,6 +10,9 @@ from mla_compile.speculate.target import ServedModel
 
 __all__ = [
     "DecodeState",
+    "Drafter",
+    "DrafterKind",
+    "DrafterSettings",
     "PromptChunk",
     "PromptChunks",
     "SamplingParams",
@@ -16,5 +20,6 @@ __all__ = [
     "ShadowCheckError",
     "SpeculativeDecoder",
     "Step",
+    "Verified",
     "shadow_check",
 ]

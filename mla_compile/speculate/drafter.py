@@ -1,7 +1,15 @@
-"""What proposes the tokens that a step verifies. Whatever it proposes, the tokens are the target's own."""
+"""What proposes the tokens that a step verifies: the table of drafters.
 
+Whatever they propose, the tokens are the target's own.
+
+Nothing else in the package asks for a drafter by its name. A new one is a class with the methods of `Drafter`, a row of
+`DRAFTERS`, and its name in `defaults.DrafterName`, for the command's flag. One's own needs no row: see
+`examples/add_a_drafter.py`.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +22,6 @@ from mla_compile.speculate.chunks import PromptChunks
 from mla_compile.speculate.ngram import look_up, record
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
-
-
-def check_drafter(name: object) -> None:
-    """Raises `MLAError` for anything but a `DrafterName` and None."""
-    if name is not None and name not in get_args(DrafterName):
-        raise MLAError("drafter", "'mtp', 'ngram' or None", repr(name))
 
 
 @dataclass(frozen=True)
@@ -55,36 +57,63 @@ class Drafter(Protocol):
         behind a row's own `num_drafts`."""
 
 
+@dataclass(frozen=True)
+class DrafterSettings:
+    """What a drafter is made for.
+
+    model: whose caches have `page_size` tokens a page.
+    num_speculative_tokens: drafts per step, k >= 0; 0 where other steps draft and this one keeps up what they read.
+    sampled: whether any row samples; see `choose_tokens`.
+    decode_backend: of decode segments; see `DecodeSegment`.
+    """
+
+    model: Target
+    num_speculative_tokens: int
+    page_size: int
+    sampled: bool
+    decode_backend: str | None
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A row of `DRAFTERS`, or a drafter of one's own, for `Engine(drafter=...)`.
+
+    name: what errors call it.
+    build: makes one for a step of so many drafts. Steps of several lengths each have one, over the same states.
+    needs_mtp: whether it runs the model's MTP layer.
+    needs_history: whether it reads `DecodeState.history`.
+    lookahead: tokens after a page on which the latents depend that it caches in that page. Pages are shared by prompts
+        only where those agree too.
+    """
+
+    name: str
+    build: Callable[[DrafterSettings], Drafter]
+    needs_mtp: bool = False
+    needs_history: bool = False
+    lookahead: int = 0
+
+    def serves(self, *, has_mtp: bool) -> bool:
+        """Whether a model has what it needs."""
+        return has_mtp or not self.needs_mtp
+
+
 class MtpDrafter(nn.Module):
     """The model's own MTP layer, k times in turn.
 
     It has read each token's hidden state beside the token after it. So after an acceptance it catches up on the
     emitted tokens, k + 1 positions a row as in verification, which gives the first draft; each further one comes from a
     pass over the output of the one before.
-
-    Args:
-        model: with an MTP layer; its caches have `page_size` tokens a page.
-        num_speculative_tokens: k >= 0.
-        sampled, decode_backend: see `SpeculativeDecoder`.
     """
 
     model: Target
 
-    def __init__(
-        self,
-        model: Target,
-        num_speculative_tokens: int,
-        *,
-        page_size: int,
-        sampled: bool,
-        decode_backend: str | None,
-    ) -> None:
+    def __init__(self, settings: DrafterSettings) -> None:
         super().__init__()
-        self.model = model
-        self.k = num_speculative_tokens
-        self.page_size = page_size
-        self.sampled = sampled
-        self.decode_backend = decode_backend
+        self.model = settings.model
+        self.k = settings.num_speculative_tokens
+        self.page_size = settings.page_size
+        self.sampled = settings.sampled
+        self.decode_backend = settings.decode_backend
 
     def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
         """Write the layer's latents of the chunks."""
@@ -145,14 +174,11 @@ class MtpDrafter(nn.Module):
 
 
 class NgramDrafter(nn.Module):
-    """Prompt look-up in `DecodeState.history`, for any model: no weights, no caches.
+    """Prompt look-up in `DecodeState.history`, for any model: no weights, no caches."""
 
-    num_speculative_tokens: k >= 0.
-    """
-
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, settings: DrafterSettings) -> None:
         super().__init__()
-        self.k = num_speculative_tokens
+        self.k = settings.num_speculative_tokens
 
     def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
         """Nothing: a row's history has its whole prompt from the start."""
@@ -163,3 +189,51 @@ class NgramDrafter(nn.Module):
             raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
         record(state.history, state.num_cached + 1, verified.targets, verified.count)
         return look_up(state.history, verified.num_cached + 1, self.k)
+
+
+DRAFTERS = (
+    DrafterKind("mtp", MtpDrafter, needs_mtp=True, lookahead=1),
+    DrafterKind("ngram", NgramDrafter, needs_history=True),
+)
+"""The first one that serves a model drafts for it where nobody has asked for another."""
+
+ANY_MODEL = next(kind.name for kind in DRAFTERS if kind.serves(has_mtp=False))
+"""The drafter to recommend to those whose model has no MTP layer."""
+
+
+def known_drafter(drafter: object) -> DrafterKind | None:
+    """The drafter of that name, or one's own; None for None.
+
+    Raises:
+        MLAError: anything else.
+    """
+    if drafter is None or isinstance(drafter, DrafterKind):
+        return drafter
+    for kind in DRAFTERS:
+        if drafter == kind.name:
+            return kind
+    names = ", ".join(repr(kind.name) for kind in DRAFTERS)
+    raise MLAError("drafter", f"{names}, a DrafterKind or None", repr(drafter))
+
+
+def select_drafter(drafter: DrafterName | DrafterKind | None, *, has_mtp: bool) -> DrafterKind:
+    """What drafts for a model.
+
+    Raises:
+        MLAError: an unknown drafter, or one that needs an MTP layer for a model without one.
+    """
+    kind = known_drafter(drafter)
+    if kind is None:
+        return next(kind for kind in DRAFTERS if kind.serves(has_mtp=has_mtp))
+    if not kind.serves(has_mtp=has_mtp):
+        mend = "load a checkpoint with one"
+        raise MLAError(
+            "drafter", f"{ANY_MODEL!r} or None for a model without an MTP layer", repr(kind.name), mend
+        )
+    return kind
+
+
+def loads_mtp(num_speculative_tokens: int | None, drafter: DrafterName | DrafterKind | None) -> bool | None:
+    """`load_model`'s `mtp` for these drafts: False where the layer would do nothing, None where it may help."""
+    kind = known_drafter(drafter)
+    return False if num_speculative_tokens == 0 or (kind is not None and not kind.needs_mtp) else None

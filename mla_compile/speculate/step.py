@@ -11,7 +11,7 @@ token at position n and drafts d_1..d_k after it:
     MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
                                                            one position each, from its own output
 
-What drafts is behind an interface (`drafter.py`): here the MTP layer. An n-gram drafter reads s_0..s_a and the text
+What drafts is a row of a table (`drafter.py`): here the MTP layer. A prompt look-up reads s_0..s_a and the text
 before them instead, in `DecodeState.history`.
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
@@ -41,13 +41,7 @@ from mla_compile.errors import MLAError
 from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.drafter import (
-    Drafter,
-    MtpDrafter,
-    NgramDrafter,
-    Verified,
-    check_drafter,
-)
+from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
@@ -70,7 +64,7 @@ class SpeculativeDecoder(nn.Module):
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States may have room for more, for
             steps that take turns.
-        drafter: "mtp" for a model with an MTP layer, "ngram" for any; states need a `history` for it.
+        drafter: a name of `DRAFTERS`, or one of the caller's own; states need a `history` where it reads one.
         keep_drafter: whether others of these steps draft, so that one of k = 0 keeps up what its drafter reads.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
@@ -85,27 +79,22 @@ class SpeculativeDecoder(nn.Module):
         num_speculative_tokens: int,
         *,
         page_size: int,
-        drafter: DrafterName = "mtp",
+        drafter: DrafterName | DrafterKind = "mtp",
         keep_drafter: bool = False,
         sampled: bool = False,
         decode_backend: str | None = None,
     ) -> None:
         super().__init__()
         check_num_drafts(num_speculative_tokens)
-        check_drafter(drafter)
+        kind = select_drafter(drafter, has_mtp=True)
         self.model = model
         self.k = num_speculative_tokens
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend
         self.drafter: Drafter | None = None
-        keep_drafter = keep_drafter or self.k > 0
-        if keep_drafter and drafter == "ngram":
-            self.drafter = NgramDrafter(self.k)
-        elif keep_drafter:
-            self.drafter = MtpDrafter(
-                model, self.k, page_size=page_size, sampled=sampled, decode_backend=decode_backend
-            )
+        if keep_drafter or self.k > 0:
+            self.drafter = kind.build(DrafterSettings(model, self.k, page_size, sampled, decode_backend))
 
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""

@@ -104,9 +104,9 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_dr
 ):
     drafts, init = [], Engine.__init__
 
-    def spied(self, model, **settings):
-        init(self, model, **settings)
-        drafts.append(self.k)
+    def spied(self, *args, **settings):
+        init(self, *args, **settings)
+        drafts.append(self.config.num_speculative_tokens)
 
     monkeypatch.setattr(Engine, "__init__", spied)
     assert generate("--prompt", "hello").exit_code == 0
@@ -118,9 +118,9 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_dr
 def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the_same(complete, monkeypatch):
     fixed, lengths, init = complete(MIXED), [], Engine.__init__
 
-    def spied(self, model, **settings):
-        init(self, model, **settings)
-        lengths.append(self._launcher.draft_length.lengths)
+    def spied(self, *args, **settings):
+        init(self, *args, **settings)
+        lengths.append(self.draft_length.lengths)
 
     monkeypatch.setattr(Engine, "__init__", spied)
     for flags in (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mla_compile
 from mla_compile import MLAError, SamplingParams
-from mla_compile.cli.requests import _SETTINGS, _fits, read_requests
+from mla_compile.cli.prompts import _SETTINGS, _fits, read_prompts
 
 HELLO = {"prompt": "hello"}
 BAD = st.sampled_from([None, True, 1, 1.5, -1, "x", [], [1], ["x"], {}, float("nan"), 10**400, 2**63])
@@ -18,7 +18,7 @@ BAD = st.sampled_from([None, True, 1, 1.5, -1, "x", [], [1], ["x"], {}, float("n
 def parse(tmp_path_factory, line: str, sampling: SamplingParams) -> SamplingParams:
     file = tmp_path_factory.getbasetemp() / "line.jsonl"
     file.write_text(line + "\n")
-    (request,) = read_requests(None, file, sampling)
+    (request,) = read_prompts(None, file, sampling)
     return request.sampling
 
 

@@ -78,7 +78,7 @@ def test_similar_prompts_get_engines_of_the_same_size(loaded):
     def size(num_prompts, length, max_new_tokens):
         prompts = [[1] * length] * num_prompts
         engine = fitting_engine(loaded, prompts, max_new_tokens=max_new_tokens, compile=False)
-        return engine.max_rows, engine.max_model_len, engine.num_pages
+        return engine.config.max_rows, engine.config.max_model_len, engine.config.num_pages
 
     loaded.model.config.max_position_embeddings = 16384
     assert size(1, 5, 20) == size(1, 300, 200) == (1, 2048, 1025)
@@ -87,5 +87,5 @@ def test_similar_prompts_get_engines_of_the_same_size(loaded):
     assert size(2, 2000, 100) == (2, 4096, 1025)
     assert size(8, 2000, 100) == (8, 4096, 2049)
     assert size(1, 1000, 50000) == (1, 16384, 1025)  # the model's positions end there
-    default = Engine(loaded.model, compile=False)
+    default = Engine(loaded.model, compile=False).config
     assert (default.max_rows, default.max_model_len, default.num_pages) == size(8, 5, 20)

@@ -8,6 +8,7 @@ has a certain id, the request ends in an error, and its neighbours do not.
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -16,14 +17,14 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from mla_compile import Engine, MLABatch, SamplingParams
-from mla_compile.engine import Completion, Generation
-from mla_compile.engine.scheduler import Plan
-from mla_compile.engine.stop_strings import Found
+from mla_compile.engine import Completion, Request
+from mla_compile.engine.detokenizer import Found
+from mla_compile.engine.draft_length import Drafting
 from mla_compile.models import MLAForCausalLM
-from mla_compile.speculate import DecodeState
-from mla_compile.speculate.drafter import Drafter, Verified
+from mla_compile.speculate import DecodeState, Verified
 from tests.engine.any_length import AnyLength
 from tests.engine.toy_engine import Arrival, Trace
+from tests.engine.watching import Watch
 from tests.models.small import randomize
 from tests.speculate.prompt_lookup import prompt_lookup
 
@@ -158,10 +159,12 @@ class EngineRun:
         self.max_model_len = max(lengths)
         pages = 1 + -(-self.max_model_len // trace.page_size)
         self.model = model() if trace.poison is None else poisoned(*trace.poison)
+        self.requests: dict[int, Request] = {}
+        self.watch = Watch(self._plant)
         self.engine = Engine(
             self.model,
             num_speculative_tokens=trace.k,
-            drafter=trace.drafter,
+            drafter=self.watch.kind(trace.drafter),
             adaptive_draft_length=trace.adaptive,
             max_rows=trace.max_rows,
             max_model_len=self.max_model_len,
@@ -170,39 +173,24 @@ class EngineRun:
             max_tokens_per_step=trace.max_rows * (1 + trace.k) + trace.spare_tokens,
             compile=False,
         )
-        self.engine._reports.lag = trace.lag
-        launcher = self.engine._launcher
+        self.engine.report_lag = trace.lag
         if trace.adaptive:
-            launcher.draft_length = AnyLength(trace.k, trace.seed)
-        for decoder in launcher._decoders.values():
-            if decoder.drafter is not None:
-                self._plant(decoder.drafter, decoder.k)
-        self._watch()
-        self.generations: dict[int, Generation] = {}
+            self.engine.draft_length = AnyLength(trace.k, trace.seed)
+        learn = self.engine.draft_length.learn
 
-    def _watch(self) -> None:
-        """Count the mixed steps whose decode rows emit."""
-        launch, collect = self.engine._launcher.launch, self.engine._collect
-        mixed: list[bool] = []
+        def watched(drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
+            *_, has_chunks = drafting.bucket
+            self.outcome.num_emitting_mixed_steps += has_chunks and len(accepted) > 0
+            learn(drafting, accepted, seconds)
 
-        def watched_launch(plan: Plan, *args: object) -> object:
-            mixed.append(bool(plan.decodes and plan.chunks))
-            return launch(plan, *args)
-
-        def watched_collect() -> None:
-            before = self.engine.stats.num_verified_tokens
-            collect()
-            emitted = self.engine.stats.num_verified_tokens - before
-            self.outcome.num_emitting_mixed_steps += mixed.pop(0) and emitted > 0
-
-        self.engine._launcher.launch, self.engine._collect = watched_launch, watched_collect
+        self.engine.draft_length.learn = watched
 
     def run(self) -> Outcome:
         for (
             text_of
         ) in self.trace.arrivals:  # before this engine's caches are used: they belong to the newest engine
             text(tuple(text_of.prompt()), sampling(text_of))
-        self.model.allocate_cache(self.engine.num_pages, self.trace.page_size)
+        self.model.allocate_cache(self.engine.config.num_pages, self.trace.page_size)
         self.engine._caches = self.model.caches()
         arrivals = self.trace.arrivals
         clock, last = 0, max(arrival.step for arrival in arrivals)
@@ -212,9 +200,9 @@ class EngineRun:
             for number, arrival in enumerate(arrivals):
                 if arrival.step == clock:
                     self._add(number, arrival)
-                if arrival.abort_step == clock and number in self.generations:
-                    self.generations[number].abort()
-                    self.generations[number].abort()  # again: nothing happens
+                if arrival.abort_step == clock and number in self.requests:
+                    self.requests[number].abort()
+                    self.requests[number].abort()  # again: nothing happens
             self._step()
             clock += 1
         self._check_end()
@@ -223,7 +211,7 @@ class EngineRun:
     def _add(self, number: int, arrival: Arrival) -> None:
         prompt = arrival.prompt()
         longest = len(prompt) + arrival.max_new_tokens == self.max_model_len
-        generation = self.engine.add(
+        request = self.engine.add(
             prompt,
             sampling(arrival),
             max_new_tokens=arrival.max_new_tokens + 5 * longest,  # the model's length ends it, not its own
@@ -231,70 +219,65 @@ class EngineRun:
             priority=arrival.priority,
         )
         if arrival.num_until_stop is not None:
-            generation.stop_strings = StopsAfter(arrival.num_until_stop)
-        self.generations[number] = generation
+            request.stop_strings = StopsAfter(arrival.num_until_stop)
+        self.requests[number] = request
 
     def _step(self) -> None:
         engine = self.engine
-        blank = torch.tensor(engine._pool._blank, dtype=torch.int64)
+        blank = torch.tensor(engine._scheduler.pool._blank, dtype=torch.int64)
         for latents in engine._caches:
             latents[blank] = torch.nan
         engine.step()
-        shared = [page for page in range(engine.num_pages) if engine._pool.is_registered(page)]
+        shared = [
+            page for page in range(engine.config.num_pages) if engine._scheduler.pool.is_registered(page)
+        ]
         for latents in engine._caches[: len(self.model.layers)]:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
-    def _plant(self, drafter: Drafter, k: int) -> None:
+    def _plant(self, state: DecodeState, verified: Verified, drafts: Tensor) -> Tensor:
         """Where the host knows the text: in most rows drafts of which a random number are right.
 
         What an n-gram drafter drafts is checked first.
         """
-        draft = drafter.draft
-
-        def planted(state: DecodeState, verified: Verified) -> Tensor:
-            drafts = draft(state, verified)  # the real one writes latents
-            rows = self.engine._launcher.rows
-            for slot, row in rows._row_of.items():
-                generation = rows._live[slot]
-                known = text(tuple(generation.prompt), generation.params).token_ids
-                start = int(verified.num_cached[row]) + 1 - len(generation.prompt)
-                if self.trace.drafter == "ngram" and verified.active[row]:
-                    so_far = [*generation.prompt, *known[:start]]
-                    assert drafts[row].tolist() == prompt_lookup(so_far, k), f"drafts after {so_far}"
-                    self.outcome.num_ngram_drafts += 1
-                for j in range(k):
-                    if self.random.random() < self.trace.acceptance and 0 <= start + j < len(known):
-                        drafts[row, j] = known[start + j]
-                    if self.trace.poison is not None and self.random.random() < 0.1:
-                        drafts[row, j] = self.trace.poison[1]
-            return drafts
-
-        drafter.draft = planted
+        for request, row in self.watch.rows(self.requests.values()):
+            known = text(tuple(request.prompt), request.params).token_ids
+            start = int(verified.num_cached[row]) + 1 - len(request.prompt)
+            if self.trace.drafter == "ngram" and verified.active[row]:
+                so_far = [*request.prompt, *known[:start]]
+                k = drafts.shape[1]
+                assert drafts[row].tolist() == prompt_lookup(so_far, k), f"drafts after {so_far}"
+                self.outcome.num_ngram_drafts += 1
+            for j in range(drafts.shape[1]):
+                if self.random.random() < self.trace.acceptance and 0 <= start + j < len(known):
+                    drafts[row, j] = known[start + j]
+                if self.trace.poison is not None and self.random.random() < 0.1:
+                    drafts[row, j] = self.trace.poison[1]
+        return drafts
 
     def _check_end(self) -> None:
         stats, outcome = self.engine.stats, self.outcome
         for number, arrival in enumerate(self.trace.arrivals):
-            self._check_request(number, arrival, self.generations[number])
+            self._check_request(number, arrival, self.requests[number])
         outcome.num_steps, outcome.num_mixed_steps = stats.num_steps, stats.num_mixed_steps
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
         outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
-        pool = self.engine._pool
+        pool = self.engine._scheduler.pool
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
         assert not any(pool.references(page) for page in range(pool.num_pages))
         assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
-        assert not self.engine._generations, "a request was forgotten"
+        assert not self.engine._scheduler.requests(), "a request was forgotten"
 
-    def _check_request(self, number: int, arrival: Arrival, generation: Generation) -> None:
-        completion, ends = generation.completion, stop_ids(self.trace)
+    def _check_request(self, number: int, arrival: Arrival, request: Request) -> None:
+        completion, ends = request.completion, stop_ids(self.trace)
         alone = text(tuple(arrival.prompt()), sampling(arrival))
-        limit = min(arrival.max_new_tokens, self.max_model_len - len(generation.prompt))
+        limit = min(arrival.max_new_tokens, self.max_model_len - len(request.prompt))
         whole = next((i + 1 for i, token in enumerate(alone.token_ids[:limit]) if token in ends), limit)
         reason = "stop" if alone.token_ids[whole - 1] in ends else "length"
         if arrival.num_until_stop is not None and arrival.num_until_stop <= whole:
             whole, reason = arrival.num_until_stop, "stop"
             self.outcome.num_cut += completion.finish_reason == "stop"
-        failed = self._fails_after(generation.prompt, alone.token_ids)
+        failed = self._fails_after(request.prompt, alone.token_ids)
         if failed is not None and failed < whole:
             whole, reason = failed, "error"
         if completion.finish_reason == "abort":
@@ -304,7 +287,7 @@ class EngineRun:
         self.outcome.num_aborted += reason == "abort"
         self.outcome.num_stopped += reason == "stop"
         self.outcome.num_failed += reason == "error"
-        message = f"the model's logits for position {len(generation.prompt) + whole} are NaN or infinite"
+        message = f"the model's logits for position {len(request.prompt) + whole} are NaN or infinite"
         assert completion.error == (message if reason == "error" else None)
         where = f"request {number}"
         assert completion.token_ids == alone.token_ids[:whole], where

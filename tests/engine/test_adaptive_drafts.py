@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from mla_compile import Engine, SamplingParams
-from mla_compile.engine import Completion, Generation
+from mla_compile.engine import Completion, Request
 from mla_compile.engine.draft_length import AdaptiveLength
+from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import compile_counters
 from tests.engine.any_length import AnyLength
+from tests.engine.watching import Watch
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.speculate.from_scratch import PAGE, FromScratch, greedy, sampler
 from tests.speculate.prompt_lookup import prompt_lookup
@@ -35,7 +37,7 @@ def engine(model: MLAForCausalLM, policy: AnyLength | None = None, **settings: o
     drafts = {"num_speculative_tokens": K, "adaptive_draft_length": True}
     made = Engine(model, **{**sizes, **drafts, **settings})
     if policy is not None:
-        made._launcher.draft_length = policy
+        made.draft_length = policy
     poison_caches(model)
     return made
 
@@ -62,9 +64,11 @@ def plain(params: SamplingParams, count: int = 24) -> list[Completion]:
     return made.generate(PROMPTS, params, max_new_tokens=count)
 
 
-def serve(of: Engine, params: SamplingParams, check: object = None) -> list[Generation]:
+def serve(
+    of: Engine, params: SamplingParams, check: object = None, generations: list[Request] | None = None
+) -> list[Request]:
     """Requests that arrive one after the other; `check` looks at the engine after each of its steps."""
-    generations: list[Generation] = []
+    generations = [] if generations is None else generations
     while of.has_work() or len(generations) < len(PROMPTS):
         if len(generations) < len(PROMPTS) and of.stats.num_steps >= 3 * len(generations):
             generations.append(of.add(PROMPTS[len(generations)], params, max_new_tokens=24))
@@ -94,25 +98,31 @@ def test_tokens_are_plain_ones_and_drafts_those_from_scratch_whatever_the_length
     """With prompts in chunks beside rows that decode, pages that prompts share, rows that move to other states and,
     where there are few pages, preemption."""
     params, policy = KINDS[kind], AnyLength(K, seed)
-    of = engine(model, policy, num_pages=19 if few_pages else None, max_tokens_per_step=4 * (1 + K) + 3)
-    choose, rows = greedy if kind == "greedy" else sampler(params), of._launcher.rows
+    watch, requests = Watch(), []
+    of = engine(
+        model,
+        policy,
+        drafter=watch.kind("mtp"),
+        num_pages=19 if few_pages else None,
+        max_tokens_per_step=4 * (1 + K) + 3,
+    )
+    choose = greedy if kind == "greedy" else sampler(params)
     num_checked = 0
 
     def check() -> None:
         nonlocal num_checked
         length = policy.learned[-1][0].length
-        for slot, generation in rows._live.items():
-            row = rows[slot]
-            if generation.has_ended or not generation.completion.token_ids or not rows._state.active[row]:
+        for generation, row in watch.rows(requests):
+            if not generation.completion.token_ids or not watch.state.active[row]:
                 continue
             text = [*generation.prompt, *generation.completion.token_ids]
             count = min(length, generation.max_len - len(text))  # what is behind the row's end is not drafted
-            drafts = rows._state.drafts[row, :count].tolist()
+            drafts = watch.state.drafts[row, :count].tolist()
             assert not count or drafts == oracle.drafts(text, count, choose), f"{length} drafts after {text}"
             num_checked += count > 0
 
-    generations = serve(of, params, check)
-    assert [g.completion.token_ids for g in generations] == [c.token_ids for c in plain(params)]
+    serve(of, params, check, requests)
+    assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain(params)]
     stats = of.stats
     assert num_checked > 50 and stats.num_reused_tokens > 0 and stats.num_mixed_steps > 0
     assert (stats.num_preemptions > 0) == few_pages
@@ -186,20 +196,21 @@ def test_n_gram_drafts_are_those_of_the_whole_text_whatever_the_lengths(
     model: MLAForCausalLM, seed: int
 ) -> None:
     policy = AnyLength(K, seed)
-    of = engine(model, policy, drafter="ngram")
+    watch, requests = Watch(), []
+    of = engine(model, policy, drafter=watch.kind("ngram"))
     num_checked = 0
 
     def check() -> None:
         nonlocal num_checked
-        length, rows = policy.learned[-1][0].length, of._launcher.rows
-        for slot, generation in rows._live.items():
-            if generation.has_begun and not generation.has_ended:
-                text = [*generation.prompt, *generation.completion.token_ids]
-                assert rows._state.drafts[rows[slot], :length].tolist() == prompt_lookup(text, length)
+        length = policy.learned[-1][0].length
+        for request, row in watch.rows(requests):
+            if request.has_begun:
+                drafts = watch.state.drafts[row, :length].tolist()
+                assert drafts == prompt_lookup(request.tokens, length)
                 num_checked += length > 0
 
-    generations = serve(of, SamplingParams(), check)
-    assert [g.completion.token_ids for g in generations] == [c.token_ids for c in plain(SamplingParams())]
+    serve(of, SamplingParams(), check, requests)
+    assert [r.completion.token_ids for r in requests] == [c.token_ids for c in plain(SamplingParams())]
     assert num_checked > 20
 
 
@@ -216,14 +227,14 @@ def test_a_step_verifies_no_more_drafts_than_the_one_before_made(model: MLAForCa
     """Though more stand in the state, and are right."""
     params, (expected, *_) = SamplingParams(), plain(SamplingParams())
     policy = AnyLength(K, first=[1, 3, 0, 2, 3, 3])
-    of = engine(model, policy)
+    watch = Watch()
+    of = engine(model, policy, drafter=watch.kind("mtp"))
     generation = of.add(PROMPTS[0], params, max_new_tokens=24)
     emitted = []
     for _ in range(6):
         known = len(generation.completion.token_ids)
         if known:
-            state = of._launcher.rows._state
-            state.drafts[0] = torch.tensor(expected.token_ids[known : known + K])
+            watch.state.drafts[0] = torch.tensor(expected.token_ids[known : known + K])
         of.step()
         emitted.append(len(generation.completion.token_ids) - known)
     assert emitted == [1, 1 + 1, 1, 1 + 0, 1 + 2, 1 + 3]
@@ -263,15 +274,14 @@ def test_launches_that_compile_or_record_have_no_time_nor_have_those_whose_repor
 ) -> None:
     policy = AnyLength(K)
     of = engine(model, policy)
-    of._reports.lag = lag
-    launch, launches = of._launcher.launch, []
+    of.report_lag = lag
+    launch, launches = Launcher.launch, []
 
-    def every_fifth(*args: object) -> object:
-        launched = launch(*args)
-        launches.append(launched)
-        return replace(launched, is_usual=len(launches) % 5 > 0)
+    def every_fifth(self: Launcher, *args: object) -> Launch:
+        launches.append(launch(self, *args))
+        return replace(launches[-1], is_timed=len(launches) % 5 > 0)
 
-    monkeypatch.setattr(of._launcher, "launch", every_fifth)
+    monkeypatch.setattr(Launcher, "launch", every_fifth)
     of.generate(PROMPTS[:1], max_new_tokens=20)
     untimed = [i for i, seconds in enumerate(policy.seconds) if seconds is None]
     expected = [
@@ -336,7 +346,7 @@ def test_an_adaptive_engine_stops_drafting_where_nothing_is_accepted(
 ) -> None:
     """As with the tiny model's drafts, if a draft makes a step longer by 0.3 seconds."""
     of = engine(model, max_model_len=256)
-    policy = of._launcher.draft_length
+    policy = of.draft_length
     assert isinstance(policy, AdaptiveLength)
     learn = policy.learn
     monkeypatch.setattr(

@@ -237,8 +237,15 @@ def test_torch_runs_the_compiled_code_itself_while_recording_is_off() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
+def test_warming_up_reads_and_writes_no_page(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor needs it more pages than there are: two here, for 8 rows of 16."""
+    allocate, allocated = DecodeState.allocate, []
+
+    def watched(rows: int, *args: object, num_stop_ids: int, **sizes: object) -> DecodeState:
+        allocated.append((rows, num_stop_ids))
+        return allocate(rows, *args, num_stop_ids=num_stop_ids, **sizes)
+
+    monkeypatch.setattr(DecodeState, "allocate", watched)
     model = tiny_model()
     engine = Engine(model, num_speculative_tokens=K, max_rows=8, max_model_len=64, page_size=4, compile=False)
     sampling = SamplingParams(temperature=temperature, seed=1)
@@ -250,7 +257,7 @@ def test_warming_up_reads_and_writes_no_page(temperature: float) -> None:
     report = engine.warm_up(sampling=sampling, stop_ids=range(9))
     assert report.why_not == "compile=False"
     assert all(cache.isnan().all() for cache in model.caches())
-    assert sorted(rows for rows, width, *_ in engine._launcher._states if width == 16) == [1, 2, 4, 8]
+    assert sorted(of_rows for of_rows, width in allocated if width == 16) == [1, 2, 4, 8]
     model.allocate_cache(len(enough[0]), 4)
     engine._caches = model.caches()
     poison_caches(model)
@@ -273,7 +280,7 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longes
     model = tiny_model(torch.float32)
     expected = Engine(model, compile=False, **sizes).generate(prompts, max_new_tokens=12)
     engine = Engine(model, compile_mixed=True, **drafts, **sizes)
-    engine._launcher.draft_length = policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
+    engine.draft_length = policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
     poison_caches(model)
     torch._dynamo.utils.counters.clear()
     engine.warm_up()

@@ -12,6 +12,8 @@ from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Completion
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
+from mla_compile.packing import padded_prompt_tokens
+from mla_compile.speculate import PromptChunk, PromptChunks
 from tests.models_for_tests import poison_caches, tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
@@ -128,27 +130,25 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
         engine(decode_backend="fast")
 
 
-def test_prompts_that_are_padded_for_capture_give_the_same_tokens() -> None:
+def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where mixed steps are captured; chunks of nobody write to no page, and poisoned ones show who reads."""
-    settings = {
-        "max_rows": 3,
-        "max_tokens_per_step": 15,
-        "max_model_len": 64,
-        "page_size": 4,
-        "compile": False,
-    }
+    settings = {"max_rows": 3, "max_tokens_per_step": 15, "max_model_len": 64, "page_size": 4}
     prompts = [*PROMPTS, [1] * 20]
-    plain, padded = (Engine(tiny_model(), num_speculative_tokens=3, **settings) for _ in range(2))
-    padded._launcher._pads_prompts = True
-    sizes = []
-    mixed = padded._launcher._mixed
+    plain, padded = (
+        Engine(tiny_model(), num_speculative_tokens=3, compile=False, **settings) for _ in range(2)
+    )
+    expected = plain.generate(prompts, max_new_tokens=12)
+    pack, sizes = PromptChunks.pack, []
 
-    def spy(*kind: Any) -> Any:
-        return lambda state, chunks: (sizes.append(len(chunks.token_ids)), mixed(*kind)(state, chunks))
+    def pad(chunks: Sequence[PromptChunk], *args: Any, num_tokens: int, **kwargs: Any) -> PromptChunks:
+        num_tokens = padded_prompt_tokens(sum(chunk.stop - chunk.start for chunk in chunks))
+        packed = pack(chunks, *args, num_tokens=num_tokens, **kwargs)
+        sizes.append(len(packed.token_ids))
+        return packed
 
-    padded._launcher._mixed = spy
+    monkeypatch.setattr(PromptChunks, "pack", pad)
     poison_caches(padded.model)
-    expected, got = (e.generate(prompts, max_new_tokens=12) for e in (plain, padded))
+    got = padded.generate(prompts, max_new_tokens=12)
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert sizes and set(sizes) == {16}
 
@@ -208,7 +208,7 @@ def test_any_number_of_stop_ids_may_be_given(count: int) -> None:
         ([1, 2], {}, r"prompts\[0\]: expected a list of token ids, got int"),
         (["text"], {}, r"prompts\[0\]: expected a list of token ids, got str"),
         ([torch.tensor([1])], {}, r"prompts\[0\]: expected a list of token ids, got Tensor"),
-        ([[1] * 64], {}, r"prompts\[0\]: expected fewer than max_model_len = 64"),
+        ([[1] * 64], {}, r"prompts\[0\]: expected fewer tokens than max_model_len = 64"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
         ([[1]], {"stop_ids": [5.5]}, "stop_ids"),
         ([[1]], {"sampling": [SamplingParams()] * 2}, "sampling"),

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_compile import Completion, Engine
-from mla_compile.engine import rows
+from mla_compile.engine import Request, rows
 from mla_compile.engine.pages import PagePool
+from mla_compile.engine.reports import RowReport
 from mla_compile.engine.rows import Rows
+from mla_compile.engine.scheduler import Scheduler
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
@@ -73,11 +74,25 @@ def penalties_forget_what_a_preempted_row_has_said(patch: pytest.MonkeyPatch) ->
 
 
 def ended_requests_keep_their_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_let_go", lambda self, ended: self._generations.pop(ended.request, None))
+    stop = Scheduler._stop
+
+    def keeps(self: Scheduler, request: Request) -> None:
+        if request.has_ended:
+            request.pages = []
+        stop(self, request)
+
+    patch.setattr(Scheduler, "_stop", keeps)
 
 
 def tokens_behind_a_stop_string_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Completion, "end_at", lambda self, *_: setattr(self, "finish_reason", "stop"))
+    take = Request.take
+
+    def keeps(self: Request, report: RowReport, *, is_step: bool) -> None:
+        everything = [*self.completion.token_ids, *report.tokens]
+        take(self, report, is_step=is_step)
+        self.completion.token_ids = everything
+
+    patch.setattr(Request, "take", keeps)
 
 
 def pages_are_shared_one_token_early(patch: pytest.MonkeyPatch) -> None:

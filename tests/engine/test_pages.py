@@ -10,7 +10,7 @@ from mla_compile.engine.pages import PagePool
 
 
 def pool(num_pages: int = 9, *, has_drafter: bool = False) -> PagePool:
-    return PagePool(num_pages, 2, has_drafter=has_drafter)
+    return PagePool(num_pages, 2, lookahead=int(has_drafter))
 
 
 def held(of: PagePool, token_ids: list[int]) -> list[int]:
@@ -122,9 +122,9 @@ def test_wrong_commits_and_sizes_are_refused() -> None:
     with pytest.raises(MLAError, match="at least 2"):
         of.commit([1], [1, 2, 3, 4], 4)
     with pytest.raises(MLAError, match="num_pages"):
-        PagePool(1, 2, has_drafter=False)
+        PagePool(1, 2, lookahead=0)
     with pytest.raises(MLAError, match="page_size"):
-        PagePool(2, 0, has_drafter=False)
+        PagePool(2, 0, lookahead=0)
 
 
 class PagePoolMachine(RuleBasedStateMachine):
@@ -132,7 +132,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(7, 2, has_drafter=True)
+        self.pool = PagePool(7, 2, lookahead=1)
         self.rows: list[tuple[list[int], list[int]]] = []
         self.content: dict[
             int, list[int]

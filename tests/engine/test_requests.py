@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
-from mla_compile.engine import Generation
+from mla_compile.engine import Request
 from tests.engine.engine_traces import model
 from tests.models_for_tests import VOCAB, poison_caches
 
@@ -61,7 +61,7 @@ def finish(of: Engine) -> None:
         of.step()
 
 
-def texts(generations: Sequence[Generation]) -> list[list[int]]:
+def texts(generations: Sequence[Request]) -> list[list[int]]:
     return [generation.completion.token_ids for generation in generations]
 
 
@@ -73,7 +73,7 @@ def test_requests_that_arrive_over_time_have_the_tokens_that_they_have_alone(
 ) -> None:
     """Each needs another kind of step: rows move from state to state while they run."""
     mine, generations = engine(k), []
-    mine._reports.lag = lag
+    mine.report_lag = lag
     for prompt, params in zip(PROMPTS, MIXED):
         generations.append(mine.add(prompt, params, max_new_tokens=20))
         for _ in range(gap):
@@ -166,7 +166,7 @@ def test_a_request_of_a_lower_priority_number_goes_first() -> None:
 @pytest.mark.parametrize("steps", range(6))
 def test_an_abort_ends_one_request_and_nothing_else(steps: int, lag: int, expected: list[list[int]]) -> None:
     mine = engine(max_rows=2)
-    mine._reports.lag = lag
+    mine.report_lag = lag
     generations = [mine.add(p, s, max_new_tokens=20) for p, s in zip(PROMPTS, MIXED)]
     for _ in range(steps):
         mine.step()
@@ -266,7 +266,7 @@ def test_a_stop_string_ends_the_text_where_it_first_appears(k: int, lag: int) ->
     whole = alone(PROMPTS[0], params)
     said = "".join(CHARACTERS[token] for token in whole)
     mine = engine(k, tokenizer=tokenizer())
-    mine._reports.lag = lag
+    mine.report_lag = lag
     beside = mine.add(PROMPTS[3], max_new_tokens=30)
     for start, length in ((0, 1), (3, 2), (6, 1), (9, 3), (14, 4)):
         stop = said[start : start + length]
@@ -292,7 +292,7 @@ def test_a_stop_string_that_never_comes_changes_nothing() -> None:
     ("bad", "message"),
     [
         (lambda e: e.add([]), "^prompt: expected at least one token"),
-        (lambda e: e.add([1] * 64), "^prompt: expected fewer than max_model_len = 64"),
+        (lambda e: e.add([1] * 64), "^prompt: expected fewer tokens than max_model_len = 64"),
         (lambda e: e.add([1, VOCAB]), r"^prompt: expected token ids in \[0, 40\), got 40"),
         (lambda e: e.add([1, -1]), "^prompt: expected token ids"),
         (lambda e: e.add("text"), "^prompt: expected a list of token ids, got str"),

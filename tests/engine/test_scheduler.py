@@ -1,19 +1,55 @@
 """The scheduler in single scenes; `test_scheduling_traces.py` has the random ones."""
 
+from collections import deque
+
 import pytest
 
 from mla_compile import MLAError
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
-from mla_compile.engine.scheduler import Plan, Request, Scheduler
+from mla_compile.engine.request import Request
+from mla_compile.engine.scheduler import Plan, Scheduler
 from tests.engine.toy_engine import Arrival, Trace, run
+
+
+class Driven:
+    """A scheduler whose plans are all launched, and reported in their order."""
+
+    def __init__(self, of: Scheduler) -> None:
+        self.of, self.abort = of, of.abort
+        self.launched: deque[Plan] = deque()
+
+    def add(self, prompt: list[int], max_len: int, priority: int = 0) -> Request:
+        request = Request(prompt, max_len, priority)
+        self.of.add(request)
+        return request
+
+    def plan(self) -> Plan:
+        plan = self.of.plan()
+        if plan:
+            self.launched.append(plan)
+        return plan
+
+    def update(self, reports: list[RowReport]) -> list[tuple[Request, list[int]]]:
+        """The requests that have grown, and by which tokens."""
+        plan = self.launched[0]
+        before = [request.num_tokens for request in plan.sampled]
+        self.of.update(plan, reports)
+        self.launched.popleft()
+        grown = [
+            (request, request.tokens[count:]) for request, count in zip(plan.sampled, before, strict=True)
+        ]
+        return [(request, tokens) for request, tokens in grown if tokens]
+
+    def has_work(self) -> bool:
+        return self.of.has_work() or bool(self.launched)
 
 
 def scheduler(
     k: int = 1, *, num_pages: int = 101, page_size: int = 4, max_rows: int = 4, tokens: int = 64
-) -> Scheduler:
-    pages = PagePool(num_pages, page_size, has_drafter=k > 0)
-    return Scheduler(pages, num_speculative_tokens=k, max_rows=max_rows, max_tokens_per_step=tokens)
+) -> Driven:
+    pages = PagePool(num_pages, page_size, lookahead=int(k > 0))
+    return Driven(Scheduler(pages, num_speculative_tokens=k, max_rows=max_rows, max_tokens_per_step=tokens))
 
 
 def chunks(plan: Plan) -> list[tuple[int, int, bool]]:
@@ -21,7 +57,7 @@ def chunks(plan: Plan) -> list[tuple[int, int, bool]]:
 
 
 def decodes(plan: Plan) -> list[Request]:
-    return [row.request for row in plan.decodes]
+    return plan.decodes
 
 
 def goes_on(*tokens: int) -> RowReport:
@@ -61,7 +97,7 @@ def test_decode_rows_keep_decoding_while_prompts_share_what_is_left() -> None:
     plan = of.plan()
     assert decodes(plan) == [first]
     assert [(chunk.request, chunk.length) for chunk in plan.chunks] == [(second, 1), (third, 5)]
-    assert [row.request for row in plan.sampled] == [first, second, third]
+    assert plan.sampled == [first, second, third]
 
 
 def test_a_higher_priority_goes_before_earlier_ones_and_before_a_prompt_that_has_begun() -> None:
@@ -71,7 +107,7 @@ def test_a_higher_priority_goes_before_earlier_ones_and_before_a_prompt_that_has
     other, high = of.add([2] * 3, max_len=30, priority=1), of.add([3] * 3, max_len=30)
     plan = of.plan()
     assert [(chunk.request, chunk.length) for chunk in plan.chunks] == [(high, 3), (low, 1)]
-    assert other.slot is None
+    assert not other.is_running
 
 
 def test_nobody_passes_the_first_that_waits() -> None:
@@ -81,10 +117,10 @@ def test_nobody_passes_the_first_that_waits() -> None:
     long, short = of.add([2] * 5, max_len=10), of.add([3], max_len=3)
     plan = of.plan()
     assert not plan.admitted
-    assert (long.slot, short.slot) == (None, None)
+    assert not long.is_running and not short.is_running
     of.update([ENDS])
     assert not of.plan().chunks[2:]
-    assert None not in (long.slot, short.slot)
+    assert long.is_running and short.is_running
 
 
 def test_the_lowest_rank_gives_its_pages_back_and_prefills_all_it_has_when_it_returns() -> None:
@@ -95,8 +131,8 @@ def test_the_lowest_rank_gives_its_pages_back_and_prefills_all_it_has_when_it_re
     of.update([goes_on(7), goes_on(8)])
     plan = of.plan()
     assert decodes(plan) == [first]
-    assert plan.freed_slots == [1]
-    assert (second.slot, second.pages, second.num_preemptions) == (None, [], 1)
+    assert plan.removed == [second]
+    assert (second.is_running, second.pages) == (False, [])
     # What was under way still counts.
     assert of.update([goes_on(9), goes_on(10)]) == [(first, [9]), (second, [10])]
     of.abort(first)
@@ -115,8 +151,8 @@ def test_tokens_of_a_step_launched_after_the_end_are_dropped() -> None:
     of.abort(stopped)  # a stop string
     newer = of.add([3], max_len=30)
     plan = of.plan()
-    assert plan.freed_slots == [0]
-    assert [row.slot for row in plan.admitted] == [0]
+    assert plan.removed == [stopped]
+    assert plan.admitted == [newer]
     assert of.update([goes_on(8, 9), goes_on(10, 11)]) == [(other, [10, 11])]
     assert of.update([goes_on(12), goes_on(13)]) == [(other, [12]), (newer, [13])]
     assert stopped.tokens == [1, 5]
@@ -132,8 +168,8 @@ def test_aborts_of_waiting_prefilling_and_ended_requests() -> None:
     assert of.update([]) == []
     assert not of.has_work()
     assert not of.plan()
-    assert of.add([1], max_len=2).slot is None
-    assert of.plan().freed_slots == [0]  # an empty plan frees nothing
+    assert not of.add([1], max_len=2).is_running
+    assert of.plan().removed == [running]  # an empty plan removes nothing
 
 
 def test_no_step_is_launched_for_a_row_that_must_have_ended() -> None:
@@ -184,7 +220,7 @@ def test_wrong_sizes_are_refused(k: int, rows: int, tokens: int, name: str) -> N
 
 @pytest.mark.parametrize(
     ("prompt", "max_len", "name"),
-    [([], 5, "token_ids"), ([1] * 5, 5, "token_ids"), ([1], 10, "max_len")],
+    [([], 5, "prompt"), ([1] * 5, 5, "prompt"), ([1], 10, "max_len")],
 )
 def test_wrong_requests_are_refused(prompt: list[int], max_len: int, name: str) -> None:
     of = scheduler(num_pages=3)  # 8 positions
@@ -195,8 +231,6 @@ def test_wrong_requests_are_refused(prompt: list[int], max_len: int, name: str) 
 
 def test_wrong_reports_are_refused_and_may_be_corrected() -> None:
     of = scheduler()
-    with pytest.raises(MLAError, match="no step"):
-        of.update([])
     request = of.add([1], max_len=9)
     of.plan()
     with pytest.raises(MLAError, match="1 rows"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
-from mla_compile.engine.scheduler import Request
+from mla_compile.engine.request import Request
 from tests.engine.toy_engine import ToyEngine, Trace, check_traces, run, traces
 
 NUM_TRACES = int(os.environ.get("MLA_TRACES", "500"))
@@ -27,7 +27,7 @@ def pages_too_few(engine: ToyEngine) -> None:
 
 
 def keys_without_the_next_token(engine: ToyEngine) -> None:
-    engine.pool.has_drafter = False
+    engine.pool.lookahead = 0
 
 
 def commits_one_token_early(engine: ToyEngine) -> None:
@@ -40,13 +40,14 @@ def commits_one_token_early(engine: ToyEngine) -> None:
 
 
 def commits_rows_that_end(engine: ToyEngine) -> None:
-    scheduler, end = engine.scheduler, engine.scheduler._end
+    scheduler, stop = engine.scheduler, engine.scheduler._stop
 
-    def commit_and_end(request: Request) -> None:
-        scheduler._commit(request, len(request.tokens) - 1)
-        end(request)
+    def commit_and_stop(request: Request) -> None:
+        if request.has_ended:
+            scheduler._commit(request, request.num_tokens - 1)
+        stop(request)
 
-    scheduler._end = commit_and_end  # type: ignore[method-assign]
+    scheduler._stop = commit_and_stop  # type: ignore[method-assign]
 
 
 def leaks_a_page(engine: ToyEngine) -> None:

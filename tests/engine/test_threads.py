@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
-from mla_compile.engine import Generation
+from mla_compile.engine import Request
 from mla_compile.engine.turn import Turn
 from tests.engine.engine_traces import model
 
@@ -49,8 +49,8 @@ class Client:
 
     def __init__(self, of: Engine, seed: int) -> None:
         self.engine, self.random = of, random.Random(seed)
-        self.taken: list[tuple[int, Generation]] = []
-        self.aborted: set[Generation] = set()
+        self.taken: list[tuple[int, Request]] = []
+        self.aborted: set[Request] = set()
         self.refusals: list[str] = []
 
     def run(self) -> None:
@@ -108,7 +108,7 @@ def run_together(calls: Sequence[Callable[[], object]]) -> None:
             future.result(timeout=120)
 
 
-CALLS: dict[str, Callable[[Engine, Generation], object]] = {
+CALLS: dict[str, Callable[[Engine, Request], object]] = {
     "add": lambda of, _: of.add([1, 2]),
     "abort": lambda of, first: of.abort(first),
     "step": lambda of, _: of.step(),

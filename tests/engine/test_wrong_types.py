@@ -25,7 +25,7 @@ def engine() -> Engine:
 
 SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
     "add": (Engine.add, {"prompt": [1, 2], "max_new_tokens": 3}, "sampling stop_ids grammar priority"),
-    "abort": (Engine.abort, {"generation": None}, ""),
+    "abort": (Engine.abort, {"request": None}, ""),
     "generate": (
         Engine.generate,
         {"prompts": [[1, 2]], "max_new_tokens": 3},
@@ -92,9 +92,9 @@ def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
 def test_what_is_no_request_of_this_engine_is_not_aborted(wrong: object) -> None:
     mine, other = engine(), engine()
     generation = mine.add([1, 2], max_new_tokens=3)
-    with pytest.raises(MLAError, match=r"^generation: expected what this engine's `add` returned, got "):
+    with pytest.raises(MLAError, match=r"^request: expected what this engine's `add` returned, got "):
         mine.abort(wrong)
-    with pytest.raises(MLAError, match=r"^generation: "):
+    with pytest.raises(MLAError, match=r"^request: "):
         other.abort(generation)
     while mine.has_work():
         mine.step()

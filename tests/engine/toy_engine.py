@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from mla_compile.defaults import DrafterName
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
-from mla_compile.engine.scheduler import Chunk, Plan, Request, Scheduler
+from mla_compile.engine.request import Request
+from mla_compile.engine.scheduler import Chunk, Plan, Scheduler
 
 EOS = 0
 
@@ -154,7 +155,7 @@ class Texts:
 
 @dataclass
 class DeviceRow:
-    """What the device knows of a slot."""
+    """What the device knows of a request that runs."""
 
     tokens: list[int]  # as far as it was prefilled, or sampled
     texts: list[int]
@@ -171,27 +172,27 @@ class ToyDevice:
     def __init__(self, trace: Trace, pool: PagePool, texts: Texts) -> None:
         self.k, self.has_mtp, self.pool, self.texts = trace.k, trace.has_mtp, pool, texts
         self.acceptance, self.random = trace.acceptance, random.Random(trace.seed)
-        self.rows: dict[int, DeviceRow] = {}
+        self.rows: dict[Request, DeviceRow] = {}
         self.trunk = [[-1] * pool.page_size for _ in range(pool.num_pages)]
         self.mtp = [[-1] * pool.page_size for _ in range(pool.num_pages)]
 
     def launch(self, plan: Plan) -> list[RowReport]:
-        for slot in plan.freed_slots:
-            del self.rows[slot]
-        for row in plan.admitted:
-            assert row.slot not in self.rows, "a slot was given away twice"
-            self.rows[row.slot] = DeviceRow([], [], 0, row.request.max_len)
+        for request in plan.removed:
+            del self.rows[request]
+        for request in plan.admitted:
+            assert request not in self.rows, "a request was given two rows"
+            self.rows[request] = DeviceRow([], [], 0, request.max_len)
         for grant in plan.grants:
-            pages = self.rows[grant.slot].pages
+            pages = self.rows[grant.request].pages
             assert len(pages) == grant.first, "a hole in a block table"
             pages += grant.pages
         held = Counter(page for row in self.rows.values() for page in row.pages)
         for page in range(self.pool.num_pages):
             assert self.pool.references(page) == held[page], "block tables and references disagree"
         assert held[DUMMY_PAGE] == 0
-        reports = [self._decode(self.rows[row.slot]) for row in plan.decodes]
+        reports = [self._decode(self.rows[request]) for request in plan.decodes]
         for chunk in plan.chunks:
-            row = self.rows[chunk.slot]
+            row = self.rows[chunk.request]
             self._prefill(row, chunk)
             if chunk.is_last:
                 reports.append(self._start(row))
@@ -307,7 +308,7 @@ class ToyEngine:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.pool = PagePool(trace.num_pages(), trace.page_size, has_drafter=trace.has_mtp)
+        self.pool = PagePool(trace.num_pages(), trace.page_size, lookahead=trace.has_mtp)
         q_len = 1 + trace.k
         self.scheduler = Scheduler(
             self.pool,
@@ -332,14 +333,14 @@ class ToyEngine:
             + 50
             + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
         )
-        while clock <= idle_until or self.scheduler.has_work():
+        while clock <= idle_until or self.scheduler.has_work() or self.reports:
             assert clock < limit, "no end"
             for number, arrival in arrivals:
                 if arrival.step == clock:
                     prompt = arrival.prompt()
-                    requests[number] = self.scheduler.add(
-                        prompt, max_len=len(prompt) + arrival.max_new_tokens, priority=arrival.priority
-                    )
+                    max_len = len(prompt) + arrival.max_new_tokens
+                    requests[number] = Request(prompt, max_len, arrival.priority)
+                    self.scheduler.add(requests[number])
                 if arrival.abort_step is not None and number in requests and arrival.abort_step == clock:
                     self._abort(requests[number], stopped, number)
             self._step()
@@ -347,7 +348,7 @@ class ToyEngine:
                 request = requests.get(number)
                 if request is None or arrival.num_until_stop is None or request.has_ended:
                     continue
-                if len(request.tokens) - request.num_prompt_tokens >= arrival.num_until_stop:
+                if len(request.completion.token_ids) >= arrival.num_until_stop:
                     self._abort(request, stopped, number)
             clock += 1
         self._check_end(requests, stopped)
@@ -359,13 +360,13 @@ class ToyEngine:
             self.outcome.num_aborted += 1
         self.scheduler.abort(request)
         self.scheduler.abort(request)  # again: nothing happens
-        assert request.has_ended and request.slot is None and not request.pages
+        assert request.has_ended and not request.is_running and not request.pages
 
     def _step(self) -> None:
         waiting = list(self.scheduler._waiting)
         running = list(self.scheduler._running)
         for request in running:
-            row = self.device.rows[request.slot]
+            row = self.device.rows[request]
             excess = request.num_cached - row.num_cached
             assert not row.active or 0 <= excess <= self.trace.k * request.num_steps, "a wrong bound"
         plan = self.scheduler.plan()
@@ -378,53 +379,50 @@ class ToyEngine:
             assert self.reports, "deadlock: nothing runs and nothing is awaited"
         if self.reports and (not plan or len(self.reports) > self.trace.lag):
             launched, reports = self.reports.popleft()
-            ended = [row.request.has_ended for row in launched.sampled]
+            ended = [request.has_ended for request in launched.sampled]
             self.outcome.num_late_reports += sum(ended)
-            before = [len(row.request.tokens) for row in launched.sampled]
-            grown = self.scheduler.update(reports)
-            assert [request for request, _ in grown] == [
-                row.request for row, late in zip(launched.sampled, ended) if not late
-            ]
-            for row, late, count in zip(launched.sampled, ended, before):
-                assert not late or len(row.request.tokens) == count, "a late token was kept"
+            before = [request.num_tokens for request in launched.sampled]
+            self.scheduler.update(launched, reports)
+            for request, report, late, count in zip(launched.sampled, reports, ended, before):
+                grown = request.num_tokens - count
+                assert grown == (0 if late else len(report.tokens)), "a late token was kept, or one was lost"
 
     def _check_plan(self, plan: Plan, waiting: list[Request], running: list[Request]) -> None:
         q_len = self.scheduler.q_len
         num_tokens = q_len * len(plan.decodes) + sum(chunk.length for chunk in plan.chunks)
         assert num_tokens <= self.scheduler.max_tokens_per_step
-        rows = [*plan.decodes, *plan.chunks]
-        assert len({row.slot for row in rows}) == len(rows) <= self.trace.max_rows
-        assert all(row.request.slot == row.slot for row in rows), "a row runs without its slot"
+        rows = [*plan.decodes, *(chunk.request for chunk in plan.chunks)]
+        assert len(set(rows)) == len(rows) <= self.trace.max_rows
+        assert all(request.is_running for request in rows), "a request runs without its row"
         assert all(chunk.length >= 1 for chunk in plan.chunks)
         ranks = [request.rank for request in self.scheduler._running]
         assert ranks == sorted(ranks)
-        preempted = [request for request in running if request.slot is None]
+        preempted = [request for request in running if not request.is_running]
         self.outcome.num_preemptions += len(preempted)
         for request in preempted:
             assert all(rank < request.rank for rank in ranks), "a lower-ranking row kept its pages"
             assert not plan.admitted
         # First come, first served: those admitted are the first ones that waited.
-        admitted = [row.request for row in plan.admitted]
+        admitted = plan.admitted
         assert admitted == waiting[: len(admitted)]
         assert all(request.num_steps == 1 for request in admitted), "admitted while its reports are awaited"
         self.outcome.num_reused_tokens += sum(request.num_reused_tokens for request in admitted)
         # Every decode row that may go on does, whatever prompts there are.
-        decoding = [r for r in running if r.slot is not None and r.num_steps and r.is_decoding]
-        planned = {id(row.request) for row in rows}
+        decoding = [r for r in running if r.is_running and r.num_steps and r.is_decoding]
         for request in decoding:
-            assert id(request) in planned or request.will_have_ended, "a decode row waits"
+            assert request in rows or request.will_have_ended, "a decode row waits"
 
     def _check_end(self, requests: dict[int, Request], stopped: set[int]) -> None:
         for number, arrival in enumerate(self.trace.arrivals):
             request = requests[number]
             assert request.has_ended
             alone = self.alone(arrival)
-            emitted = request.tokens[request.num_prompt_tokens :]
+            emitted = request.completion.token_ids
             expected = alone[: len(emitted)] if number in stopped else alone
             assert emitted == expected, f"request {number}: {emitted} instead of {expected}"
             self.outcome.tokens.append(emitted)
         assert self.pool.num_free == self.pool.num_pages - 1, "pages leaked"
-        assert sorted(self.scheduler._free_slots) == list(range(self.trace.max_rows)), "slots leaked"
+        assert self.scheduler.num_running == 0 and not self.device.rows.keys() - self.scheduler._removed
         assert not any(self.pool.references(page) for page in range(self.pool.num_pages))
 
     def alone(self, arrival: Arrival) -> list[int]:

@@ -379,10 +379,10 @@ def test_use_mtp_false_turns_the_drafts_off(model: Any, parts: Any) -> None:
     expected = generate(model)
     accelerate(model, num_speculative_tokens=2, mtp=parts[1], compile=False)
     assert torch.equal(generate(model, use_mtp=False), expected)
-    assert model.mla._engine.k == 0
+    assert model.mla._engine.config.num_speculative_tokens == 0
     assert model.mla.capture_report().why_not == "compile=False"
     assert torch.equal(generate(model, use_mtp=True), expected)
-    assert model.mla._engine.k == 2
+    assert model.mla._engine.config.num_speculative_tokens == 2
 
 
 def test_room_grows_with_the_request(model: Any) -> None:
@@ -579,7 +579,7 @@ def test_an_mtp_layer_that_is_nowhere_is_looked_up_for_or_named(
     accelerate(model, num_speculative_tokens=2, compile=False)
     (record,) = caplog.records
     assert "no MTP layer drafts, a look-up does: " in record.getMessage()
-    assert model.mla._engine.drafter == "ngram"
+    assert model.mla._engine.config.drafter.name == "ngram"
     assert greedy(model, prompts(), STEPS) == expected
 
 

@@ -12,8 +12,8 @@ from torch._dynamo.decorators import mark_unbacked
 
 from mla_compile import MLABatch, decode_segment, mla_attention, prefill_segment
 from mla_compile.explanation.explain import copy_graph
-from mla_compile.explanation.shapes import op_name
 from mla_compile.passes import PASSES, pipeline
+from mla_compile.passes.nodes import op_name
 
 HEADS, NOPE, ROPE, RANK, V, HIDDEN = 3, 6, 4, 16, 5, 12
 PAGE_SIZE, PAGES_PER_ROW, MAX_ROWS = 4, 4, 12

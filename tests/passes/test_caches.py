@@ -66,6 +66,25 @@ def test_a_second_compile_hits_the_caches_and_none_is_bypassed() -> None:
     torch.testing.assert_close(out, model(*inputs))
 
 
+def test_a_users_pass_that_leaves_out_example_values_does_not_bypass_the_caches() -> None:
+    def bounded(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
+        for node in gm.graph.find_nodes(op="call_function", target=torch.tanh):
+            with gm.graph.inserting_before(node):
+                bound = gm.graph.call_function(torch.clamp, (node.args[0], -0.5, 0.5))
+                node.args = (
+                    gm.graph.call_method("neg", (bound,)),
+                )  # a method of what must be known as a tensor
+        return gm
+
+    model, inputs = Tanh(), make_inputs(rows=2, q_len=2)
+    _, first = compile_and_run(model, inputs, passes=[*PASSES, bounded])
+    out, second = compile_and_run(model, inputs, passes=[*PASSES, bounded])
+    assert first["autograd_cache_miss"] == second["autograd_cache_hit"] == 1
+    assert not any("bypass" in name for name in {**first, **second})
+    plain = Stack.forward(model, *inputs) + model.constant
+    torch.testing.assert_close(out, torch.tanh(-plain.clamp(-0.5, 0.5)))
+
+
 def test_another_decode_backend_does_not_get_the_entry_of_the_first() -> None:
     model, inputs = Tanh(), make_inputs(rows=2, q_len=2)
     before, _ = compile_and_run(model, inputs)

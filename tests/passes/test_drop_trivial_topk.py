@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.decorators import mark_unbacked
 from torch._inductor.utils import run_and_get_code
 
-from mla_compile.passes import PASSES
+from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.torch_internals import capture_graph
 from tests.integrations.families import stock_model
@@ -96,7 +96,7 @@ def graph_of(function: Callable) -> tuple[fx.GraphModule, Callable]:
     seen: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list) -> Callable:
-        seen.append(drop_trivial_topk(gm, example_inputs))
+        seen.append(pipeline.run(gm, example_inputs, [drop_trivial_topk]))
         return gm.forward
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)

@@ -101,10 +101,7 @@ def test_an_moe_op_may_be_told_of_no_padding_or_of_no_rows(q_len: int) -> None:
     assert rows_computed(compiled_graph(moe, X, W, IDS))["moe_experts"] == {len(IDS)}
 
 
-# --- where it stops
-
-
-def test_it_stops_at_an_moe_op_that_is_told_of_padding_by_name() -> None:
+def test_an_moe_op_that_is_told_of_padding_by_name_knows_it_of_the_kept_rows() -> None:
     gate_up, down = torch.randn(3, 2 * 5, WIDTH), torch.randn(3, WIDTH, 5)
     lens = torch.tensor([1, 2], dtype=torch.int32)
 
@@ -113,9 +110,14 @@ def test_it_stops_at_an_moe_op_that_is_told_of_padding_by_name() -> None:
         out = moe_experts_op(x, weights, experts, gate_up, down, row_lens=lens, q_len=2)
         return torch.index_select(out, 0, ids)
 
-    # Token 1 is padding; as the first of three that are kept it would be taken for token 0.
-    gm = compiled_graph(moe, X, W, torch.tensor([1, 3, 2]), lens)
-    assert rows_computed(gm)["moe_experts"] == {len(X)}
+    # Token 1 is padding; as the first of three that are kept it must not be taken for token 0.
+    ids = torch.tensor([1, 3, 2])
+    gm = compiled_graph(moe, X, W, ids, lens)
+    assert rows_computed(gm)["moe_experts"] == {len(ids)}
+    assert moe(X, W, ids, lens).any(dim=1).tolist() == [False, True, True]
+
+
+# --- where it stops
 
 
 def test_it_stops_at_a_node_that_somebody_else_uses_too() -> None:

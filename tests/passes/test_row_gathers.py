@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from mla_compile.passes import rowwise
-from mla_compile.passes.rowwise import first_value
+from mla_compile.passes.nodes import tensor_of
 from tests.passes import row_gathers
 from tests.passes.row_gathers import Op, check
 
@@ -42,7 +42,7 @@ def lists_are_indices_like_any_other(patch: pytest.MonkeyPatch) -> None:
 def names_of_numpys_are_not_known(patch: pytest.MonkeyPatch) -> None:
     def by_position(node: fx.Node, rows: Any) -> list[fx.Node] | None:
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
-        return None if dim in (0, -first_value(node).dim()) else [node.args[0]]
+        return None if dim in (0, -tensor_of(node).dim()) else [node.args[0]]
 
     for name in ("softmax", torch.softmax, F.softmax):
         patch.setitem(rowwise._RULES, name, by_position)

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from mla_compile.passes.absorption.index_map import Index
 from mla_compile.passes.absorption.joins import trace_pieces
-from mla_compile.passes.absorption.trace import View, read, tensor, trace
+from mla_compile.passes.absorption.trace import View, read, trace
+from mla_compile.passes.nodes import tensor_of
 from mla_compile.torch_internals import capture_graph
 
 LABELS = "abcdefgh"
@@ -23,7 +24,7 @@ def traced(function: Op, x: Tensor) -> tuple[View, dict[str, int]]:
     captured = capture_graph(function, (x,), {})
     assert captured is not None
     (output,) = captured[0].graph.find_nodes(op="output")
-    view, sizes = read(output.args[0][0], LABELS[: tensor(output.args[0][0]).dim()])
+    view, sizes = read(output.args[0][0], LABELS[: tensor_of(output.args[0][0]).dim()])
     return trace(view, sizes), sizes
 
 

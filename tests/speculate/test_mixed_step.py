@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mla_compile import MLABatch, MLAError
-from mla_compile.explanation.shapes import op_name
 from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import live_nodes
+from mla_compile.passes.nodes import op_name
 from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import capture_graph, compile_counters, mark_varying, with_own_code

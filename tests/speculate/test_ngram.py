@@ -216,9 +216,9 @@ def test_steps_are_checked_by_their_eager_run() -> None:
 
 
 def test_the_drafter_is_the_mtp_layer_where_there_is_one() -> None:
-    assert engine(tiny_model(), 3, drafter=None).drafter == "mtp"
-    assert engine(without_mtp(), 3, drafter=None).drafter == "ngram"
-    assert engine(without_mtp(), 0, drafter="mtp").k == 0
+    assert engine(tiny_model(), 3, drafter=None).config.drafter.name == "mtp"
+    assert engine(without_mtp(), 3, drafter=None).config.drafter.name == "ngram"
+    assert engine(without_mtp(), 0, drafter="mtp").config.num_speculative_tokens == 0
 
 
 def test_requests_of_one_token_have_a_history_of_two_places() -> None:
@@ -227,9 +227,13 @@ def test_requests_of_one_token_have_a_history_of_two_places() -> None:
 
 
 def test_what_cannot_draft_is_refused_by_name() -> None:
-    with pytest.raises(MLAError, match="drafter: expected 'mtp', 'ngram' or None, got 'eagle'"):
+    with pytest.raises(
+        MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"
+    ):
         engine(without_mtp(), 3, drafter="eagle")
-    with pytest.raises(MLAError, match="drafter: expected 'mtp', 'ngram' or None, got 'eagle'"):
+    with pytest.raises(
+        MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"
+    ):
         SpeculativeDecoder(without_mtp(), 3, page_size=4, drafter="eagle")
     message = "drafter: expected 'ngram' or None for a model without an MTP layer, got 'mtp'"
     with pytest.raises(MLAError, match=message):

@@ -290,14 +290,16 @@ def test_whatever_is_compiled_is_checked_against_eager(what: str) -> None:
         shadow_check(step)(started.state)
 
 
-def test_an_engine_checks_its_own_streams() -> None:
+def test_an_engine_checks_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = engine().generate(PROMPTS, max_new_tokens=12)
     checked = engine(shadow_check_every=2)
     poison_caches(checked.model)
     assert checked.generate(PROMPTS, max_new_tokens=12) == plain
-    accept = checked._launcher._decoders[False, checked.k]._accept
-    checked._launcher._decoders[False, checked.k]._accept = lambda state, tokens, lens: accept(
-        state, tokens.random_(40), lens
+    accept = SpeculativeDecoder._accept
+    monkeypatch.setattr(
+        SpeculativeDecoder,
+        "_accept",
+        lambda self, state, tokens, lens: accept(self, state, tokens.random_(40), lens),
     )
     with pytest.raises(ShadowCheckError, match="tokens: row 0"):
         checked.generate(PROMPTS, max_new_tokens=12)

@@ -50,7 +50,7 @@ class Started:
         """Drafts of which the target will accept exactly `accept[row]`."""
         for row, count in enumerate(accept):
             done = len(self.texts[row]) - len(PROMPTS[row])
-            true = continuations[row][done : done + self.engine.k]
+            true = continuations[row][done : done + self.engine.config.num_speculative_tokens]
             wrong = [(t + 1) % VOCAB for t in true[count:]]
             self.state.drafts[row] = torch.tensor(true[:count] + wrong)
 

@@ -12,7 +12,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.speculate.drafter import check_drafter
+from mla_compile.speculate.drafter import ANY_MODEL, DrafterKind, known_drafter
 from mla_compile.speculate.step import check_num_drafts
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def accelerate(
     model: Model,
     *,
     num_speculative_tokens: int = 0,
-    drafter: DrafterName | None = None,
+    drafter: DrafterName | DrafterKind | None = None,
     mtp: nn.Module | None = None,
     max_rows: int = 1,
     max_model_len: int = 512,
@@ -58,17 +58,17 @@ def accelerate(
     """
     drafts = num_speculative_tokens
     check_num_drafts(drafts)
-    check_drafter(drafter)
-    reads_mtp = drafts > 0 and drafter != "ngram"
+    kind = known_drafter(drafter)
+    reads_mtp = drafts > 0 and (kind is None or kind.needs_mtp)
     if mtp is not None and not reads_mtp:
-        expected = "None where num_speculative_tokens is 0 or drafter is 'ngram'"
+        expected = f"None where num_speculative_tokens is 0 or drafter is {ANY_MODEL!r}"
         raise MLAError("mtp", expected, type(mtp).__name__)
     layer = None
     if reads_mtp:
         try:
             layer = mtp_layer(model, mtp)
         except MissingMtpLayer as error:
-            if drafter == "mtp":
+            if kind is not None:
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
     target = TransformersTarget(model, layer)

@@ -19,6 +19,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import (
 
 from mla_compile.errors import MLAError
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
+from mla_compile.speculate.drafter import ANY_MODEL
 
 
 class MissingMtpLayer(MLAError):
@@ -57,7 +58,7 @@ class LongcatMtpLayer(nn.Module):
                 published = _published_name(name)
                 if published not in files.entries:
                     mend = "or load a checkpoint with the MTP layer's weights"
-                    expected = f"'ngram' for a checkpoint without {published}"
+                    expected = f"{ANY_MODEL!r} for a checkpoint without {published}"
                     raise MissingMtpLayer("drafter", expected, "'mtp'", mend)
                 entry = files.entries[published]
                 if entry.shape != parameter.shape or entry.dtype not in FLOATS:
@@ -101,7 +102,9 @@ def _directory(model: PreTrainedModel) -> Path:
         return Path(snapshot_download(path, local_files_only=True))
     except (OSError, ValueError) as error:  # not in the cache; not the name of a repository
         expected = "a model whose checkpoint, with its MTP layer, is still on this machine"
-        raise MissingMtpLayer("mtp", expected, path, "give the layer as mtp, or drafter='ngram'") from error
+        raise MissingMtpLayer(
+            "mtp", expected, path, f"give the layer as mtp, or drafter={ANY_MODEL!r}"
+        ) from error
 
 
 def _published_name(ours: str) -> str:
@@ -130,7 +133,7 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
             return None
         if not model.config.name_or_path:
             expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
-            mend = "give the layer as mtp, or drafter='ngram'"
+            mend = f"give the layer as mtp, or drafter={ANY_MODEL!r}"
             raise MissingMtpLayer("mtp", expected, "a model without one", mend)
         mtp = _load(model)
     if isinstance(mtp, LongcatMtpLayer):
@@ -156,16 +159,16 @@ def _load(model: PreTrainedModel) -> nn.Module:
         return LongcatMtpLayer.from_pretrained(model)
     count = _num_mtp_layers(model)
     if count != 1:
-        raise MLAError("drafter", "'ngram' for a model with several MTP layers", f"'mtp', and {count} layers")
+        raise MLAError(
+            "drafter", f"{ANY_MODEL!r} for a model with several MTP layers", f"'mtp', and {count} layers"
+        )
     directory = _directory(model)
     SafetensorFiles(directory)  # refuses what transformers would follow out of it
     try:
         with _mtp_known(model, directory):
             loaded: nn.Module = MtpModel.from_pretrained(model, device_map={"": model.device})
     except RuntimeError as error:
-        expected = (
-            f"'ngram' for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
-        )
+        expected = f"{ANY_MODEL!r} for a checkpoint without all weights of its MTP layer ({model.config.name_or_path})"
         raise MissingMtpLayer("drafter", expected, error) from error
     return loaded.eval()
 

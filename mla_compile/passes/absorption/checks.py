@@ -1,18 +1,18 @@
 """What speaks against absorbing MLA that was found: reasons, in words for the author of the model."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import fx
 
-from mla_compile.passes.absorption import cost as mla_cost
+from mla_compile.passes.absorption.cost import AttentionSizes, absorbing_pays
 from mla_compile.passes.absorption.index_map import Sizes, same
 from mla_compile.passes.absorption.joins import FILLS
 from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match
 from mla_compile.passes.absorption.products import SUMMED
-from mla_compile.passes.absorption.trace import View, rereads, tensor, torch_name
-from mla_compile.passes.effects import may_write, memory
+from mla_compile.passes.absorption.trace import View, rereads
+from mla_compile.passes.effects import may_write, writer_between
+from mla_compile.passes.nodes import has_value, tensor_of, torch_name
 from mla_compile.torch_internals import is_wrapper, size_hint
 
 _MANY_KEYS = 4096
@@ -22,14 +22,14 @@ _MANY_KEYS = 4096
 def refusal(match: Match) -> str | None:
     """Why a match stays expanded; None where absorbing it is right and pays."""
     out = match.values.node
-    if tensor(out).requires_grad:
+    if tensor_of(out).requires_grad:
         return "it needs a gradient: call the model under torch.no_grad() or torch.inference_mode()"
     entered = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in out.graph.nodes)
-    if entered or torch.is_autocast_enabled(tensor(out).device.type):
+    if entered or torch.is_autocast_enabled(tensor_of(out).device.type):
         return "it runs under autocast: convert the model to the dtype instead"
     if match.values.weights.node is match.keys.node and not match.fused:
         return "there is no softmax between the two products"
-    if any(is_wrapper(tensor(view.node)) for view in views_read(match)):
+    if any(is_wrapper(tensor_of(view.node)) for view in views_read(match)):
         return "the weight or the latents are a tensor subclass, quantised perhaps, which cannot be sliced"
     if not _covered(match):
         return "keys or values are broadcast over a dimension that queries lack"
@@ -46,7 +46,7 @@ def refusal(match: Match) -> str | None:
     sizes = cost_sizes(match)
     if sizes is None:
         return "the number of query tokens is unknown at compile time"
-    if not mla_cost.absorbing_pays(sizes):
+    if not absorbing_pays(sizes):
         return f"expanding costs less for {sizes}"
     return None
 
@@ -72,28 +72,18 @@ def views_read(match: Match) -> list[View]:
     return [*both, *match.keys.shared]
 
 
-def first_write(match: Match, views: list[View], made: bool = False) -> fx.Node | None:
-    """A node that writes to what `views` go through after it was first read and before the attention reads it again.
-
-    made: after the views' nodes were made, since what they were made of is what counts.
-    """
+def first_write(match: Match, views: list[View]) -> fx.Node | None:
+    """A node that writes to what `views` go through after it was first read and before the attention reads it again."""
     filling = {node for view in views for node, _ in view.steps if torch_name(node) in FILLS}
     for view in views:
-        read_by = [view.node] if made else rereads(view)
+        read_by = rereads(view)
         if not read_by:
             continue
-        touched = memory([view.node, *(node for step in view.steps for node in step)])
-        for node in _between(min(read_by), match.values.node):
-            if node not in filling and not touched.isdisjoint(memory(may_write(node))):
-                return node
+        on_the_way = [view.node, *(node for step in view.steps for node in step)]
+        writer = writer_between(min(read_by), match.values.node, on_the_way, filling)
+        if writer is not None:
+            return writer
     return None
-
-
-def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    node = first.next
-    while node is not last:
-        yield node
-        node = node.next
 
 
 def superseded(match: Match) -> set[fx.Node]:
@@ -125,7 +115,7 @@ def _unused(graph: fx.Graph, passed: set[fx.Node]) -> set[fx.Node]:
     """Other nodes that only compute and that nothing uses: Dynamo leaves them in, as of `_, v = kv.chunk(2)`."""
     unused: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        computes = node.op.startswith("call_") and not may_write(node) and "example_value" in node.meta
+        computes = node.op.startswith("call_") and not may_write(node) and has_value(node)
         if computes and node not in passed and all(user in unused for user in node.users):
             unused.add(node)
     return unused
@@ -157,7 +147,7 @@ def _passed(match: Match) -> set[fx.Node]:
     return {node for view in views for step in view.steps for node in step} - {view.node for view in views}
 
 
-def cost_sizes(match: Match) -> mla_cost.Sizes | None:
+def cost_sizes(match: Match) -> AttentionSizes | None:
     """Sizes as this compile's example has them; None where the number of query tokens has no example."""
     keys, values = match.keys, match.values
     expansion = keys.expansions[0]
@@ -170,7 +160,7 @@ def cost_sizes(match: Match) -> mla_cost.Sizes | None:
     (feature,) = set(values.out_term) - set(values.weights_term)
     if q_len is None or rank is None:
         return None
-    return mla_cost.Sizes(
+    return AttentionSizes(
         batch=_count(keys.sizes, rows) or 1,
         heads=_count(keys.sizes, heads) or 1,
         q_len=q_len,

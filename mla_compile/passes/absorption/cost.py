@@ -10,7 +10,7 @@ ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AttentionSizes:
     """One attention call: `q_len` query tokens over `keys` cached ones, of each of `batch` rows."""
 
     batch: int
@@ -27,7 +27,7 @@ class Sizes:
         return f"{tokens} over {self.keys} keys, batch {self.batch}, {self.heads} heads, rank {self.kv_lora_rank}"
 
 
-def expanded_cost(s: Sizes) -> float:
+def expanded_cost(s: AttentionSizes) -> float:
     """In bytes' worth of time: up-project every key and value, write and read them, attend per head."""
     per_head = s.qk_nope_head_dim + s.v_head_dim
     up_projection = s.keys * s.kv_lora_rank * per_head
@@ -37,7 +37,7 @@ def expanded_cost(s: Sizes) -> float:
     return _time(flops, moved)
 
 
-def absorbed_cost(s: Sizes) -> float:
+def absorbed_cost(s: AttentionSizes) -> float:
     """In bytes' worth of time: project queries and outputs, attend in latent space, with scores in memory."""
     projections = s.q_len * s.kv_lora_rank * (s.qk_nope_head_dim + s.v_head_dim)
     attention = s.q_len * s.keys * (2 * s.kv_lora_rank + s.qk_rope_head_dim)
@@ -47,7 +47,7 @@ def absorbed_cost(s: Sizes) -> float:
     return _time(flops, moved)
 
 
-def absorbing_pays(s: Sizes) -> bool:
+def absorbing_pays(s: AttentionSizes) -> bool:
     """For DeepSeek-V3's sizes and a long cache: up to some 200 query tokens a row.
 
     Past that the wider dot products (2 * 512 + 64 instead of 128 + 64 + 128) cost more than up-projecting the keys.

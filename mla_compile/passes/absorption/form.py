@@ -1,4 +1,4 @@
-"""The absorbed form as nodes: re-bracketed products, `mla_masked_decode`, `mla_decode`.
+"""The absorbed form as nodes: re-bracketed products, `mla_masked_decode`.
 
 All but the two ops is plain torch on proxies (`emit.inline`), so that Inductor fuses it with what surrounds it.
 """
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.decode import decode_op
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.paging import accumulate_dtype
-from mla_compile.passes.absorption.causal_prefix import FURTHEST, Prefix
 from mla_compile.passes.absorption.index_map import Index, Sizes, furthest, same
-from mla_compile.passes.absorption.trace import View, tensor
+from mla_compile.passes.absorption.trace import View
 from mla_compile.passes.emit import counting
+from mla_compile.passes.nodes import tensor_of
 from mla_compile.torch_internals import size_hint
 
 Step = Callable[[Any], Any]
@@ -30,7 +29,7 @@ class Reader:
     term: str
     steps: tuple[Step, ...]
     indices: tuple[Index, ...] = ()
-    """Of `node`, in letters of `term`, where the reader was made for a view."""
+    """The indices into `node`, in letters of `term`, where the reader was made for a view."""
 
     def __call__(self, x: Any) -> Any:
         for step in self.steps:
@@ -47,7 +46,7 @@ def reader(view: View, sizes: Sizes, term: str | None = None) -> Reader | None:
     steps: list[Step] = []
     found: list[str] = []
     for dim in range(len(view.indices) - 1, -1, -1):
-        taken = _take(dim, view.indices[dim], tensor(view.node).shape[dim], sizes)
+        taken = _take(dim, view.indices[dim], tensor_of(view.node).shape[dim], sizes)
         if taken is None:
             return None
         steps += taken[0]
@@ -93,7 +92,7 @@ def _take(dim: int, index: Index, size: Any, sizes: Sizes) -> tuple[list[Step], 
 def laid_out_like(value: torch.Tensor, x: Any) -> Any:
     """`x` with its dimensions in memory in the order of `value`'s: a later `view` counts on it."""
     order = _memory_order(value)
-    if order == _memory_order(x.node.meta["example_value"]):
+    if order == _memory_order(tensor_of(x.node)):
         return x
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
@@ -178,12 +177,12 @@ def _for_rows(latents: Any, rows: Any) -> Any:
 
 
 def _scores(queries: Any, keys: Any, like: torch.Tensor) -> Any:
-    """`queries @ keys` as attention kernels compute it: of half types, in float32."""
+    """`queries @ keys` as attention kernels compute it: in float32 where the operands are of a half type."""
     wide = accumulate_dtype(like.dtype)
     if like.dtype == wide:
         return torch.bmm(queries, keys)
     # With a symbolic size the meta function of `bmm` with `out_dtype` fails an internal assertion (torch 2.11 to 2.13).
-    sizes = [size for x in (queries, keys) for size in x.node.meta["example_value"].shape]
+    sizes = [size for x in (queries, keys) for size in tensor_of(x.node).shape]
     if like.device.type == "cuda" and all(isinstance(size, int) for size in sizes):
         return torch.bmm(queries, keys, out_dtype=wide)
     return torch.bmm(queries.to(wide), keys.to(wide))
@@ -193,58 +192,7 @@ def _masked_softmax(scores: Any, mask: Any) -> Any:
     """0 for a query that sees no key, as `scaled_dot_product_attention` has it."""
     if mask is None:
         return torch.softmax(scores, -1)
-    boolean = mask.node.meta["example_value"].dtype == torch.bool
+    boolean = tensor_of(mask.node).dtype == torch.bool
     scores = torch.where(mask, scores, -torch.inf) if boolean else scores + mask
     unseen = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.where(unseen, 0.0, torch.softmax(scores, -1))
-
-
-def decode_attention(
-    q_nope: Any, q_pe: Any, w_uk: Any, w_uv: Any, cache: Any, seq_lens: Any, first_row: int, scale: float
-) -> Any:
-    """`mla_decode` on a static cache `[rows, keys, rank + rope]`, each row of which is one page.
-
-    Every query token is a row of one token to the op, with the keys that it sees: in a cache that wraps around, the
-    last token's number would not tell those of the others.
-
-    q_nope, q_pe: `[rows, heads, q_len, ...]`; w_uk: `[heads, nope, rank]`; w_uv: `[heads, rank, v_head_dim]`;
-    seq_lens: `[rows * q_len]`; first_row: row of the cache at which the batch starts.
-    Returns `[rows, heads, q_len, v_head_dim]`.
-    """
-    rows, heads, q_len, _ = q_nope.shape
-    rank = w_uk.shape[2]
-    q_latent = torch.einsum("bhqn,hnr->bqhr", q_nope, w_uk)
-    pages = counting(cache, first_row, first_row + rows, torch.int32)
-    out, _ = decode_op(
-        q_latent.reshape(rows * q_len, heads, rank),
-        q_pe.transpose(1, 2).reshape(rows * q_len, heads, q_pe.shape[3]),
-        cache,
-        pages[:, None].expand(rows, q_len).reshape(rows * q_len, 1),
-        seq_lens,
-        None,
-        1,
-        scale,
-    )
-    return torch.einsum("bqhr,hrv->bhqv", out.view(rows, q_len, heads, rank), w_uv)
-
-
-def token_lengths(
-    like: Any, prefix: Prefix, terms: Sequence[tuple[int, Any]], rows: int, q_len: int, keys: int
-) -> Any:
-    """Keys that each query token sees, int32 `[rows * q_len]`, from 0 to `keys`.
-
-    terms: signed, each `[rows or 1]`, of which the prefix's bound is the sum.
-    """
-    dtype = prefix.bound.dtype
-    bits = torch.iinfo(dtype).bits
-    total: Any = (prefix.bound.constant + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)  # as in that dtype
-    for sign, term in terms:
-        total = total + term.to(dtype) if sign > 0 else total - term.to(dtype)
-    total = total[:, None]
-    if prefix.token_in_bound:
-        total = total + counting(like, 0, q_len, dtype)
-    # From here on numbers are what they are: the highest of a dtype is often said where there is no bound.
-    total = total.to(torch.int64).clamp(-2 * FURTHEST, 2 * FURTHEST) + prefix.more
-    if not prefix.token_in_bound:
-        total = total + counting(like, 0, q_len, torch.int64)
-    return total.clamp(0, keys).to(torch.int32).expand(rows, q_len).reshape(rows * q_len)

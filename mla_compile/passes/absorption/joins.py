@@ -6,8 +6,8 @@ from typing import Any
 from torch import fx
 
 from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, same
-from mla_compile.passes.absorption.trace import Steps, View, is_tensor, tensor, torch_name, trace
-from mla_compile.passes.arguments import argument
+from mla_compile.passes.absorption.trace import Steps, View, trace
+from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 
 FILLS = ("copy_", "setitem")
 _EMPTY = {"new_empty", "empty", "empty_like", "new_zeros", "zeros", "zeros_like"}
@@ -32,7 +32,7 @@ def trace_pieces(view: View, sizes: Sizes, label: str) -> list[Piece]:
     first = view.indices[dim].offset
     pieces, low = [], 0
     for source, fill in sources:
-        width = tensor(source).shape[dim]
+        width = tensor_of(source).shape[dim]
         start, stop = max(low, first), min(low + width, first + sizes[label])
         if start < stop:
             indices = list(view.indices)
@@ -50,13 +50,13 @@ def joined_parts(node: fx.Node) -> tuple[int, list[tuple[fx.Node, Steps]]] | Non
         parts = argument(node, 0, "tensors")
         dim = argument(node, 1, "dim", 0)
         alike = all(is_tensor(part) and _alike(part, node) for part in parts)
-        static = alike and all(isinstance(tensor(part).shape[dim], int) for part in parts)
-        return (dim % tensor(node).dim(), [(part, ()) for part in parts]) if static else None
+        static = alike and all(isinstance(tensor_of(part).shape[dim], int) for part in parts)
+        return (dim % tensor_of(node).dim(), [(part, ()) for part in parts]) if static else None
     return _filled(node) if torch_name(node) in _EMPTY else None
 
 
 def _alike(node: fx.Node, other: fx.Node) -> bool:
-    return tensor(node).dtype == tensor(other).dtype and tensor(node).dim() == tensor(other).dim()
+    return tensor_of(node).dtype == tensor_of(other).dtype and tensor_of(node).dim() == tensor_of(other).dim()
 
 
 def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Steps]]] | None:
@@ -64,7 +64,7 @@ def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Steps]]] | None:
 
     None unless they cover all of it, each once, before anything reads it. Sources must have the slice's shape.
     """
-    shape = tensor(buffer).shape
+    shape = tensor_of(buffer).shape
     last = len(shape) - 1
     labels = [Index(0, ((str(dim), 1),)) for dim in range(len(shape))]
     found: list[tuple[int, fx.Node, Steps]] = []
@@ -82,13 +82,13 @@ def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Steps]]] | None:
         region = cut_at(labels, key, shape)
         if region is None or not is_tensor(source) or not _alike(source, buffer):
             return None
-        rows = region[:-1] == labels[:-1] and all(map(same, tensor(source).shape[:-1], shape[:-1]))
+        rows = region[:-1] == labels[:-1] and all(map(same, tensor_of(source).shape[:-1], shape[:-1]))
         if not rows or region[last].terms != labels[last].terms:
             return None
         found.append((region[last].offset, source, path))
         written += [node for node, _ in path]
     found.sort(key=lambda part: part[0])
-    widths = [tensor(source).shape[-1] for _, source, _ in found]
+    widths = [tensor_of(source).shape[-1] for _, source, _ in found]
     tiled = [start for start, _, _ in found] == [sum(widths[:i]) for i in range(len(widths))]
     readers = [user for user in buffer.users if user not in written]
     in_time = all(write < reader for write in written for reader in readers)

@@ -19,16 +19,8 @@ from mla_compile.passes.absorption.index_map import same
 from mla_compile.passes.absorption.joins import Piece, trace_pieces
 from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match, NearMiss, Part, Values
 from mla_compile.passes.absorption.products import SUMMED, Product, as_product, source_product
-from mla_compile.passes.absorption.trace import (
-    View,
-    is_layout,
-    is_tensor,
-    read,
-    tensor,
-    torch_name,
-    trace,
-)
-from mla_compile.passes.arguments import argument
+from mla_compile.passes.absorption.trace import View, is_layout, read, trace
+from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 
 
 def find(graph: fx.Graph) -> Iterator[Match | NearMiss]:
@@ -63,8 +55,8 @@ def _fused(node: fx.Node) -> Iterator[Match | NearMiss]:
     query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     if not all(is_tensor(n) for n in (query, key, value)):
         return
-    rank = tensor(query).dim()
-    if rank not in (3, 4) or tensor(key).dim() != rank or tensor(value).dim() != rank:
+    rank = tensor_of(query).dim()
+    if rank not in (3, 4) or tensor_of(key).dim() != rank or tensor_of(value).dim() != rank:
         return
     lead = "ab"[: rank - 2]
     query_term, out_term = lead + "c" + SUMMED, lead + "cd"
@@ -93,10 +85,10 @@ def _unsupported_arguments(node: fx.Node, query: fx.Node, key: fx.Node, value: f
         )
     if argument(node, 4, "dropout_p", 0.0) != 0.0:
         return "dropout is on: call model.eval(), or pass dropout_p=0.0"
-    others = [tensor(n) for n in (key, value)]
-    if any(other.dtype != tensor(query).dtype for other in others):
+    others = [tensor_of(n) for n in (key, value)]
+    if any(other.dtype != tensor_of(query).dtype for other in others):
         return "queries, keys and values differ in dtype"
-    leading = tensor(query).shape[:-2]
+    leading = tensor_of(query).shape[:-2]
     if not all(same(size, mine) for other in others for size, mine in zip(other.shape[:-2], leading)):
         return "keys have fewer heads or rows than queries: expand them to all heads"
     scale = argument(node, 6, "scale")
@@ -220,7 +212,7 @@ def _scores_behind(weights: fx.Node, scores: dict[fx.Node, Keys | NearMiss]) -> 
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    shapes = tensor(a).shape, tensor(b).shape
+    shapes = tensor_of(a).shape, tensor_of(b).shape
     return len(shapes[0]) == len(shapes[1]) and all(map(same, *shapes))
 
 
@@ -246,7 +238,7 @@ def _joined_before(node: fx.Node) -> str | None:
 
 def _is_joined(node: fx.Node) -> bool:
     """Whether some parts of a tensor depend on a dimension, heads that is, that the others do not."""
-    labels = string.ascii_lowercase[: tensor(node).dim()]
+    labels = string.ascii_lowercase[: tensor_of(node).dim()]
     view, sizes = read(node, labels)
     for label in labels:
         pieces = trace_pieces(view, sizes, label)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx
 
 from mla_compile.passes.absorption.index_map import Index, index_of, same
-from mla_compile.passes.absorption.trace import View, is_tensor, tensor, torch_name
-from mla_compile.passes.arguments import argument
+from mla_compile.passes.absorption.trace import View
+from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 
 SUMMED = "z"
 """The label of the dimension that a product sums over; dimension i of its result has the i-th letter."""
@@ -35,15 +35,15 @@ def as_product(node: fx.Node) -> Product | None:
     if found is None:
         return None
     nodes, terms, biased = found
-    if not all(is_tensor(n) and tensor(n).dtype == tensor(node).dtype for n in nodes):
+    if not all(is_tensor(n) and tensor_of(n).dtype == tensor_of(node).dtype for n in nodes):
         return None
-    views, sizes = [], dict(zip(string.ascii_lowercase, tensor(node).shape))
+    views, sizes = [], dict(zip(string.ascii_lowercase, tensor_of(node).shape))
     for operand, term in zip(nodes, terms):
-        shape = tensor(operand).shape
+        shape = tensor_of(operand).shape
         views.append(View(operand, tuple(index_of(label, size) for label, size in zip(term, shape))))
         sizes |= {label: size for label, size in zip(term, shape) if label == SUMMED}
     return Product(
-        node, (views[0], views[1]), terms, sizes, string.ascii_lowercase[: tensor(node).dim()], biased
+        node, (views[0], views[1]), terms, sizes, string.ascii_lowercase[: tensor_of(node).dim()], biased
     )
 
 
@@ -51,7 +51,7 @@ def _terms(node: fx.Node) -> tuple[list[fx.Node], tuple[str, str], bool] | None:
     name = torch_name(node)
     if name not in ("linear", "matmul", "bmm", "mm", "einsum") or not is_tensor(node):
         return None
-    out = string.ascii_lowercase[: tensor(node).dim()]
+    out = string.ascii_lowercase[: tensor_of(node).dim()]
     if name == "einsum":
         return _einsum_terms(node, out)
     left = node.args[0] if node.args else None
@@ -59,7 +59,7 @@ def _terms(node: fx.Node) -> tuple[list[fx.Node], tuple[str, str], bool] | None:
     if not (is_tensor(left) and is_tensor(right)):
         return None
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    ranks = tensor(left).dim(), tensor(right).dim()
+    ranks = tensor_of(left).dim(), tensor_of(right).dim()
     if name == "linear":
         terms = out[:-1] + SUMMED, out[-1] + SUMMED
         return ([left, right], terms, argument(node, 2, "bias") is not None) if ranks[1] == 2 else None
@@ -97,7 +97,7 @@ def source_product(view: View, sizes: dict[str, Any], summed: str) -> tuple[Prod
             operand.node,
             tuple(
                 Index() if same(size, 1) else indices[label]
-                for label, size in zip(term, tensor(operand.node).shape)
+                for label, size in zip(term, tensor_of(operand.node).shape)
             ),
             (*view.steps, (view.node, operand.node)),
         )

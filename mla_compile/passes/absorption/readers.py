@@ -9,7 +9,8 @@ from mla_compile.passes.absorption.index_map import Sizes, same
 from mla_compile.passes.absorption.joins import joined_parts
 from mla_compile.passes.absorption.match import RANK, Expansion, Match, Part
 from mla_compile.passes.absorption.products import SUMMED
-from mla_compile.passes.absorption.trace import View, tensor, trace
+from mla_compile.passes.absorption.trace import View, trace
+from mla_compile.passes.nodes import tensor_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _query(match: Match, part: Part) -> Reader:
     joined = joined_parts(node)
     low = 0
     for operand, filled_by in joined[1] if joined is not None and joined[0] == dim else ():
-        width: Any = tensor(operand).shape[dim]
+        width: Any = tensor_of(operand).shape[dim]
         kept = View(operand, (), ((node, operand),))
         if (low, width) == (part.start, part.size) and not filled_by and not first_write(match, [kept]):
             node, cut = operand, False

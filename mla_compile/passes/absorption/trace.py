@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
-from mla_compile.passes.arguments import argument
+from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name, value_of
 from mla_compile.torch_internals import storage_key
 
 Steps = tuple[tuple[fx.Node, fx.Node], ...]
@@ -38,7 +38,7 @@ class View:
 
 def read(node: fx.Node, labels: Sequence[str]) -> tuple[View, dict[str, Any]]:
     """The whole of a node with a label for every dimension, and the sizes. Dimensions of size 1 need no label."""
-    shape = tensor(node).shape
+    shape = tensor_of(node).shape
     sizes = dict(zip(labels, shape))
     return View(node, tuple(index_of(label, size) for label, size in zip(labels, shape))), sizes
 
@@ -50,25 +50,6 @@ def trace(view: View, sizes: Sizes) -> View:
     return view
 
 
-def tensor(node: fx.Node) -> Tensor:
-    value = node.meta["example_value"]
-    assert isinstance(value, Tensor), f"{node.name} is no tensor"
-    return value
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), Tensor)
-
-
-def torch_name(node: fx.Node) -> str:
-    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`; empty for what is not torch's own."""
-    if node.op == "call_method":
-        return str(node.target)
-    module = getattr(node.target, "__module__", None) or "torch"
-    ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
-    return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""
-
-
 def rereads(view: View) -> list[fx.Node]:
     """The nodes on the way that copied or computed: what the view's node held at the first of them is what counts."""
     return [node for node, source in view.steps if _moves_data(node, source)]
@@ -77,7 +58,7 @@ def rereads(view: View) -> list[fx.Node]:
 def _moves_data(node: fx.Node, source: fx.Node) -> bool:
     if not is_tensor(node) or not is_tensor(source):
         return False
-    return storage_key(tensor(node)) != storage_key(tensor(source))
+    return storage_key(tensor_of(node)) != storage_key(tensor_of(source))
 
 
 _MOVES = {"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "getattr", "adjoint"}
@@ -111,15 +92,15 @@ def _source(view: View, sizes: Sizes) -> View | None:
         return _split(view, source)
     if not isinstance(source, fx.Node) or not is_tensor(source) or not is_tensor(node):
         return None
-    if tensor(source).dtype != tensor(node).dtype or tensor(source).device != tensor(node).device:
+    if tensor_of(source).dtype != tensor_of(node).dtype or tensor_of(source).device != tensor_of(node).device:
         return None  # a cast rounds
     indices: Sequence[Index] | None = None
     if name in _MOVES:
         indices = _moved(view, source)
     elif name in _RESHAPES:
-        indices = reshaped(view.indices, tensor(node).shape, tensor(source).shape, sizes)
+        indices = reshaped(view.indices, tensor_of(node).shape, tensor_of(source).shape, sizes)
     elif name in _EXPANSIONS and _repeats_all_alike(node):
-        indices = expanded(view.indices, tensor(node).shape, tensor(source).shape)
+        indices = expanded(view.indices, tensor_of(node).shape, tensor_of(source).shape)
     elif name in _COPIES:
         indices = view.indices
     elif name in _CUTS:
@@ -137,7 +118,7 @@ def _moved(view: View, source: fx.Node) -> Sequence[Index] | None:
     node = view.node
     if torch_name(node) == "getattr" and node.args[1] not in ("mT", "T", "H", "mH"):
         return None
-    probe = torch.empty(tuple(range(2, 2 + tensor(source).dim())), device="meta")
+    probe = torch.empty(tuple(range(2, 2 + tensor_of(source).dim())), device="meta")
     if node.op == "call_method":
         moved = getattr(probe, str(node.target))(*node.args[1:], **node.kwargs)
     else:
@@ -153,13 +134,13 @@ def _split(view: View, source: fx.Node) -> View | None:
     if not isinstance(origin, fx.Node) or not is_tensor(origin) or not isinstance(position, int):
         return None
     by_rows = torch_name(source) == "unbind"
-    dim = argument(source, 1 if by_rows else 2, "dim", 0) % tensor(origin).dim()
-    position %= len(source.meta["example_value"])
+    dim = argument(source, 1 if by_rows else 2, "dim", 0) % tensor_of(origin).dim()
+    position %= len(value_of(source))
     indices = list(view.indices)
     if by_rows:
         indices.insert(dim, Index(position))
     else:
-        before = [part.shape[dim] for part in source.meta["example_value"][:position]]
+        before = [part.shape[dim] for part in value_of(source)[:position]]
         if not all(isinstance(width, int) for width in before):
             return None
         indices[dim] = indices[dim].shifted(sum(before))
@@ -168,7 +149,7 @@ def _split(view: View, source: fx.Node) -> View | None:
 
 def _cut(view: View, source: fx.Node) -> list[Index] | None:
     """Slices, single indices and new dimensions: `x[:, None, 2:]`, `narrow`, `select`."""
-    node, shape = view.node, tensor(source).shape
+    node, shape = view.node, tensor_of(source).shape
     name = torch_name(node)
     if name == "getitem":
         return cut_at(view.indices, node.args[1], shape)

@@ -30,7 +30,7 @@ Write = Callable[[Iterable[str]], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class GivenPrompt:
     """A prompt, how its completions are sampled, and what to call it in an error: "prompts.jsonl, line 3"."""
 
     prompt: str | list[int]
@@ -38,7 +38,7 @@ class Request:
     name: str
 
 
-def read_requests(prompt: str | None, input_file: Path | None, sampling: SamplingParams) -> list[Request]:
+def read_prompts(prompt: str | None, input_file: Path | None, sampling: SamplingParams) -> list[GivenPrompt]:
     """The prompt, or every line of the file ("-" is standard input); a line's settings override those of `sampling`.
 
     Raises:
@@ -46,7 +46,7 @@ def read_requests(prompt: str | None, input_file: Path | None, sampling: Samplin
     """
     if prompt is not None and input_file is None:
         check_text(prompt, "--prompt")
-        return [Request(prompt, sampling, "--prompt")]
+        return [GivenPrompt(prompt, sampling, "--prompt")]
     if prompt is not None or input_file is None:
         raise MLAError("--prompt, --input", "one of them", "neither" if prompt is None else "both")
     file = "stdin" if input_file == STDIN else str(input_file)
@@ -66,7 +66,7 @@ def _read_text(name: str, file: Path) -> str:
         raise MLAError(name, "a readable file in UTF-8", error) from error
 
 
-def _parse(line: str, name: str, sampling: SamplingParams) -> Request:
+def _parse(line: str, name: str, sampling: SamplingParams) -> GivenPrompt:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         for key in keys:
@@ -88,7 +88,7 @@ def _parse(line: str, name: str, sampling: SamplingParams) -> Request:
         check_text(prompt, name)
     elif not _fits(prompt, Sequence[int]):
         raise MLAError(f"{name}: prompt_token_ids", _described(Sequence[int]), _shorten(prompt))
-    return Request(prompt, _with_settings(sampling, value, name), name)
+    return GivenPrompt(prompt, _with_settings(sampling, value, name), name)
 
 
 def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str) -> SamplingParams:

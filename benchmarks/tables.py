@@ -1,0 +1,408 @@
+"""The figures of README.md and docs/, made from the committed results, and the commands' help: nobody types them.
+
+    python -m benchmarks.tables            # rewrites what stands between the marks, after a benchmark has run
+    python -m benchmarks.tables --check    # changes nothing; exit code 1 where a page is out of date
+
+A page marks the place of a part by its name: `<!-- filled: decode -->`, the part, `<!-- /filled -->`. Each function of
+`PARTS` makes one, sentences with measured figures included.
+"""
+
+import argparse
+import functools
+import json
+import re
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLACE = re.compile(r"(<!-- filled: ([\w.]+) -->\n)(?:(?!<!-- filled).)*?(<!-- /filled -->)", re.DOTALL)
+
+TEXTS = {"bible": "prose", "python": "Python", "high": "Python", "low": "prose", "none": "none accepted"}
+"""The benchmarks' names of texts, in words."""
+VARIANTS = {
+    "stock_dynamic": "stock, dynamic cache",
+    "stock_static_inductor": "stock, static cache, compiled with Inductor",
+    "stock_static_mla": 'stock, static cache, compiled with `backend="mla"`',
+    "ours_k0": "`accelerate(model)`",
+    "ours_k1": "the same with 1 draft: a step verifies 2 tokens a row",
+    "ours_k3": "with 3 drafts: a step verifies 4 tokens a row",
+}
+SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th percentile ms"}
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """What a benchmark has measured: `benchmarks/results/NAME.json`."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def row_of(name: str, **wanted: object) -> dict[str, Any]:
+    """The only row of a result with these values; KeyError for none or several."""
+    rows = [row for row in result(name)["rows"] if all(row.get(key) == wanted[key] for key in wanted)]
+    if len(rows) != 1:
+        raise KeyError(f"{name}: {len(rows)} rows with {wanted}")
+    return rows[0]
+
+
+def sentences(text: str) -> str:
+    """A paragraph in lines of 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table behind an empty line; None is shown as "-"."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n" + "".join(
+        "| " + " | ".join("-" if x is None else str(x) for x in line) + " |\n" for line in lines
+    )
+
+
+def fixed(value: float | None, digits: int = 1) -> str | None:
+    """With so many decimals."""
+    return None if value is None else f"{value:,.{digits}f}"
+
+
+def least_bold(values: list[float | None]) -> list[str | None]:
+    """One decimal each, the least in bold."""
+    least = min(value for value in values if value is not None)
+    return [f"**{fixed(value)}**" if value == least else fixed(value) for value in values]
+
+
+def faster_peer() -> tuple[int, float]:
+    """Of `benchmarks.decode`: its cases, and how long the faster peer takes to our time, in the geometric mean."""
+    rows = result("decode")["rows"]
+    peers = [min(row[peer] for peer in ("fa3", "FlashMLA") if peer in row) / row["gluon"] for row in rows]
+    return len(rows), statistics.geometric_mean(peers)
+
+
+# --- the parts
+
+
+def figures() -> str:
+    """Four figures with the command that prints each."""
+    glm = {v: row_of("transformers_generate.glm", variant=v, batch=8)["ms_per_step"] for v in VARIANTS}
+    stock, ours = glm["stock_static_inductor"], glm["ours_k0"]
+    fast, slow = (row_of("draft_length", text=text, rows=1)["tokens_per_s"] for text in ("high", "low"))
+    served = row_of("serving", model="v3", k=0, prompt_tokens_a_step=1024)
+    calm, busy = (served[when]["p99_ms"] for when in ("decode_only", "with_long_prompts"))
+    long = row_of("decode", case="16 heads, 1 x 65536, q_len 1")
+    num_cases, ratio = faster_peer()
+    rows = [
+        (
+            "a step of transformers' `generate`, GLM-4.7-Flash's shape (30B), 8 rows",
+            f"**{ours:.1f} ms**; {stock:.1f} ms stock, compiled with Inductor ({stock / ours:.1f} times)",
+            "transformers_generate",
+        ),
+        (
+            "tokens a second of one row with 3 drafts, the shipped model",
+            f"**{fast['3']:,.0f}** of Python, {fast['0']:,.0f} without drafts; {slow['3']:,.0f} of prose, "
+            f"{slow['0']:,.0f} without",
+            "draft_length",
+        ),
+        (
+            f"{served['rows']} rows decode while prompts of {served['prompt']:,} tokens arrive: between two tokens, "
+            "99th percentile",
+            f"**{busy:.1f} ms**; {calm:.1f} ms before they arrive",
+            "serving",
+        ),
+        (
+            "decode attention over one row of 65,536 tokens",
+            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f} (over all "
+            f"{num_cases} cases the faster of the two takes {ratio:.2f} times as long as ours)",
+            "decode",
+        ),
+    ]
+    return table(
+        ["on one H200, bfloat16", "", "command"],
+        ((what, figure, f"`python -m benchmarks.{command}`") for what, figure, command in rows),
+    )
+
+
+def generation() -> str:
+    """Speculation on a CPU."""
+    report = result("generation.cpu")
+    machine = report["machine"]
+    return sentences(
+        f"{machine['cpus']} CPU cores, torch {machine['torch']}, {report['dtype']}, {report['tokens']} tokens."
+    ) + table(
+        [
+            "drafts",
+            "tokens/s",
+            "tokens a step",
+            "speed-up",
+            "of the ideal",
+            "cold compile",
+            "warm compile",
+            "same tokens",
+        ],
+        (
+            (
+                row["k"],
+                row["tokens_per_s"],
+                fixed(row["acceptance_length"], 2),
+                row["speed_up"],
+                row["of_ideal"],
+                f"{row['cold_compile_s']} s",
+                f"{row['warm_compile_s']} s",
+                _yes(row["same_tokens"]),
+            )
+            for row in report["rows"]
+        ),
+    )
+
+
+def acceptance() -> str:
+    """Tokens a step on held-out text."""
+    report = result("acceptance")
+    columns = [(kind, k) for kind in ("acceptance_length", "acceptance_length_ngram") for k in "123"]
+    return sentences(
+        f"{report['prompts_per_text']} prompts a text, {report['tokens_per_prompt']} tokens each, {report['dtype']} "
+        f"on the CPU, torch {report['torch']}."
+    ) + table(
+        ["text", "sampling", *(f"MTP, {k}" for k in "123"), *(f"n-gram, {k}" for k in "123"), "same tokens"],
+        (
+            (
+                TEXTS[row["text"]],
+                row["sampling"],
+                *(fixed(row[kind][k], 2) for kind, k in columns),
+                _yes(row["same_tokens"]),
+            )
+            for row in report["rows"]
+        ),
+    )
+
+
+def _draft_length(name: str) -> str:
+    report = result(name)
+    lengths = ["0", "1", "2", "3", "adaptive"]
+    return sentences(
+        f"{report['device']}, torch {report['torch']}, {report['tokens_per_prompt']} tokens a prompt; tokens a second."
+    ) + table(
+        ["text", "rows", "tokens a step at 3", *lengths, "adaptive to the best fixed"],
+        (
+            (
+                TEXTS[row["text"]],
+                row["rows"],
+                fixed(row["acceptance_length"]["3"], 2),
+                *(
+                    fixed(row["tokens_per_s"][length], 0 if row["tokens_per_s"]["0"] > 500 else 1)
+                    for length in lengths
+                ),
+                fixed(row["adaptive_to_best_fixed"], 2),
+            )
+            for row in report["rows"]
+        ),
+    )
+
+
+def _serving(model: str) -> str:
+    report = result("serving")
+    rows = []
+    for row in report["rows"]:
+        if row["model"] == model:
+            what = "stock `generate`, static cache, compiled" if "stock" in row else f"{row['k']} drafts"
+            before, while_ = row["decode_only"], row["with_long_prompts"]
+            rows.append(
+                (
+                    what,
+                    row.get("prompt_tokens_a_step"),
+                    fixed(row.get("acceptance_length"), 2),
+                    *(fixed(before[key], 0 if key == "tokens_per_s" else 2) for key in SERVED),
+                    *(fixed(while_[key], 0 if key == "tokens_per_s" else 2) for key in SERVED),
+                )
+            )
+    first = next(row for row in report["rows"] if row["model"] == model)
+    return sentences(
+        f"{report['gpu']}, torch {report['torch']}, {first['rows']} rows, prompts of {first['prompt']:,} tokens."
+    ) + table(
+        [
+            "",
+            "prompt tokens a step",
+            "tokens a row and step",
+            *(f"decode only: {what}" for what in SERVED.values()),
+            *(f"with prompts: {what}" for what in SERVED.values()),
+        ],
+        rows,
+    )
+
+
+def scheduler() -> str:
+    """What planning costs the host."""
+    us = result("serving")["scheduler_us_256_rows"]
+    return sentences(
+        f"The scheduler takes {us} us of the host to plan a step of 256 rows and take in its report."
+    )
+
+
+def _transformers(name: str) -> str:
+    report = result(f"transformers_generate.{name}")
+    batches = [1, 8, 32]
+    cells = {(row["variant"], row["batch"]): row for row in report["rows"]}
+    ours = [cells["ours_k0", batch] for batch in batches]
+    read = ours[0]["read_TB_per_s"]
+    by_generation = [v for v in VARIANTS if "mean_ms" not in cells[v, 1]]
+    lines = [
+        (
+            f"floor: weights and latents, read once at {read} TB/s",
+            *(fixed(row["floor_ms"], 2) for row in ours),
+        ),
+    ]
+    lines += [(VARIANTS[v], *(fixed(cells[v, b]["ms_per_step"], 2) for b in batches)) for v in VARIANTS]
+    text = sentences(
+        f"{ours[0]['machine']}, torch {ours[0]['torch']}, transformers {ours[0]['transformers']}, bfloat16, "
+        f"{report['layers']} layers, {report['parameters'] / 1e9:.1f}B parameters with random values, about "
+        f"{report['context']:,} tokens a row; milliseconds a step."
+    ) + table(["", *(f"batch {batch}" for batch in batches)], lines)
+    if by_generation:
+        text += "\n" + sentences(
+            "Stock's lines are from an earlier run on the same kind of machine, which timed whole generations instead "
+            "of the events between steps."
+        )
+    return text
+
+
+def decode() -> str:
+    """Decode attention, every case."""
+    report = result("decode")
+    kernels = {"gluon": "ours (`gluon`)", "triton": "portable (`triton`)", "fa3": "FlashInfer fa3"}
+    kernels["FlashMLA"] = "FlashMLA"
+    num_cases, ratio = faster_peer()
+    machine = report["machine"]
+    return (
+        sentences(
+            f"{machine['gpu']}, torch {machine['torch']}, microseconds. A plain sum read {report['read_TB_per_s']} "
+            f"TB/s, a large cuBLAS product sustained {report['product_TFLOP_per_s']} TFLOP/s."
+        )
+        + table(
+            ["heads, rows x context, query tokens a row", "floor", *kernels.values()],
+            (
+                (row["case"], row["floor"], *least_bold([row.get(kernel) for kernel in kernels]))
+                for row in report["rows"]
+            ),
+        )
+        + "\n"
+        + sentences(
+            f"Over all {num_cases} cases the faster peer takes {ratio:.2f} times as long as ours (geometric mean)."
+        )
+    )
+
+
+def prefill() -> str:
+    """Prefill attention, every case."""
+    report = result("prefill")
+    kernels = {"ours": "ours", "sdpa_joined": "torch's, joining included", "sdpa": "torch's alone"}
+    machine = report["machine"]
+    rows = []
+    for row in report["rows"]:
+        ours, joined = row["ours"], row.get("sdpa_joined")
+        rows.append((row["case"], fixed(row["floor"]), *least_bold([ours, joined]), fixed(row.get("sdpa"))))
+    return sentences(
+        f"{machine['gpu']}, torch {machine['torch']}, microseconds. A large cuBLAS product sustained "
+        f"{report['product_TFLOP_per_s']} TFLOP/s."
+    ) + table(["heads: chunks x new tokens after cached ones", "floor", *kernels.values()], rows)
+
+
+def mtp_iteration() -> str:
+    """The shipped model's iteration as a CUDA graph."""
+    report = result("mtp_iteration")
+    machine = report["machine"]
+    return sentences(
+        f"{machine['gpu']}, torch {machine['torch']}, {report['rows'][0]['rows']} rows of {report['tokens']} tokens."
+    ) + table(
+        [
+            "drafts",
+            "dtype",
+            "tokens a step",
+            "iteration",
+            "its kernels",
+            "graphs compiled",
+            "rows recorded",
+            "tensors copied a replay",
+            "tokens equal to eager",
+        ],
+        (
+            (
+                row["k"],
+                row["dtype"],
+                fixed(row["acceptance_length"], 2),
+                f"{row['wall_us'] / 1000:.2f} ms",
+                f"{row['kernel_us'] / 1000:.2f} ms",
+                row["graphs"],
+                ", ".join(map(str, sorted(bucket["rows"] for bucket in row["buckets"]))),
+                sum(map(len, row["tensors_copied_per_recording"])),
+                _yes(row["first_difference"] is None) if "first_difference" in row else None,
+            )
+            for row in report["rows"]
+        ),
+    )
+
+
+def command_help(*command: str) -> str:
+    """What `mla-compile COMMAND --help` says; it imports no torch."""
+    from typer.testing import CliRunner
+
+    from mla_compile.cli.app import app
+
+    said = CliRunner().invoke(app, [*command, "--help"], prog_name="mla-compile", terminal_width=110).stdout
+    return f"```text\n{said.strip()}\n```\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "figures": figures,
+    "generation.cpu": generation,
+    "acceptance": acceptance,
+    "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),
+    "draft_length": lambda: _draft_length("draft_length"),
+    "serving.v3": lambda: _serving("v3"),
+    "serving.shipped": lambda: _serving("shipped"),
+    "serving.scheduler": scheduler,
+    "transformers_generate.glm": lambda: _transformers("glm"),
+    "transformers_generate.v3": lambda: _transformers("v3"),
+    "decode": decode,
+    "prefill": prefill,
+    "mtp_iteration": mtp_iteration,
+    **{
+        f"help.{name}": functools.partial(command_help, name)
+        for name in ("demo", "env", "generate", "inspect")
+    },
+}
+
+
+def fill(text: str, parts: dict[str, Callable[[], str]] = PARTS) -> str:
+    """A page with every marked place filled anew; KeyError for a part that is not there."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{parts[place[2]]().strip()}\n\n{place[3]}", text)
+
+
+def pages() -> list[Path]:
+    """Where marks are looked for."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args().check
+    old = {page: page.read_text(encoding="utf-8") for page in pages()}
+    changed = {page: new for page, text in old.items() if (new := fill(text)) != text}
+    for page, text in changed.items():
+        print(page.relative_to(ROOT))
+        if not check:
+            page.write_text(text, encoding="utf-8")
+    sys.exit(1 if check and changed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A drafter of your own: a table of which token follows which, handed to the engine.
+
+A drafter is a class with two methods that are part of the compiled step, so they are tensor ops and read nothing on the
+host. What it keeps from step to step stands in tensors, here in none. Whatever it drafts, the tokens stay the same: a
+good drafter only makes fewer steps of them.
+
+To add one to the library, three files change: the class and its row go to `mla_compile/speculate/drafter.py`, its name
+to `mla_compile/defaults.py` (for the command's `--drafter`), and a test of its drafts.
+
+    python examples/add_a_drafter.py [--no-compile]
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile import Engine, load_model, load_tokenizer
+from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.speculate import (
+    DecodeState,
+    DrafterKind,
+    DrafterSettings,
+    PromptChunks,
+    Verified,
+)
+
+
+class Bigrams(nn.Module):
+    """Drafts what most often followed the newest token in some text, what followed that, and so on."""
+
+    def __init__(self, settings: DrafterSettings, text: Sequence[int], vocab_size: int) -> None:
+        super().__init__()
+        self.k = settings.num_speculative_tokens
+        follower = torch.zeros(vocab_size, dtype=torch.int64)
+        for (token, successor), _ in reversed(Counter(pairwise(text)).most_common()):
+            follower[token] = successor
+        self.register_buffer("follower", follower)
+
+    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+        """Nothing is kept of prompts."""
+
+    def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+        """The table, k times in turn, from the last token that each row emits: int64 `[rows, k]`."""
+        token = verified.targets.gather(1, verified.accepted[:, None].long())[:, 0]
+        drafts = []
+        for _ in range(self.k):
+            token = self.follower[token]
+            drafts.append(token)
+        return torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
+
+
+def main(max_new_tokens: int = 64, *, compile: bool = True) -> None:
+    """Complete a prompt without drafts and with these: the tokens are the same."""
+    model, tokenizer = load_model(SHIPPED_MODEL), load_tokenizer(SHIPPED_MODEL)
+    text = tokenizer(Path(torch.__file__).with_name("functional.py").read_text()[:200_000], verbose=False)
+    prompt = tokenizer("def norm(x: Tensor) -> Tensor:\n")["input_ids"]
+    bigrams = DrafterKind("bigrams", lambda settings: Bigrams(settings, text["input_ids"], model.vocab_size))
+    completions = []
+    for k in (0, 3):
+        engine = Engine(
+            model,
+            num_speculative_tokens=k,
+            drafter=bigrams,
+            max_rows=1,
+            max_model_len=256,
+            compile=compile,
+        )
+        (completion,) = engine.generate([prompt], max_new_tokens=max_new_tokens)
+        print(f"{k} drafts: {completion.num_steps} steps for {len(completion.token_ids)} tokens")
+        completions.append(completion.token_ids)
+    assert completions[0] == completions[1], "drafts never change the tokens"
+
+
+if __name__ == "__main__":
+    main(compile="--no-compile" not in sys.argv)

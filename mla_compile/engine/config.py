@@ -1,0 +1,198 @@
+"""What an engine is set to: one frozen object that the engine, the command and integrations share."""
+
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from mla_compile.backend import resolve_settings
+from mla_compile.defaults import DrafterName
+from mla_compile.errors import MLAError
+from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
+from mla_compile.speculate import DrafterKind, ServedModel
+from mla_compile.speculate.drafter import known_drafter, select_drafter
+from mla_compile.speculate.step import check_num_drafts
+
+DEFAULT_TOKENS_PER_STEP = 2048
+"""Of decode rows and prompts together: it bounds the activations, and how long a prompt delays the rows that decode."""
+DEFAULT_MAX_ROWS = 8
+"""Requests that run at once."""
+DEFAULT_MAX_MODEL_LEN = 2048
+"""Tokens of a request. The caches' size follows from it and is compiled in, so what takes it shares compiled steps."""
+DEFAULT_PAGE_SIZE = 16
+"""Tokens of a cache page."""
+
+
+class EngineSettings(TypedDict, total=False):
+    """The keyword arguments of `EngineConfig`, which explains them, and of what passes them on."""
+
+    num_speculative_tokens: int
+    drafter: DrafterName | DrafterKind | None
+    adaptive_draft_length: bool
+    max_rows: int
+    max_model_len: int
+    page_size: int
+    num_pages: int | None
+    max_tokens_per_step: int | None
+    prefix_caching: bool
+    compile: bool
+    compile_mixed: bool
+    mode: str | None
+    shadow_check_every: int | None
+    decode_backend: str | None
+    capture_budget: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of an `Engine`.
+
+    Args:
+        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
+        drafter: what proposes them: "mtp", the model's MTP layer, "ngram", a look-up of the last tokens in the
+            request's own text, or a `DrafterKind` of one's own. None for the MTP layer where there is one, else the
+            look-up.
+        adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
+            acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right. Tokens do
+            not depend on it. Each number of drafts is a step of its own, compiled and captured when it is first tried,
+            or by `warm_up`.
+        max_rows: requests that run at once; others wait.
+        max_model_len: tokens of a request at most, prompt included.
+        page_size: tokens per cache page.
+        num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
+            `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
+            part of their prompt; at least as many as one request needs.
+        max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
+            512 more than `max_rows` decode rows take.
+        prefix_caching: whether prompts reuse cached pages of others that begin alike.
+        compile: False runs everything eagerly.
+        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture them
+            around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is met. That
+            takes as long as compiling the step, and eager steps cost the host several times what they cost the device,
+            so it pays in what serves for long.
+        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for one
+            with prompts.
+        shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
+        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
+            `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
+            run.
+        capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
+            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none; further
+            numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few numbers of
+            either, and graphs share memory.
+
+    Raises:
+        MLAError: a bad argument, named.
+    """
+
+    num_speculative_tokens: int = 0
+    drafter: DrafterName | DrafterKind | None = None
+    adaptive_draft_length: bool = False
+    max_rows: int = DEFAULT_MAX_ROWS
+    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    page_size: int = DEFAULT_PAGE_SIZE
+    num_pages: int | None = None
+    max_tokens_per_step: int | None = None
+    prefix_caching: bool = True
+    compile: bool = True
+    compile_mixed: bool = False
+    mode: str | None = "reduce-overhead"
+    shadow_check_every: int | None = None
+    decode_backend: str | None = None
+    capture_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        check_num_drafts(self.num_speculative_tokens)
+        known_drafter(self.drafter)
+        for name in ("max_rows", "max_model_len", "page_size"):
+            check_positive(name, getattr(self, name))
+        for name in ("num_pages", "max_tokens_per_step", "shadow_check_every"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        for name in ("adaptive_draft_length", "prefix_caching", "compile", "compile_mixed"):
+            check_boolean(name, getattr(self, name))
+        budget = self.capture_budget
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(budget))
+        if self.compile:
+            resolve_settings(self.mode, None)
+        check_name("decode_backend", self.decode_backend)
+
+    @property
+    def pages_per_row(self) -> int:
+        """Cache pages of a request of `max_model_len` tokens."""
+        return -(-self.max_model_len // self.page_size)
+
+    def fitted_to(self, model: ServedModel) -> "FittedConfig":
+        """These settings for one model, with numbers for what was left open.
+
+        Raises:
+            MLAError: a setting that the model or its device rules out, named.
+        """
+        _check_model(model)
+        k, given = self.num_speculative_tokens, self
+        if model.is_recurrent:
+            given = self._fitted_to_recurrent()
+        device = describe_device(model.device)  # what else a backend may lack shows when the model runs
+        select_backend(DecodeCall(*device, captured=self.compile), self.decode_backend, "decode_backend")
+        num_pages = given.num_pages or 1 + self.max_rows * self.pages_per_row
+        if num_pages < 1 + self.pages_per_row:
+            expected = f"at least {1 + self.pages_per_row}, for one row of max_model_len = {self.max_model_len} tokens"
+            raise MLAError("num_pages", expected, num_pages)
+        default_tokens = max(DEFAULT_TOKENS_PER_STEP, self.max_rows * (1 + k) + 512)
+        return FittedConfig(
+            **vars(given)
+            | {
+                # Where nothing drafts, nothing is asked of the model.
+                "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
+                "num_pages": num_pages,
+                "max_tokens_per_step": given.max_tokens_per_step or default_tokens,
+            },
+            pages_per_grant=self.pages_per_row if model.is_recurrent else 1,
+        )
+
+    def _fitted_to_recurrent(self) -> "EngineConfig":
+        """A row keeps one block of pages, by which its state is found, and its prompt runs in one piece."""
+        if self.num_speculative_tokens > 0:
+            expected = (
+                "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"
+            )
+            raise MLAError("num_speculative_tokens", expected, self.num_speculative_tokens)
+        for name in ("num_pages", "max_tokens_per_step"):
+            if getattr(self, name) is not None:
+                raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
+        if self.compile_mixed:
+            raise MLAError("compile_mixed", "False for a model with recurrent layers", self.compile_mixed)
+        return replace(
+            self, prefix_caching=False, max_tokens_per_step=self.max_rows * (1 + self.max_model_len)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedConfig(EngineConfig):
+    """Settings for one model: nothing is left open.
+
+    pages_per_grant: cache pages that one page of the scheduler stands for.
+    """
+
+    drafter: DrafterKind
+    num_pages: int
+    max_tokens_per_step: int
+    pages_per_grant: int
+
+
+def _check_model(model: object) -> None:
+    needed = ("logits", "allocate_cache", "caches", "vocab_size", "device", "has_mtp", "is_recurrent")
+    if not callable(model) or not all(hasattr(model, name) for name in needed):
+        mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
+        raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises `MLAError` for anything but an integer >= 1."""
+    if type(value) is not int or value < 1:
+        raise MLAError(name, "an integer >= 1", repr(value))
+
+
+def check_boolean(name: str, value: object) -> None:
+    """Raises `MLAError` for anything but True and False."""
+    if type(value) is not bool:
+        raise MLAError(name, "True or False", repr(value))

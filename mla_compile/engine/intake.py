@@ -1,0 +1,182 @@
+"""From what a caller asks for to requests: everything is checked here, before anything changes."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.config import FittedConfig, check_positive
+from mla_compile.engine.detokenizer import StopStrings
+from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
+from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams, check_token_ids
+from mla_compile.speculate import ServedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Intake:
+    """Makes the requests of one engine. Its methods' arguments are those of `Engine.add` and `Engine.stream`.
+
+    Raises:
+        MLAError: from each method, a bad argument, named; from `Intake`, what is no tokenizer.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: FittedConfig,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        calls: EngineCalls,
+    ) -> None:
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
+        self._vocab_size, self._config, self._tokenizer, self._calls = (
+            model.vocab_size,
+            config,
+            tokenizer,
+            calls,
+        )
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        grammar: Grammar | None = None,
+        *,
+        priority: int = 0,
+    ) -> Request:
+        """A single one."""
+        self._check_chosen_in_step("grammar", grammar)
+        sampling = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
+        if type(priority) is not int:
+            raise MLAError("priority", "an integer", repr(priority))
+        if sampling.n != 1:
+            raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
+        return self._request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        grammars: Grammar | Sequence[Grammar | None] | None = None,
+        choose: TokenChooser | None = None,
+    ) -> list[Request]:
+        """One for each completion of each prompt, in their order."""
+        self._check_chosen_in_step("choose", choose)
+        self._check_chosen_in_step("grammars", grammars)
+        if choose is not None and not callable(choose):
+            raise MLAError("choose", "a TokenChooser or None", repr(choose))
+        if choose is not None and grammars is not None:
+            raise MLAError("choose", "None where there are grammars", type(choose).__name__)
+        if not isinstance(prompts, Sequence):
+            raise MLAError("prompts", "a list of prompts, each a list of token ids", type(prompts).__name__)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if grammars is None or isinstance(grammars, Grammar):
+            grammars = [grammars] * len(prompts)
+        for name, given in (("sampling", sampling), ("grammars", grammars)):
+            if not isinstance(given, Sequence):
+                raise MLAError(name, "one for all prompts, or a list", repr(given))
+            if len(given) != len(prompts):
+                raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
+        progress = Progress()
+        return [
+            self._request(
+                prompt,
+                params,
+                max_new_tokens,
+                stop_ids,
+                grammar,
+                choose=choose,
+                place=(i, j),
+                progress=progress,
+            )
+            for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True))
+            for j, params in enumerate(checked_sampling(f"sampling[{i}]", asked).copies())
+        ]
+
+    def _request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        grammar: Grammar | None,
+        *,
+        choose: TokenChooser | None = None,
+        priority: int = 0,
+        place: tuple[int, int] = (0, 0),
+        progress: Progress | None = None,
+    ) -> Request:
+        """place, progress: of one of a list; errors then say at which place of it an argument stands."""
+        check_positive("max_new_tokens", max_new_tokens)
+        vocab_size, longest = self._vocab_size, self._config.max_model_len
+        name = f"prompts[{place[0]}]" if progress is not None else "prompt"
+        check_prompt(name, prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
+        check_token_ids("stop_ids", stop_ids)
+        if choose is not None and params.logprobs is not None:
+            raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
+        if params.stop_strings and not hasattr(self._tokenizer, "backend_tokenizer"):
+            raise MLAError("stop", "none in an engine without a fast tokenizer", params.stop_strings)
+        ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
+        completion = Completion(prompt_index=place[0], index=place[1])
+        row = stops = None
+        if grammar is not None:
+            name = f"grammars[{place[0]}]" if progress is not None else "grammar"
+            check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
+            row = GrammarRow(grammar, completion, ends, name)
+        if params.stop_strings and self._tokenizer is not None:
+            stops = StopStrings(params.stop_strings, self._tokenizer)
+        return Request(
+            prompt=list(prompt),
+            max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
+            priority=priority,
+            params=params,
+            stop_ids=ends,
+            completion=completion,
+            grammar=row,
+            choose=choose,
+            stop_strings=stops,
+            tokenizer=self._tokenizer,
+            calls=self._calls,
+            progress=progress or Progress(),
+        )
+
+    def _check_chosen_in_step(self, name: str, on_host: object) -> None:
+        """What has the host choose tokens has no step that could be checked as a whole."""
+        if on_host is not None and self._config.shadow_check_every is not None:
+            raise MLAError(name, "None in an engine with shadow_check_every", type(on_host).__name__)
+
+
+def checked_sampling(name: str, given: object) -> SamplingParams:
+    """Raises `MLAError` for anything but `SamplingParams`."""
+    if not isinstance(given, SamplingParams):
+        raise MLAError(name, "SamplingParams", repr(given))
+    return given
+
+
+def check_prompt(name: str, prompt: object, *, vocab_size: int, limit: tuple[str, int]) -> Sequence[int]:
+    """A prompt's token ids; errors call it `name`.
+
+    limit: tokens that leave no position for a new one, and what sets them.
+
+    Raises:
+        MLAError: another type, no token, one outside the vocabulary, too many.
+    """
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        raise MLAError(name, "a list of token ids", type(prompt).__name__)
+    if not prompt:
+        raise MLAError(name, "at least one token", "an empty prompt")
+    if len(prompt) >= limit[1]:
+        expected = f"fewer tokens than {limit[0]} = {limit[1]}"
+        raise MLAError(name, expected, len(prompt), "shorten the prompt")
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
+    return prompt

@@ -1,0 +1,199 @@
+"""A request: what was asked for, what has come of it, and where it stands."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.detokenizer import StopStrings, decode
+from mla_compile.engine.grammar import GrammarRow
+from mla_compile.engine.reports import RowReport
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenChooser(Protocol):
+    """Chooses tokens on the host, from logits: what cannot be compiled into the step."""
+
+    def __call__(self, logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
+        """The target's tokens at the positions of some rows.
+
+        Args:
+            logits: `[rows, n, vocab_size]`: position j follows the completion's tokens and the row's first j drafts.
+                n is 1 after a prompt, 1 + k in a step of k drafts; a launch that has both makes two calls.
+            drafts: int64 `[rows, n - 1]`.
+            completions: what each row has emitted. `Completion.prompt_index` tells which of the prompts it is.
+
+        Returns:
+            int64 `[rows, n]`. Drafts are accepted as long as they agree with it. Where logits are NaN or infinite it
+            does not matter: the row ends with finish_reason "error" if it comes there.
+        """
+
+
+@dataclass
+class Progress:
+    """Of several requests together: whether any has grown or ended since somebody looked."""
+
+    has_grown: bool = False
+
+
+@dataclass(frozen=True)
+class EngineCalls:
+    """What a request asks of its engine: see `Engine.abort`, `Engine.leave` and `Engine.turn`."""
+
+    abort: "Callable[[Request], None]"
+    leave: "Callable[[Request], None]"
+    turn: Callable[[], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion under way, as `Engine.add` returns it.
+
+        async for token in engine.add(prompt, params):
+            ...
+
+    Iteration runs the engine's steps while it waits for tokens; a loop that is left early aborts the request.
+
+    What was asked for:
+
+    prompt, params: of `Engine.add`. priority: lower ones come first.
+    max_len: tokens, prompt included, at which it ends.
+    stop_ids: a token of these ends it.
+    grammar, choose: what has a say in its tokens on the host; stop_strings, tokenizer: what reads its text.
+    calls: of the engine that has made it.
+
+    What has come of it:
+
+    completion: what is known by now; it grows, and has a `finish_reason` in the end.
+    progress: of the requests that it was asked for with.
+
+    Where it stands, which only the scheduler changes:
+
+    rank: priority, then arrival; None until it waits or runs.
+    is_running: it holds pages and has a row in every step that it is in.
+    pages: that it holds, in order.
+    num_reused_tokens: that were found in the cache when it last began to run.
+    num_cached: once all launched steps have run, at most so many of its tokens are in the cache; while it prefills,
+        exactly so many.
+    is_decoding: it has sampled since its cache was last built, or will have once all launched steps have run.
+    num_steps: launched ones that it is in and that were not reported yet.
+    num_samples: of these, the ones that give it at least one token, if it has not ended and its logits are finite.
+    """
+
+    prompt: list[int]
+    max_len: int
+    priority: int = 0
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()
+    completion: Completion = field(default_factory=Completion)
+    grammar: GrammarRow | None = None
+    choose: TokenChooser | None = None
+    stop_strings: StopStrings | None = None
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    calls: EngineCalls | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    rank: tuple[int, int] | None = None
+    is_running: bool = False
+    pages: list[int] = field(default_factory=list)
+    num_reused_tokens: int = 0
+    num_cached: int = 0
+    is_decoding: bool = False
+    num_steps: int = 0
+    num_samples: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and what is known to follow it, a copy."""
+        return [*self.prompt, *self.completion.token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.completion.token_ids)
+
+    @property
+    def will_have_ended(self) -> bool:
+        """Whether it ends with the launched steps at the latest."""
+        return self.num_tokens + self.num_samples >= self.max_len
+
+    @property
+    def has_ended(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its prompt has been run, or will never be."""
+        return bool(self.completion.token_ids) or self.has_ended
+
+    @property
+    def is_chosen_on_host(self) -> bool:
+        """Whether the host must see the logits of each step."""
+        return self.grammar is not None or self.choose is not None
+
+    def take(self, report: RowReport, *, is_step: bool) -> None:
+        """Take in what a step emitted, or a prompt's last chunk (`is_step` False).
+
+        Whether the request ends with it, where and why, is decided here alone.
+        """
+        completion = self.completion
+        if self.grammar is not None:
+            report = self.grammar.settle(report)
+        num_known = len(completion.token_ids)
+        completion.token_ids += report.tokens
+        if report.logprobs is not None:
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs += report.logprobs
+        completion.num_steps += is_step
+        completion.num_prefills += 0 if is_step else len(report.tokens)
+        self.progress.has_grown = True
+        reason = text = None
+        if report.error is not None:
+            reason = "error"
+        elif not report.active or self.num_tokens >= self.max_len:  # or nothing would ever end it
+            reason = "stop" if completion.token_ids[-1] in self.stop_ids else "length"
+        found = self.stop_strings and self.stop_strings.feed(completion.token_ids[num_known:])
+        if found:
+            del completion.token_ids[num_known + found.num_tokens :]
+            if completion.logprobs is not None:
+                del completion.logprobs[num_known + found.num_tokens :]
+            reason, text = "stop", found.text
+        if reason is not None:
+            if text is None and self.tokenizer is not None:
+                text = decode(self.tokenizer, completion.token_ids)
+            completion.text = text
+            self.end(reason, None if found else report.error)
+
+    def end(self, finish_reason: str, error: str | None = None) -> None:
+        """Nothing more comes."""
+        self.completion.finish_reason, self.completion.error = finish_reason, error
+        self.progress.has_grown = True
+
+    def abort(self) -> None:
+        """End it now; see `Engine.abort`."""
+        self._engine().abort(self)
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        seen, engine = 0, self._engine()
+        try:
+            while True:
+                new = self.completion.token_ids[seen:]
+                for token in new:
+                    yield token
+                seen += len(new)
+                if not new:
+                    if self.has_ended:
+                        return
+                    await engine.turn()
+        finally:
+            engine.leave(self)
+
+    def _engine(self) -> EngineCalls:
+        if self.calls is None:
+            raise MLAError("request", "one that an engine's `add` returned", "one that nobody serves")
+        return self.calls

@@ -1,0 +1,132 @@
+"""What a node of a Dynamo graph says: what it calls, with which arguments, and its example value.
+
+Passes ask for arguments by name, so a call reads the same with arguments by position, by keyword or left out. Ops
+have their names from the schema; torch functions have none, so whoever asks for their arguments knows the names.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from mla_compile.torch_internals import overload_of, schema_arguments
+
+_NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+"""The names that torch takes from numpy for its own; Dynamo leaves them in the graph."""
+
+
+# --- what a node calls
+
+
+def is_call(node: fx.Node, *ops: Any) -> bool:
+    """Whether a node calls one of these ops, with the overload chosen or left open."""
+    return node.op == "call_function" and overload_of(node.target) in ops
+
+
+def calls(graph: fx.Graph, *ops: Any) -> list[fx.Node]:
+    """Every call of one of these ops, in order."""
+    return [node for node in graph.nodes if is_call(node, *ops)]
+
+
+def op_name(node: fx.Node) -> str:
+    """`mla_decode`, `linear`, `view`: for people."""
+    if isinstance(node.target, str):
+        return node.target
+    return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+
+
+def torch_name(node: fx.Node) -> str:
+    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`; empty for what is not torch's own."""
+    if node.op == "call_method":
+        return str(node.target)
+    module = getattr(node.target, "__module__", None) or "torch"
+    ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
+    return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""
+
+
+# --- with which arguments
+
+
+def op_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an op's call by the names of its schema, in its order; defaults for those left out."""
+    schema = schema_arguments(node.target)
+    given = dict(zip((argument.name for argument in schema), node.args)) | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def with_arguments(node: fx.Node, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`args` and `kwargs` of an op's call, with these of its arguments changed."""
+    values = op_arguments(node)
+    assert changed.keys() <= values.keys(), f"{node.target} has no {changed.keys() - values.keys()}"
+    values |= changed
+    by_name = {argument.name for argument in schema_arguments(node.target) if argument.kwarg_only}
+    args = tuple(value for name, value in values.items() if name not in by_name)
+    return args, {name: value for name, value in values.items() if name in by_name}
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """The argument of a torch function that has this position or name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return _named(node).get(name, default)
+
+
+def arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | None:
+    """The arguments given to a torch function, by the names of their positions; None where `names` lacks one."""
+    named = _named(node)
+    if len(node.args) > len(names) or not set(names) >= set(named):
+        return None
+    return dict(zip(names, node.args)) | named
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    return {_NUMPYS.get(name, name): value for name, value in node.kwargs.items()}
+
+
+# --- its example value
+
+
+def has_value(node: fx.Node) -> bool:
+    """Whether the value is known at compile time. That of a call for its effect only is None."""
+    return "example_value" in node.meta
+
+
+def value_of(node: fx.Node) -> Any:
+    """The example value: a fake tensor, a tuple of them, a number; None where there is none."""
+    return node.meta.get("example_value")
+
+
+def values_of(node: fx.Node) -> list[Any]:
+    """The example value, or every element of a tuple."""
+    return _flat(value_of(node))
+
+
+def _flat(value: Any) -> list[Any]:
+    return [v for part in value for v in _flat(part)] if isinstance(value, (tuple, list)) else [value]
+
+
+def is_tuple(node: fx.Node) -> bool:
+    """Whether the value has several elements, which `getitem` takes out."""
+    return isinstance(value_of(node), (tuple, list))
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether an argument is a node whose value is one tensor."""
+    return isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
+
+
+def tensor_of(node: fx.Node) -> Tensor:
+    """The node's example tensor, the first one of a tuple."""
+    value = _first_tensor(node)
+    assert value is not None, f"{node.name} is no tensor"
+    return value
+
+
+def rows_of(node: Any) -> Any:
+    """The size of dimension 0 of the node's tensor, the first one of a tuple; None where there is none."""
+    value = _first_tensor(node) if isinstance(node, fx.Node) else None
+    return value.shape[0] if value is not None and value.dim() else None
+
+
+def _first_tensor(node: fx.Node) -> Tensor | None:
+    return next((value for value in values_of(node) if isinstance(value, Tensor)), None)

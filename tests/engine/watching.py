@@ -1,0 +1,61 @@
+"""A drafter that lets a test see what the engine's steps run on: the seam is `Engine(drafter=...)`."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from mla_compile.defaults import DrafterName
+from mla_compile.engine import Request
+from mla_compile.speculate import (
+    DecodeState,
+    Drafter,
+    DrafterKind,
+    DrafterSettings,
+    PromptChunks,
+    Verified,
+)
+from mla_compile.speculate.drafter import known_drafter
+
+Change = Callable[[DecodeState, Verified, Tensor], Tensor]
+
+
+class Watch:
+    """Remembers the state of the last step, in eager engines whose `drafter` is `kind(...)`.
+
+    change: what becomes of a step's drafts, `[rows, k]`; None leaves them.
+    """
+
+    def __init__(self, change: Change | None = None) -> None:
+        self.state: DecodeState | None = None
+        self.change = change
+
+    def kind(self, name: DrafterName) -> DrafterKind:
+        """The drafter of that name, watched."""
+        kind = known_drafter(name)
+        assert kind is not None
+        return replace(kind, build=lambda settings: _Watched(self, kind.build, settings))
+
+    def rows(self, requests: Iterable[Request]) -> Iterator[tuple[Request, int]]:
+        """Which row of the state each of these requests has that runs: pages that nobody else writes to tell."""
+        assert self.state is not None
+        tables = self.state.block_table.tolist()
+        for request in requests:
+            if request.is_running and request.pages:
+                last = len(request.pages) - 1
+                yield request, next(i for i, row in enumerate(tables) if row[last] == request.pages[last])
+
+
+class _Watched:
+    def __init__(
+        self, watch: Watch, build: Callable[[DrafterSettings], Drafter], settings: DrafterSettings
+    ) -> None:
+        self._watch, self._drafter = watch, build(settings)
+
+    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+        self._drafter.fill(chunks, hidden)
+
+    def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+        self._watch.state = state
+        drafts = self._drafter.draft(state, verified)  # the real one writes latents
+        return drafts if self._watch.change is None else self._watch.change(state, verified, drafts)

@@ -1,0 +1,286 @@
+"""What is done around every pass, a user's own too: counts, example values, the graph's check and code, the log."""
+
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from mla_compile import MLAError
+from mla_compile.explanation.explain import copy_graph
+from mla_compile.passes import PASSES, pipeline
+from mla_compile.passes.absorb_mla import absorb_mla
+from mla_compile.passes.choose_decode_backend import choose_decode_backend
+from mla_compile.torch_internals import capture_graph
+from tests.passes.capture import Capture, Stack, make_inputs, nodes_of
+
+Graph = tuple[fx.GraphModule, Sequence[Any]]
+
+
+def graph_of(function: Callable[..., Any], *inputs: Any) -> Graph:
+    found = capture_graph(function, inputs, {})
+    assert found is not None
+    return found
+
+
+def sine() -> Graph:
+    return graph_of(lambda x: x.sin().cos() + 1, torch.randn(4, 3))
+
+
+def before_sine(make: Callable[[fx.Graph, fx.Node], fx.Node]) -> pipeline.Pass:
+    """A pass of a user's that puts nodes before `sin`, and does nothing else that it could forget."""
+
+    def mine(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        for node in gm.graph.find_nodes(op="call_method", target="sin"):
+            with gm.graph.inserting_before(node):
+                node.args = (make(gm.graph, node.args[0]),)
+        return gm
+
+    return mine
+
+
+relu = before_sine(lambda graph, x: graph.call_function(torch.relu, (x,)))
+
+
+# --- what it counts
+
+
+def test_each_pass_is_timed_and_its_ops_are_counted() -> None:
+    steps = pipeline.steps(*graph_of(Stack(2), *make_inputs(rows=2, q_len=3)))
+    found = {applied.name: applied for applied, _ in steps}
+    assert list(found) == [graph_pass.__name__ for graph_pass in PASSES]
+    split = found["split_prefill_decode"]
+    assert split.changed and (split.before["mla_attention"], split.after["mla_attention"]) == (2, 0)
+    assert split.after["mla_append"] == split.after["mla_decode"] == 2
+    others = [applied for name, applied in found.items() if name != "split_prefill_decode"]
+    assert not any(applied.changed for applied in others)
+    assert all(applied.before == applied.after for applied in others)
+    assert all(applied.seconds > 0 for applied in found.values())
+
+
+def random_edits(seed: int) -> tuple[pipeline.Pass, Counter[str], Counter[str]]:
+    """A pass that puts nodes behind some and removes others, and what it will have added and removed."""
+    rng, added, removed = random.Random(seed), Counter[str](), Counter[str]()
+
+    def edit(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        for node in [node for node in gm.graph.nodes if node.op.startswith("call_")]:
+            choice = rng.random()
+            if choice < 0.3:
+                with gm.graph.inserting_after(node):
+                    new = gm.graph.call_function(rng.choice((torch.relu, torch.neg)), (node,))
+                node.replace_all_uses_with(new, lambda user, new=new: user is not new)
+                added[new.target.__name__] += 1
+            elif choice < 0.6:
+                node.replace_all_uses_with(node.args[0])
+                gm.graph.erase_node(node)
+                removed[node.target if node.op == "call_method" else node.target.__name__] += 1
+        return gm
+
+    return edit, added, removed
+
+
+def test_what_is_counted_is_what_a_random_pass_did() -> None:
+    captured, inputs = sine()
+    for seed in range(100):
+        edit, added, removed = random_edits(seed)
+        ((applied, gm),) = pipeline.steps(copy_graph(captured), inputs, [edit])
+        assert applied.after - applied.before == added and applied.before - applied.after == removed, seed
+        assert applied.changed == bool(added or removed), f"seed {seed}"
+        listed = re.findall(r"(\w+) x (\d+)", str(applied))
+        assert Counter({name: int(n) for name, n in listed}) == added + removed, f"seed {seed}: {applied}"
+        assert all("example_value" in n.meta for n in gm.graph.nodes if n.op.startswith("call_")), (
+            f"seed {seed}"
+        )
+
+
+def test_a_pass_that_only_changes_arguments_has_changed_the_graph() -> None:
+    gm, inputs = graph_of(Stack(1), *make_inputs(rows=2))
+    passes = [*PASSES, partial(choose_decode_backend, backend="reference")]
+    *_, last = (applied for applied, _ in pipeline.steps(gm, inputs, passes))
+    assert last.name == "choose_decode_backend" and last.changed and last.before == last.after
+    assert str(last).startswith("choose_decode_backend: the same ops with other arguments or order (")
+
+
+def test_a_function_of_the_same_name_is_another_one() -> None:
+    def swap(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.relu)
+        node.target = torch.nn.functional.relu
+        return gm
+
+    gm, inputs = graph_of(torch.relu, torch.randn(3))
+    ((applied, gm),) = pipeline.steps(gm, inputs, [swap])
+    assert applied.changed and "functional" in gm.code
+
+
+def test_the_log_has_a_line_for_each_pass_and_the_trace_a_graph_for_each_that_changed_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[str] = []
+    monkeypatch.setattr(pipeline, "trace_graph", lambda name, gm: traced.append(f"{name}: {gm.code}"))
+    with caplog.at_level(logging.DEBUG, "mla_compile"):
+        pipeline.run(*graph_of(Stack(2), *make_inputs(rows=2)))
+    lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.passes.pipeline"]
+    assert [line.split(":")[0] for line in lines] == [graph_pass.__name__ for graph_pass in PASSES]
+    split = r"split_prefill_decode: \+ .*mla_append x 2, mla_decode x 2 - mla_attention x 2 \(\d+\.\d ms\)"
+    assert re.fullmatch(split, lines[1]), lines[1]
+    assert re.fullmatch(r"drop_trivial_topk: changed nothing \(\d+\.\d ms\)", lines[4])
+    (graph,) = traced
+    assert graph.startswith("mla_after_split_prefill_decode: ") and "mla_decode" in graph
+
+
+# --- what a pass may forget
+
+
+def test_new_nodes_get_the_example_values_that_a_pass_left_out() -> None:
+    shifted = before_sine(
+        lambda graph, x: graph.call_method("add", (x, graph.call_function(torch.arange, (3,))))
+    )
+    gm = pipeline.run(*sine(), [shifted])
+    values = {node.name: node.meta["example_value"] for node in gm.graph.nodes if node.op.startswith("call_")}
+    assert tuple(values["add"].shape) == (4, 3) and values["add"].dtype == torch.float32
+    assert tuple(values["arange"].shape) == (3,) and values["arange"].fake_mode is values["add"].fake_mode
+
+
+def test_example_values_that_a_pass_has_set_are_left() -> None:
+    def make(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        node = graph.call_function(torch.relu, (x,))
+        node.meta["example_value"] = x.meta["example_value"]
+        return node
+
+    gm = pipeline.run(*sine(), [before_sine(make)])
+    (node,) = nodes_of(gm, "relu")
+    assert node.meta["example_value"] is node.args[0].meta["example_value"]
+
+
+def test_the_code_is_that_of_the_graph_after_every_pass() -> None:
+    def sees_relu(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        assert "relu" in gm.code
+        return gm
+
+    compiled = torch.compile(lambda x: x.sin().cos() + 1, backend=Capture([relu, sees_relu]), fullgraph=True)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(compiled(x), x.relu().sin().cos() + 1)
+
+
+def test_a_pass_may_give_back_another_graph_module() -> None:
+    def renew(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        return relu(fx.GraphModule(gm, graph), example_inputs)
+
+    gm, inputs = sine()
+    ((applied, other),) = pipeline.steps(gm, inputs, [renew])
+    assert other is not gm and applied.after - applied.before == {"relu": 1}
+
+
+# --- what it refuses
+
+
+def fails(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    raise KeyError("no such node")
+
+
+def forgets_to_return(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    relu(gm, example_inputs)
+
+
+def reads_before_it_is_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    (sin,) = gm.graph.find_nodes(op="call_method", target="sin")
+    (cos,) = gm.graph.find_nodes(op="call_method", target="cos")
+    sin.prepend(cos)
+    return gm
+
+
+def multiplies_what_does_not_fit(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    return before_sine(lambda graph, x: graph.call_function(torch.mm, (x, x)))(gm, example_inputs)
+
+
+class Broken:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        return reads_before_it_is_written(gm, example_inputs)
+
+
+BAD = {
+    "fails": (
+        fails,
+        "pass fails: expected a graph module, got KeyError: 'no such node'; mend it, or leave",
+    ),
+    "forgets to return": (
+        forgets_to_return,
+        "pass forgets_to_return: .* got None; end it with `return gm`",
+    ),
+    "breaks the order": (
+        reads_before_it_is_written,
+        "pass reads_before_.*: expected a graph that .*lint.* accepts",
+    ),
+    "breaks the order, an object": (Broken(), "pass Broken: "),
+    "breaks the order, bound": (partial(reads_before_it_is_written), "pass reads_before_it_is_written: "),
+    "cannot run": (
+        multiplies_what_does_not_fit,
+        r"pass multiplies_.*: .*example values: %mm .*same reduction dim",
+    ),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_pass_is_named(bad: pipeline.Pass, message: str) -> None:
+    with pytest.raises(MLAError, match=message) as refused:
+        pipeline.run(*sine(), [absorb_mla, bad, relu])
+    assert (refused.value.__cause__ is None) == (bad is forgets_to_return)
+
+
+def test_the_compile_of_a_user_names_the_bad_pass_and_says_no_less() -> None:
+    compiled = torch.compile(torch.sin, backend="mla", options={"passes": [fails]})
+    with pytest.raises(Exception, match=r"pass fails: .*KeyError: 'no such node'"):
+        compiled(torch.randn(3))
+
+
+def test_a_mistake_that_a_pass_explains_itself_is_told_as_it_is() -> None:
+    def refuses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        raise MLAError("bound", "a number > 0", -1)
+
+    told = r"^bound: expected a number > 0, got -1\nin pass refuses$"  # the second line is a note
+    with pytest.raises(MLAError, match=told):
+        pipeline.run(*sine(), [refuses])
+
+
+# --- the list
+
+
+def test_an_options_pass_is_bound_to_it_and_comes_after_all_others_a_users_too() -> None:
+    gm, _ = graph_of(Stack(1), *make_inputs(rows=2))
+    for passes, expected in ((None, PASSES), ([*PASSES, relu], [*PASSES, relu]), ([], [])):
+        assert pipeline.passes_for(gm, passes) == expected
+        *others, last = pipeline.passes_for(gm, passes, decode_backend="triton")
+        assert others == expected and isinstance(last, partial)
+        assert last.func is choose_decode_backend and last.keywords == {"backend": "triton"}
+
+
+def test_a_graph_without_an_op_of_ours_is_searched_for_mla_and_for_nothing_else() -> None:
+    gm, _ = sine()
+    assert pipeline.passes_for(gm) == [absorb_mla]
+    assert [pipeline.pass_name(p) for p in pipeline.passes_for(gm, None, "triton")] == [
+        "absorb_mla",
+        "choose_decode_backend",
+    ]
+
+
+def test_the_decode_backend_that_was_asked_for_acts_with_passes_of_a_users_own() -> None:
+    model, (x, batch) = Stack(1), make_inputs(rows=2)
+    chosen: list[Any] = []
+
+    def look(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        chosen.extend(node.args[-1] for node in nodes_of(gm, "mla_decode"))
+        return gm
+
+    options: dict[str, Any] = {"passes": [*PASSES, look], "decode_backend": "triton"}
+    compiled: Callable[..., Tensor] = torch.compile(model, backend="mla", fullgraph=True, options=options)
+    with pytest.raises(Exception, match="got triton, which runs on cuda, got cpu"):
+        compiled(x, batch)
+    assert chosen == [None], "the user's pass came first"
