@@ -93,6 +93,6 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
 
 
-register_backend()
+register_backend(__version__)
 if "torch" in sys.modules:
     import_module("mla_compile.ops")  # `torch.ops.mla_compile`; else with the first name that needs torch

@@ -192,7 +192,7 @@ def _support(device: torch.device, backend: str | None) -> QueryLenSupport:
     """What the backend takes; of the automatic choice, what the first one takes that runs on the device."""
     device_type, capability = describe_device(device)
     call = DecodeCall(device_type, capability, captured=True if backend is None else None)
-    return select_backend(call, backend).backend.query_len_support
+    return select_backend(call, backend).chosen.query_len_support
 
 
 def _rows(
@@ -267,39 +267,13 @@ def _check(
     page_size: int,
     num_speculative_tokens: int,
 ) -> None:
-    validate.whole_number("page_size", page_size, 1)
     validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
-    validate.block_table(block_table)
+    validate.row_lengths("query_lens", query_lens, num_cached, block_table, page_size)
+    validate.list_of(bool, "has_sampled", has_sampled, block_table.shape[0])
     if block_table.shape[0] == 0:
         raise MLAError("block_table", "at least one row", list(block_table.shape))
-    rows, max_pages = block_table.shape
-    capacity = max_pages * page_size
-    for name, values, kind in (
-        ("query_lens", query_lens, int),
-        ("num_cached", num_cached, int),
-        ("has_sampled", has_sampled, bool),
-    ):
-        if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
-            mend = ".tolist() makes one of a tensor or an array" if hasattr(values, "tolist") else ""
-            raise MLAError(name, f"a list of {kind.__name__}, one a row", _shown(values), mend)
-        if len(values) != rows:
-            raise MLAError(name, f"one entry per row of block_table ({rows})", len(values))
-    for row, (count, cached) in enumerate(zip(query_lens, num_cached)):
-        if count < 1:
-            raise MLAError(f"query_lens[{row}]", "at least one token a row", count, "leave the row out")
-        if cached < 0:
-            raise MLAError(f"num_cached[{row}]", "at least 0", cached)
-        if cached + count > capacity:
-            expected = f"at most {capacity} tokens ({max_pages} pages of {page_size})"
-            raise MLAError(f"row {row}", expected, f"{cached} + {count}", "widen block_table")
     total = sum(query_lens)
     for i, tensor in enumerate(per_token):
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != total:
             expected = f"a tensor [{total}, ...], the tokens of query_lens one after the other"
-            raise MLAError(f"per_token[{i}]", expected, _shown(tensor))
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
-    return f"{value!r:.80}" if isinstance(value, list | tuple) else type(value).__name__
+            raise MLAError(f"per_token[{i}]", expected, validate.shown(tensor))

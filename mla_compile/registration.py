@@ -20,21 +20,22 @@ GROUP, NAME, VALUE = "torch_dynamo_backends", "mla", "mla_compile.backend:mla"
 class SourceTree:
     """A finder of one distribution: ours, with the entry point. It comes last, so an installed one goes before it."""
 
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Of modules it finds none."""
 
-    @staticmethod
-    def find_distributions(context: "DistributionFinder.Context") -> Iterator["Distribution"]:
+    def find_distributions(self, context: "DistributionFinder.Context") -> Iterator["Distribution"]:
         from importlib.metadata import Distribution
         from pathlib import Path
 
-        import mla_compile
+        version = self._version
 
         class SourceDistribution(Distribution):
             def read_text(self, filename: str) -> str | None:
                 files = {
-                    "METADATA": f"Metadata-Version: 2.1\nName: mla-compile\nVersion: {mla_compile.__version__}\n",
+                    "METADATA": f"Metadata-Version: 2.1\nName: mla-compile\nVersion: {version}\n",
                     "entry_points.txt": f"[{GROUP}]\n{NAME} = {VALUE}\n",
                 }
                 return files.get(filename)
@@ -46,9 +47,9 @@ class SourceTree:
             yield SourceDistribution()
 
 
-def register_backend() -> None:
+def register_backend(version: str) -> None:
     """Let torch find the backend by name; it is imported when it is first used."""
-    sys.meta_path.append(SourceTree)
+    sys.meta_path.append(SourceTree(version))
     registry = sys.modules.get("torch._dynamo.backends.registry")
     if registry is not None:
         from importlib.metadata import EntryPoint

@@ -53,6 +53,11 @@ def on_real_tensors() -> Iterator[None]:
         yield
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for one while compiling: it has a shape, a dtype and a device, no values."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a subclass that is made of other tensors: quantised or sharded, say."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

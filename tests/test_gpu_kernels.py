@@ -9,15 +9,8 @@ from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
-from mla_compile.ops.kernels.plan import (
-    device_of,
-    supports_append,
-    supports_masked_decode,
-    supports_moe,
-    supports_norm_rope_append,
-    supports_prefill,
-    triton_serves,
-)
+from mla_compile.ops.kernels.plan import device_of
+from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
@@ -59,6 +52,10 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     if reason is not None:
         pytest.skip(f"{backend.name} {reason}")
     return Subject(backend, "cuda", heads=20, rank=512, rope=64, page_size=64, dtype=torch.bfloat16)
+
+
+def is_triton(op: str, *args: object) -> bool:
+    return choose(op, args).chosen.name == "triton"
 
 
 def sizes(model: str) -> dict[str, int]:
@@ -148,7 +145,7 @@ def test_a_backend_that_may_not_be_captured_is_refused_while_a_graph_is_recorded
 
 
 def masked_decode(case: MaskedCase) -> torch.Tensor:
-    assert supports_masked_decode(*case.args()[:4])
+    assert is_triton("mla_masked_decode", *case.args())
     *tensors, scale = case.args()
     return mla_masked_decode(*tensors, softmax_scale=scale)
 
@@ -221,7 +218,7 @@ def test_a_captured_masked_decode_serves_other_masks_at_replay(masked: str, dtyp
 @pytest.mark.parametrize("tokens", [1, 3, 8, 32, 100, 128])
 def test_experts_at_the_size_of_glm(tokens: int, dtype: torch.dtype) -> None:
     case = moe_case(tokens, 4, experts=64, hidden=2048, intermediate=1536, dtype=dtype, device="cuda")
-    assert supports_moe(*case.args())
+    assert is_triton("moe_experts", *case.args())
     check_moe(case, moe_experts(*case.args()))
 
 
@@ -272,7 +269,7 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     slots = torch.randperm(cache.shape[0] * 64, device="cuda")[:tokens]
     slots[::5] = -1
     expected = cache.clone()
-    assert supports_append(latents[:, :512], latents[:, 512:])
+    assert is_triton("mla_append", latents[:, :512], latents[:, 512:], cache, slots)
     mla_append(latents[:, :512], latents[:, 512:], cache, slots)
     append_torch(latents[:, :512], latents[:, 512:], expected, slots)
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
@@ -294,7 +291,7 @@ def test_prefill_of_ragged_chunks_with_context(sizes: dict[str, int], dtype: tor
     case = make_case(prefill=chunks, heads=8, page_size=16, dtype=dtype, **sizes)
     *tensors, host_lens, scale = prefill_args(case)
     args = [*(x.cuda() for x in tensors), host_lens, scale]
-    assert supports_prefill(args[0], args[1], args[4])
+    assert is_triton("mla_prefill", *args)
     check_prefill(case, prefill_op(*args))
 
 
@@ -319,7 +316,7 @@ def test_norm_rotation_and_append_in_one_launch(
             dtype=dtype,
             device="cuda",
         )
-        assert supports_norm_rope_append(case.kv_a)
+        assert is_triton("mla_norm_rope_append", *case.args())
         before = case.kv_cache.clone()
         mla_norm_rope_append(**vars(case))
         check_norm_rope_append(case, before)
@@ -346,7 +343,7 @@ def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> N
 @pytest.mark.parametrize("ragged", [False, True], ids=["all", "ragged"])
 def test_decode_metadata_equals_the_torch_code_to_the_bit(ragged: bool, q_len: int, page_size: int) -> None:
     *tensors, q_len, page_size = metadata_args(q_len, page_size, ragged=ragged, device="cuda")
-    assert triton_serves(tensors[0].device)
+    assert is_triton("mla_decode_metadata", *tensors, q_len, page_size)
     got = mla_decode_metadata(*tensors, q_len=q_len, page_size=page_size)
     expected = decode_metadata_torch(*tensors, q_len, page_size)
     assert all(map(torch.equal, got, expected)) and [x.dtype for x in got] == [x.dtype for x in expected]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mla_compile
+from mla_compile.ops.library import tables
 
 PACKAGE = Path(mla_compile.__file__).parent
 
@@ -27,8 +28,22 @@ LEVELS = [
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 
-def imported_parts(file: Path) -> set[str]:
-    """The parts of the package, `ops` say, that a file imports, inside functions too."""
+def module_of(file: Path) -> str:
+    return ".".join(("mla_compile", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
+
+
+MODULES = {module_of(file): file for file in PACKAGE.rglob("*.py")}
+
+
+def part_of(module: str) -> str:
+    """`ops` for `mla_compile.ops.append`; nothing for the package itself, which only tells its version."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def imports_of(file: Path) -> set[str]:
+    """The modules of the package that a file imports: inside functions too, and for type checkers alone."""
     package = ("mla_compile", *file.relative_to(PACKAGE).parent.parts)
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -37,8 +52,24 @@ def imported_parts(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *filter(None, [node.module])))
-            names |= {f"{module}.{alias.name}" for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("mla_compile.")}
+            names |= {
+                name if (name := f"{module}.{alias.name}") in MODULES else module for alias in node.names
+            }
+    return (names & MODULES.keys()) - {module_of(file)}
+
+
+IMPORTS = {module: imports_of(file) for module, file in MODULES.items()}
+
+
+def behind(module: str) -> set[str]:
+    """What it imports, and what that imports, and so on."""
+    found: set[str] = set()
+    pending = [module]
+    while pending:
+        new = IMPORTS[pending.pop()] - found
+        found |= new
+        pending += new
+    return found
 
 
 def test_every_part_has_a_level_and_every_level_names_parts_that_exist() -> None:
@@ -50,14 +81,38 @@ def test_every_part_has_a_level_and_every_level_names_parts_that_exist() -> None
 
 @pytest.mark.parametrize("part", [part for parts in LEVELS for part in sorted(parts)])
 def test_a_part_imports_only_what_lies_below_it(part: str) -> None:
-    files = [*PACKAGE.glob(f"{part}.py"), *(PACKAGE / part).rglob("*.py")]
     upward = {
-        (str(file.relative_to(PACKAGE)), other)
-        for file in files
-        for other in imported_parts(file)
-        if LEVEL_OF.get(other, len(LEVELS)) > LEVEL_OF[part]
+        (module, other)
+        for module, others in IMPORTS.items()
+        for other in others
+        if part_of(module) == part and part_of(other) and LEVEL_OF[part_of(other)] > LEVEL_OF[part]
     }
     assert not upward, f"move what is shared to a lower part: {sorted(upward)}"
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    circle = {module for module in MODULES if module in behind(module)}
+    assert not circle, f"import what is shared from a lower file, or pass it in: {sorted(circle)}"
+
+
+def test_implementations_of_ops_import_no_other_implementation() -> None:
+    """A kernel's folder counts as one. An op's file has its plain torch; the unified op is made of other ops."""
+    rows = [row.function.partition(":")[0] for table in tables.values() for row in table]
+    owner_of = {}
+    for module in rows:
+        in_folder = Path(MODULES[module]).parent.name not in ("ops", "kernels")
+        owner = module.rpartition(".")[0] if in_folder else module
+        owner_of |= {other: owner for other in MODULES if other == owner or other.startswith(f"{owner}.")}
+    assert len(set(owner_of.values())) == len({*rows}) > 10
+    across = {
+        (module, other)
+        for module, owner in owner_of.items()
+        for other in IMPORTS[module]
+        if owner_of.get(other, owner) != owner
+    }
+    assert not across, (
+        f"move what two share to ops/paging.py, ops/softmax.py, kernels/softmax.py: {sorted(across)}"
+    )
 
 
 def test_importing_the_package_does_not_import_transformers() -> None:

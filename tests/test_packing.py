@@ -165,7 +165,7 @@ def uniform(monkeypatch: pytest.MonkeyPatch) -> str:
         name="uniform",
         query_len_support=UNIFORM,
         function="tests.test_packing:decode_uniform",
-        dtypes=(torch.float64,),
+        takes={"dtype": (torch.float64,)},
     )
     monkeypatch.setattr(backends, "DECODE_BACKENDS", (*DECODE_BACKENDS, row))
     select_backend.cache_clear()

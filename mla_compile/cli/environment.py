@@ -12,7 +12,9 @@ import typer
 
 import mla_compile
 from mla_compile.cli.machine import cannot_compile, cpp_compiler
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device, short_name
+from mla_compile.ops.backends import DECODE_BACKENDS
+from mla_compile.ops.implementations import ANY, SOME, Call, Implementation, describe_device, in_words
+from mla_compile.ops.library import tables
 
 
 def print_environment() -> None:
@@ -29,13 +31,25 @@ def print_environment() -> None:
             "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
         }
     )
+    # The first GPU decides where there is one.
+    here = Call(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
     typer.echo("\ndecode backends, fastest first")
-    _print_table(list(_decode_backends()))
+    _print_table(list(_decode_backends(here)))
+    typer.echo("\nimplementations of the other ops, fastest first")
+    _print_table(list(_implementations(here)))
 
 
-def _decode_backends() -> Iterator[tuple[str, ...]]:
-    """The lines of the table, its header first; the first GPU decides where there is one."""
-    here = DecodeCall(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
+def _implementations(here: Call) -> Iterator[tuple[str, ...]]:
+    """The lines of the table, its header first. What a row does not take, the next one serves."""
+    yield "op", "name", f"on {here.device_type}", "takes"
+    for op, table in tables.items():
+        for row in table if op != "mla_decode" else ():
+            limits = "; ".join(f"{fact}: {in_words(x)}" for fact, x in row.takes.items() if x != SOME)
+            yield op if row is table[0] else "", row.name, _works(row, here), limits or "all"
+
+
+def _decode_backends(here: Call) -> Iterator[tuple[str, ...]]:
+    """The lines of the table, its header first."""
     yield (
         "name",
         "query tokens",
@@ -45,15 +59,19 @@ def _decode_backends() -> Iterator[tuple[str, ...]]:
         f"on {here.device_type}",
     )
     for backend in DECODE_BACKENDS:
-        why_not = backend.why_not(here)
         yield (
             backend.name,
             backend.query_len_support.name,
             "yes" if backend.capturable else "no",
             backend.widths(),
-            ", ".join(map(short_name, backend.dtypes)),
-            "works" if why_not is None else f"does not work: {why_not}",
+            in_words(backend.takes.get("dtype", ANY)),
+            _works(backend, here),
         )
+
+
+def _works(row: Implementation, here: Call) -> str:
+    why_not = row.why_not(here)
+    return "works" if why_not is None else f"does not work: {why_not}"
 
 
 def _print_table(lines: list[tuple[str, ...]]) -> None:

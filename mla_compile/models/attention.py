@@ -6,9 +6,9 @@ from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.layers import RMSNorm
-from mla_compile.models.rotary import rotate
 from mla_compile.ops import mla_attention
 from mla_compile.ops.attention import up_projections
+from mla_compile.ops.norm_rope import rotate
 
 
 class MLAAttention(nn.Module):
@@ -58,8 +58,8 @@ class MLAAttention(nn.Module):
         kv_c = self.kv_a_layernorm(kv_c)
 
         cos, sin = rope
-        q_pe = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), interleave=arch.rope.interleave)
-        k_pe = rotate(k_pe, cos, sin, interleave=arch.rope.interleave)
+        q_pe = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), arch.rope.interleave)
+        k_pe = rotate(k_pe, cos, sin, arch.rope.interleave)
 
         w_uk, w_uv = self.up_projections()
         out = mla_attention(

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mla_compile.ops.norm_rope import rms_norm
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm (arXiv 1910.07467) over the last dimension."""
@@ -14,9 +16,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # `rms_norm` computes in float32 at least and rounds to x's dtype. DeepSeek's weight multiplies after that
-        # rounding, so it is not handed to `rms_norm`.
-        return self.weight * F.rms_norm(x, self.weight.shape, eps=self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class MLP(nn.Module):

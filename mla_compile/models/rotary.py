@@ -101,17 +101,3 @@ class RotaryEmbedding(nn.Module):
         """
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleave: bool) -> Tensor:
-    """Rotate pairs of the last dimension of `x` `[..., d]` by angles given as cos and sin `[..., d / 2]`.
-
-    The result keeps the halves-apart layout even where the input is interleaved: queries and keys are permuted alike,
-    which leaves their products as they are. Computed in float32 at least, returned in the dtype of `x`.
-    """
-    if interleave:
-        pairs = torch.unflatten(x, -1, (-1, 2))  # under a default device Dynamo cannot trace the method
-        a, b = pairs[..., 0], pairs[..., 1]
-    else:
-        a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

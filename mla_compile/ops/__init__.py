@@ -5,6 +5,8 @@ from mla_compile.ops.attention import mla_attention
 from mla_compile.ops.decode import mla_decode
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.masked_decode import mla_masked_decode
+from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
 from mla_compile.ops.segments import decode_segment, prefill_segment
 
@@ -15,6 +17,8 @@ __all__ = [
     "mla_decode",
     "mla_decode_metadata",
     "mla_masked_decode",
+    "mla_norm_rope_append",
     "mla_prefill",
+    "moe_experts",
     "prefill_segment",
 ]

@@ -1,17 +1,26 @@
 """`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+from mla_compile.batch import MLABatch
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
-from mla_compile.ops.library import define_op
+from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.prefill import prefill_op
 
 
-def _fake(
+@define_op(
+    run=lambda *args: lower_mla_attention(*args).contiguous(),
+    name="mla_attention",
+    mutates="kv_cache",
+    static="page_size",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _attention(
     q_nope: Tensor,
     q_pe: Tensor,
     kv_c: Tensor,
@@ -33,11 +42,24 @@ def _fake(
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
-    validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
+    sizes = validate.Sizes()
+    sizes.floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
+        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
+        kv_c=(kv_c, "tokens, kv_lora_rank"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        kv_cache=(kv_cache, validate.PAGED),
+    )
     validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
-        _check_backend(q_pe, kv_cache, w_uk, decode_q_lens, q_len, decode_backend)
-    return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
+        like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
+        choose_backend(like_q_latent, q_pe, kv_cache, decode_q_lens, q_len, decode_backend)
+    return empty(q_nope, (*q_nope.shape[:2], w_uv.shape[2]))
+
+
+attention_op = torch.ops.mla_compile.mla_attention.default
 
 
 def lower_mla_attention(
@@ -119,17 +141,6 @@ def lower_mla_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-attention_op = define_op(
-    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, "
-    "Tensor w_uv, Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, "
-    "Tensor? decode_q_lens, Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, "
-    "Tensor? prefill_block_table, Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, "
-    "SymInt q_len, int page_size, float softmax_scale, str? decode_backend=None) -> Tensor",
-    fake=_fake,
-    tags=(torch.Tag.cudagraph_unsafe,),
-)(lambda *args: lower_mla_attention(*args).contiguous())
-
-
 def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
@@ -167,36 +178,19 @@ def mla_attention(
             where they are on the CPU and nothing is being compiled.
     """
     if not torch.compiler.is_compiling():
-        validate.attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv)
-        validate.batch(batch, q_nope.shape[0], kv_cache)
-        segment = batch.decode
-        if segment is not None and segment.backend is not None:
-            _check_backend(q_pe, kv_cache, w_uk, segment.q_lens, segment.q_len, segment.backend)
+        validate.batch(batch, q_nope, kv_cache)
     decode, prefill = batch.decode, batch.prefill
-    out: Tensor = attention_op(
-        q_nope,
-        q_pe,
-        kv_c,
-        k_pe,
-        kv_cache,
-        w_uk,
-        w_uv,
-        *_decode_args(decode),
-        *_prefill_args(prefill),
-        1 if decode is None else decode.q_len,
-        batch.page_size,
-        softmax_scale,
-        None if decode is None else decode.backend,
-    )
-    return out
-
-
-def _check_backend(
-    q_pe: Tensor, kv_cache: Tensor, w_uk: Tensor, q_lens: Tensor | None, q_len: int, backend: str
-) -> None:
-    """Refuse a decode backend before the cache is touched."""
-    like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
-    choose_backend(like_q_latent, q_pe, kv_cache, q_lens, q_len, backend)
+    rows: tuple[Any, ...] = (None,) * 4
+    if decode is not None:
+        rows = decode.seq_lens, decode.block_table, decode.slot_mapping, decode.q_lens
+    chunks: tuple[Any, ...] = (None,) * 5
+    if prefill is not None:
+        table = prefill.block_table
+        chunks = prefill.cu_seqlens_q, prefill.seq_lens, table, prefill.slot_mapping, prefill.host_lens
+    q_len, backend = (1, None) if decode is None else (decode.q_len, decode.backend)
+    numbers = q_len, batch.page_size, softmax_scale, backend
+    arguments: tuple[Any, ...] = (q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, *rows, *chunks, *numbers)
+    return _attention(*arguments)
 
 
 def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
@@ -208,21 +202,3 @@ def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tup
     per_head = weight.view(num_heads, -1, weight.shape[1])
     w_uk, w_uv = per_head.split([qk_nope_head_dim, per_head.shape[1] - qk_nope_head_dim], dim=1)
     return w_uk, w_uv.transpose(1, 2)
-
-
-def _decode_args(segment: DecodeSegment | None) -> tuple[Tensor | None, ...]:
-    if segment is None:
-        return (None,) * 4
-    return segment.seq_lens, segment.block_table, segment.slot_mapping, segment.q_lens
-
-
-def _prefill_args(segment: PrefillSegment | None) -> tuple[Tensor | None, ...]:
-    if segment is None:
-        return (None,) * 5
-    return (
-        segment.cu_seqlens_q,
-        segment.seq_lens,
-        segment.block_table,
-        segment.slot_mapping,
-        segment.host_lens,
-    )

@@ -1,54 +1,25 @@
 """`mla_decode`: absorbed attention of a few query tokens per row over the paged latents."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.backends import DecodeBackend, DecodeCall, decode_call, select_backend
-from mla_compile.ops.library import define_op
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, decode_call, select_backend
+from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype, gather_latents, num_pages_to_read, visible_keys
 from mla_compile.ops.softmax import product, softmax_weighted
+from mla_compile.torch_internals import is_fake
 
 
-def _fake(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    validate.decode(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len)
-    if backend is not None:  # whoever it is that compiles, a CUDA graph may be what comes of it
-        select_backend(decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=True), backend)
-    lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
-    return q_latent.new_empty(q_latent.shape), lse
-
-
-@define_op(
-    "mla_decode(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
-    "Tensor? q_lens, SymInt q_len, float softmax_scale, str? backend=None) -> (Tensor out, Tensor lse)",
-    fake=_fake,
-)
-def decode_op(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+def _run(*args: Any) -> tuple[Tensor, Tensor]:
+    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _, backend = args
     call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend)
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+    return chosen.run(call, *args[:-1])
 
 
 def choose_backend(
@@ -58,7 +29,66 @@ def choose_backend(
     # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
     captured = backend is None or (q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
     call = decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured)
-    return call, select_backend(call, backend).backend
+    return call, select_backend(call, backend).chosen
+
+
+@define_op(table=DECODE_BACKENDS, run=_run, returns=("out", "lse"))
+def mla_decode(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    q_lens: Tensor | None = None,
+    q_len: int,
+    softmax_scale: float,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
+
+    For query token j of a row, over the keys i it sees (`visible_keys`):
+    `softmax_i((q_latent . kv_c_i + q_pe . k_pe_i) * softmax_scale) @ kv_c`.
+
+    Args:
+        q_latent: `q_nope @ w_uk`, `[rows * q_len, heads, kv_lora_rank]`, float.
+        q_pe: `[rows * q_len, heads, qk_rope_head_dim]`, same dtype.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; the new
+            tokens' latents are already in it.
+        block_table: int32 `[rows, max_pages]`; entries past a row's length are never followed.
+        seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
+        q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`.
+        q_len: query tokens per row, >= 1.
+        softmax_scale: multiplies the scores.
+        backend: the name of one of `mla_compile.ops.backends.DECODE_BACKENDS`; None takes the fastest that serves the
+            call and may be captured in a CUDA graph.
+
+    Returns:
+        out `[rows * q_len, heads, kv_lora_rank]` in the dtype of `q_latent`, 0 for a token that sees no key, and
+        lse `[rows * q_len, heads]`, the natural-log log-sum-exp, -inf there; float32 (float64 for float64).
+
+    Raises:
+        MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
+            Lengths are checked where they are on the CPU.
+    """
+    sizes = validate.Sizes()
+    sizes.floats(
+        q_latent=(q_latent, "tokens, heads, kv_lora_rank"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        kv_cache=(kv_cache, validate.PAGED),
+    )
+    sizes.rows(block_table, like=q_latent, seq_lens=seq_lens, q_lens=q_lens)
+    validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
+    validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
+    validate.query_lengths("q_lens", q_lens, q_len)
+    if backend is not None:
+        captured = is_fake(q_latent)  # whoever it is that compiles, a CUDA graph may be what comes of it
+        select_backend(decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured), backend)
+    lse = empty(q_latent, q_latent.shape[:2], accumulate_dtype(q_latent.dtype))
+    return empty(q_latent, q_latent.shape), lse
+
+
+decode_op = torch.ops.mla_compile.mla_decode.default
 
 
 def decode_torch(
@@ -86,51 +116,3 @@ def decode_torch(
     scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) >= bounds, -torch.inf)
     out, lse = softmax_weighted(scores.view(rows, q_len * heads, -1), latents[..., :rank])
     return out.view(tokens, heads, rank).to(q_latent.dtype), lse.view(tokens, heads)
-
-
-def mla_decode(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    q_len: int,
-    softmax_scale: float,
-    q_lens: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
-
-    For query token j of a row, over the keys i it sees (`visible_keys`):
-    `softmax_i((q_latent . kv_c_i + q_pe . k_pe_i) * softmax_scale) @ kv_c`.
-
-    Args:
-        q_latent: `q_nope @ w_uk`, `[rows * q_len, heads, kv_lora_rank]`, float.
-        q_pe: `[rows * q_len, heads, qk_rope_head_dim]`, same dtype.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; the new
-            tokens' latents are already in it.
-        block_table: int32 `[rows, max_pages]`; entries past a row's length are never followed.
-        seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
-        q_len: query tokens per row, >= 1.
-        softmax_scale: multiplies the scores.
-        q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`.
-        backend: the name of one of `mla_compile.ops.backends.DECODE_BACKENDS`; None takes the fastest that serves the
-            call and may be captured in a CUDA graph.
-
-    Returns:
-        out `[rows * q_len, heads, kv_lora_rank]` in the dtype of `q_latent`, 0 for a token that sees no key, and
-        lse `[rows * q_len, heads]`, the natural-log log-sum-exp, -inf there; float32 (float64 for float64).
-
-    Raises:
-        MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
-            Lengths are checked where they are on the CPU.
-    """
-    if not torch.compiler.is_compiling():
-        validate.decode(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len)
-        validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-        validate.query_lengths("q_lens", q_lens, q_len)
-    out, lse = decode_op(
-        q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale, backend
-    )
-    return out, lse

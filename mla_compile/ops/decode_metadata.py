@@ -8,48 +8,28 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.kernels.plan import triton_serves
-from mla_compile.ops.library import define_op
+from mla_compile.ops.implementations import SOME, reference, triton
+from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import slots_of
 
 _Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
 
-
-def _fake(
-    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
-) -> _Metadata:
-    validate.decode_metadata(num_cached, block_table, q_lens, q_len, page_size)
-    rows = num_cached.shape[0]
-    slots, positions = (num_cached.new_empty(rows * q_len, dtype=torch.int64) for _ in range(2))
-    return num_cached.new_empty(rows), num_cached.new_empty(rows), slots, positions
+DECODE_METADATA = (
+    triton(
+        "one launch, a row a program",
+        "mla_compile.ops.kernels.decode_metadata:decode_metadata_triton",
+        takes={"rows": SOME},
+    ),
+    reference("mla_compile.ops.decode_metadata:decode_metadata_torch"),
+)
 
 
 @define_op(
-    "mla_decode_metadata(Tensor num_cached, Tensor block_table, Tensor? q_lens, SymInt q_len, int page_size) "
-    "-> (Tensor seq_lens, Tensor valid, Tensor slot_mapping, Tensor positions)",
-    fake=_fake,
+    table=DECODE_METADATA,
+    facts=lambda num_cached: {"rows": num_cached.shape[0]},
+    static="page_size",
+    returns=("seq_lens", "valid", "slot_mapping", "positions"),
 )
-def decode_metadata_op(
-    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
-) -> _Metadata:
-    if triton_serves(num_cached.device) and num_cached.shape[0] > 0:
-        from mla_compile.ops.kernels.decode_metadata import decode_metadata_triton
-
-        return decode_metadata_triton(num_cached, block_table, q_lens, q_len, page_size)
-    return decode_metadata_torch(num_cached, block_table, q_lens, q_len, page_size)
-
-
-def decode_metadata_torch(
-    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
-) -> _Metadata:
-    """`mla_decode_metadata` in plain torch: every device."""
-    valid = torch.full_like(num_cached, q_len) if q_lens is None else q_lens.clone()
-    end = num_cached + valid
-    positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
-    slots = slots_of(block_table, positions, page_size, positions < end[:, None])
-    return torch.where(valid > 0, end, 0), valid, slots.view(-1), positions.view(-1)
-
-
 def mla_decode_metadata(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, *, q_len: int, page_size: int
 ) -> _Metadata:
@@ -71,7 +51,23 @@ def mla_decode_metadata(
     Raises:
         MLAError: an argument that is not so, named.
     """
-    if not torch.compiler.is_compiling():
-        validate.decode_metadata(num_cached, block_table, q_lens, q_len, page_size)
-    metadata: _Metadata = decode_metadata_op(num_cached, block_table, q_lens, q_len, page_size)
-    return metadata
+    validate.whole_number("q_len", q_len, 1)
+    validate.whole_number("page_size", page_size, 1)
+    validate.Sizes().rows(block_table, like=num_cached, num_cached=num_cached, q_lens=q_lens)
+    rows = num_cached.shape[0]
+    slots, positions = (empty(num_cached, (rows * q_len,), torch.int64) for _ in range(2))
+    return empty(num_cached, (rows,)), empty(num_cached, (rows,)), slots, positions
+
+
+decode_metadata_op = torch.ops.mla_compile.mla_decode_metadata.default
+
+
+def decode_metadata_torch(
+    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
+) -> _Metadata:
+    """`mla_decode_metadata` in plain torch: every device."""
+    valid = torch.full_like(num_cached, q_len) if q_lens is None else q_lens.clone()
+    end = num_cached + valid
+    positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
+    slots = slots_of(block_table, positions, page_size, positions < end[:, None])
+    return torch.where(valid > 0, end, 0), valid, slots.view(-1), positions.view(-1)

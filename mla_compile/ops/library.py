@@ -1,35 +1,185 @@
 """Where our custom ops are defined: one `torch.library.Library`, one way to add an op to it.
 
+An op is declared once, by a function with its arguments that checks them and returns an empty result:
+
+    @define_op(table=APPEND, facts=lambda kv_c: {"dtype": kv_c.dtype}, mutates="kv_cache")
+    def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        ...checks...
+
+Its signature is the schema's source; while compiling it is the op's fake implementation; in eager calls it is the
+check before the op runs. What runs is the first row of the table that takes the call.
+
 `Library.define` is used instead of `torch.library.custom_op` because a call costs 2.8 us instead of 14 us.
 It checks nothing for us, so every op has an `opcheck` test.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
+from torch import Tensor
+
+from mla_compile.ops.implementations import Call, Implementation, Selection, describe_device, select
+from mla_compile.torch_internals import is_fake
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+Table = tuple[Implementation, ...]
 
 lib = torch.library.Library("mla_compile", "DEF")
 implementations: dict[str, Callable[..., Any]] = {}
 """The Python function behind each op, by the op's name."""
+tables: dict[str, Table] = {}
+"""The implementations of each op that has a table, fastest first, by the op's name."""
+_facts_of: dict[str, Callable[[Sequence[Any]], Mapping[str, object]]] = {}
+
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str | None: "str?",
+}
 
 
 def define_op(
-    schema: str, *, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
-) -> Callable[[Callable[..., Any]], torch._ops.OpOverload[..., Any]]:
-    """Define `mla_compile::<schema>`; the decorated function is its implementation on every device.
+    *,
+    table: Table = (),
+    facts: Callable[..., Mapping[str, object]] | None = None,
+    run: Callable[..., Any] | None = None,
+    name: str = "",
+    mutates: str = "",
+    static: str = "",
+    returns: tuple[str, ...] = (),
+    tags: tuple[torch.Tag, ...] = (),
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Define the op `mla_compile::<name>` by the decorated function, which becomes its checked call.
 
-    Mutated arguments must be marked in the schema (`Tensor(a!) kv_cache`): an op that mutates without saying
-    so is removed as dead code, silently.
+    Args:
+        table: its implementations, fastest first; the last one takes every call.
+        facts: what the rows' `takes` speak of, made of those of the op's arguments that `facts` has parameters for.
+        run: what to run instead of the table's choice, with all of the op's arguments by position.
+        name: of the op; by default that of the function.
+        mutates: the argument that is written to. An op that mutates without saying so is removed as dead code,
+            silently.
+        static: the integer argument that a graph is compiled for; others may be symbols.
+        returns: names for the tensors of a tuple.
+        tags: beside `pt2_compliant_tag`.
     """
-    name = schema.split("(", 1)[0]
 
-    def register(implementation: Callable[..., Any]) -> torch._ops.OpOverload[..., Any]:
-        implementations[name] = implementation
+    def declare(declaration: Callable[P, R]) -> Callable[P, R]:
+        op = name or declaration.__name__
+        parameters = list(inspect.signature(declaration).parameters.values())
+        required = _num_required(parameters)
+        defaults = tuple(p.default for p in parameters[required:])
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        positional = len(parameters) - len(keywords)
+
+        def implementation(*args: Any) -> Any:
+            args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
+            return run(*args) if run is not None else _serving(op, args).load()(*args)
+
+        def fake(*args: Any) -> Any:
+            return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
+
+        tables[op], implementations[op] = table, implementation
+        if facts is not None:
+            names = [p.name for p in parameters]
+            wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
+            _facts_of[op] = lambda args: facts(*(args[i] for i in wanted))
+        schema = schema_of(op, declaration, mutates=mutates, static=static, returns=returns)
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        lib.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mla_compile::{name}", fake, lib=lib)
-        overload: torch._ops.OpOverload[..., Any] = getattr(torch.ops.mla_compile, name).default
-        return overload
+        lib.impl(op, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mla_compile::{op}", fake, lib=lib)
+        return _checked(declaration, getattr(torch.ops.mla_compile, op).default)
 
-    return register
+    return declare
+
+
+def schema_of(
+    op: str,
+    declaration: Callable[..., Any],
+    *,
+    mutates: str = "",
+    static: str = "",
+    returns: tuple[str, ...] = (),
+) -> str:
+    """The schema of an op, whose arguments are all positional, by the signature of its declaration."""
+    types, parameters = get_type_hints(declaration), list(inspect.signature(declaration).parameters.values())
+    arguments = []
+    for i, p in enumerate(parameters):
+        kind = _TYPES[types[p.name]]
+        if p.name == mutates:
+            kind = "Tensor(a!)"
+        elif p.name == static:
+            kind = "int"
+        arguments.append(f"{kind} {p.name}" + (f"={p.default}" if i >= _num_required(parameters) else ""))
+    results = "Tensor" if types["return"] is Tensor else f"({', '.join(f'Tensor {x}' for x in returns)})"
+    return f"{op}({', '.join(arguments)}) -> {results}"
+
+
+def _num_required(parameters: list[inspect.Parameter]) -> int:
+    """How many arguments a call by position must have: a default counts where nothing without one follows."""
+    return 1 + max(i for i, p in enumerate(parameters) if p.default is p.empty)
+
+
+def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P, R]:
+    """The op, with the declaration's signature; an eager call runs the declaration first."""
+    parameters = [
+        (p.name, () if p.default is p.empty else (p.default,))
+        for p in inspect.signature(declaration).parameters.values()
+    ]
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            declaration(*args, **kwargs)
+        # By position, as nodes of a graph have them. What is left over in kwargs, the op refuses.
+        result: R = op(
+            *args, *(kwargs.pop(name, *default) for name, default in parameters[len(args) :]), **kwargs
+        )
+        return result
+
+    # Of its own, since Dynamo keeps compiled versions per code object and refuses a ninth.
+    call.__code__ = call.__code__.replace(co_name=declaration.__name__)
+    return functools.wraps(declaration)(call)
+
+
+def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """What a declaration returns: an empty result on the device of `like`, while compiling.
+
+    An eager call runs the declaration for its checks alone, so nothing is allocated there.
+    """
+    if like.device.type == "meta" or is_fake(like):
+        return like.new_empty(shape, dtype=dtype or like.dtype)
+    return like
+
+
+def choose(op: str, args: Sequence[Any]) -> Selection[Implementation]:
+    """Who serves a call of an op with these arguments, and why the faster ones do not."""
+    return select(tables[op], Call(*describe_device(args[0].device), facts=_facts_of[op](args)))
+
+
+def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
+    """What `choose` chooses, without the reasons, which would cost an eager call more than the choice."""
+    here = _rows_on(op, args[0].device)
+    if log.isEnabledFor(logging.DEBUG):
+        _log_once(op, choose(op, args).explain())
+    if len(here) == 1:
+        return here[0]
+    facts = _facts_of[op](args)
+    return next(row for row in here if row.why_not_given(facts) is None)
+
+
+@functools.cache
+def _rows_on(op: str, device: torch.device) -> Table:
+    return tuple(row for row in tables[op] if row.why_not_on(*describe_device(device)) is None)
+
+
+@functools.cache
+def _log_once(op: str, explanation: str) -> None:
+    log.debug("implementation of %s:\n%s", op, explanation)

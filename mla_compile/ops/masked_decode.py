@@ -4,59 +4,42 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.kernels.plan import supports_masked_decode
-from mla_compile.ops.library import define_op
+from mla_compile.ops.implementations import FLOATS, SOME, UNIT, reference, triton
+from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
+from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.ops.softmax import product
 
-
-def _fake(
-    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
-) -> Tensor:
-    validate.masked_decode(q_latent, q_pe, kv_c, k_pe, mask)
-    return q_latent.new_empty(q_latent.shape)
+MASKED_DECODE = (
+    triton(
+        "split-KV kernel that reads no tile that the mask hides",
+        "mla_compile.ops.kernels.masked_decode:masked_decode_triton",
+        takes={
+            "dtype": FLOATS,
+            "queries": SOME,
+            "keys": SOME,
+            "kv_lora_rank": KV_LORA_RANKS,
+            "qk_rope_head_dim": ROPE_HEAD_DIMS,
+            "kv_c.stride(2)": UNIT,
+            "k_pe.stride(2)": UNIT,
+        },
+    ),
+    reference("mla_compile.ops.masked_decode:masked_decode_torch"),
+)
 
 
 @define_op(
-    "mla_masked_decode(Tensor q_latent, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? mask, "
-    "float softmax_scale) -> Tensor",
-    fake=_fake,
+    table=MASKED_DECODE,
+    facts=lambda q_latent, q_pe, kv_c, k_pe: {
+        "dtype": q_latent.dtype,
+        "queries": q_latent.shape[:-1].numel(),
+        "keys": kv_c.shape[1],
+        "kv_lora_rank": q_latent.shape[-1],
+        "qk_rope_head_dim": q_pe.shape[-1],
+        "kv_c.stride(2)": kv_c.stride(2),
+        "k_pe.stride(2)": k_pe.stride(2),
+    },
 )
-def masked_decode_op(
-    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
-) -> Tensor:
-    if supports_masked_decode(q_latent, q_pe, kv_c, k_pe):
-        from mla_compile.ops.kernels.masked_decode import masked_decode_triton
-
-        return masked_decode_triton(q_latent, q_pe, kv_c, k_pe, mask, softmax_scale)
-    return masked_decode_torch(q_latent, q_pe, kv_c, k_pe, mask, softmax_scale)
-
-
-def masked_decode_torch(
-    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
-) -> Tensor:
-    """`mla_masked_decode` in plain torch: every device, every dtype, and the kernel's twin."""
-    rows, heads, q_len, rank = q_latent.shape
-    keys = kv_c.shape[1]
-    if keys == 0:
-        return q_latent.new_zeros(q_latent.shape)
-    # What meets the same latents is one dimension: they are read once for all of it.
-    batch = 1 if kv_c.shape[0] == k_pe.shape[0] == 1 else rows
-    count = rows * heads * q_len // max(batch, 1)
-    kv_c, k_pe = (x if x.is_cuda else x.to(accumulate_dtype(x.dtype)) for x in (kv_c, k_pe))
-    kv_c, k_pe = kv_c.expand(batch, -1, -1), k_pe.expand(batch, -1, -1)
-    scores = product(q_latent.reshape(batch, count, rank), kv_c.mT)
-    scores += product(q_pe.reshape(batch, count, q_pe.shape[3]), k_pe.mT)
-    scores *= softmax_scale
-    if mask is not None:
-        added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
-        scores.view(rows, heads, q_len, keys).add_(added)
-    unseen = scores.amax(dim=-1, keepdim=True) == -torch.inf
-    # `softmax_weighted` would take several times as long on a CPU, whose `exp` is slow far below 0.
-    out = product(scores.softmax(dim=-1), kv_c).masked_fill_(unseen, 0)
-    return out.to(q_latent.dtype).view(rows, heads, q_len, rank)
-
-
 def mla_masked_decode(
     q_latent: Tensor,
     q_pe: Tensor,
@@ -86,7 +69,41 @@ def mla_masked_decode(
     Raises:
         MLAError: an argument that is not so, named.
     """
-    if not torch.compiler.is_compiling():
-        validate.masked_decode(q_latent, q_pe, kv_c, k_pe, mask)
-    out: Tensor = masked_decode_op(q_latent, q_pe, kv_c, k_pe, mask, softmax_scale)
-    return out
+    sizes = validate.Sizes()
+    sizes.floats(
+        q_latent=(q_latent, "rows, heads, q_len, kv_lora_rank"),
+        q_pe=(q_pe, "rows, heads, q_len, qk_rope_head_dim"),
+        kv_c=(kv_c, "rows or 1, keys, kv_lora_rank"),
+        k_pe=(k_pe, "rows or 1, keys, qk_rope_head_dim"),
+    )
+    if mask is not None:
+        validate.mask(mask, (*q_latent.shape[:3], kv_c.shape[1]), q_latent)
+    return empty(q_latent, q_latent.shape)
+
+
+masked_decode_op = torch.ops.mla_compile.mla_masked_decode.default
+
+
+def masked_decode_torch(
+    q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None, softmax_scale: float
+) -> Tensor:
+    """`mla_masked_decode` in plain torch: every device, every dtype, and the kernel's twin."""
+    rows, heads, q_len, rank = q_latent.shape
+    keys = kv_c.shape[1]
+    if keys == 0:
+        return q_latent.new_zeros(q_latent.shape)
+    # What meets the same latents is one dimension: they are read once for all of it.
+    batch = 1 if kv_c.shape[0] == k_pe.shape[0] == 1 else rows
+    count = rows * heads * q_len // max(batch, 1)
+    kv_c, k_pe = (x if x.is_cuda else x.to(accumulate_dtype(x.dtype)) for x in (kv_c, k_pe))
+    kv_c, k_pe = kv_c.expand(batch, -1, -1), k_pe.expand(batch, -1, -1)
+    scores = product(q_latent.reshape(batch, count, rank), kv_c.mT)
+    scores += product(q_pe.reshape(batch, count, q_pe.shape[3]), k_pe.mT)
+    scores *= softmax_scale
+    if mask is not None:
+        added = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+        scores.view(rows, heads, q_len, keys).add_(added)
+    unseen = scores.amax(dim=-1, keepdim=True) == -torch.inf
+    # `softmax_weighted` would take several times as long on a CPU, whose `exp` is slow far below 0.
+    out = product(scores.softmax(dim=-1), kv_c).masked_fill_(unseen, 0)
+    return out.to(q_latent.dtype).view(rows, heads, q_len, rank)

@@ -4,93 +4,39 @@ No model calls it: the pass `fuse_norm_rope_append` puts it in the place of `mla
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.append import append_torch
-from mla_compile.ops.kernels.plan import supports_norm_rope_append
+from mla_compile.ops.implementations import (
+    FLOATS,
+    SOME,
+    UNIT,
+    Call,
+    describe_device,
+    reference,
+    select,
+    triton,
+)
 from mla_compile.ops.library import define_op
+from mla_compile.ops.norm_rope import rms_norm, rotate
+from mla_compile.ops.paging import write_latents
 
-
-def _fake(
-    kv_a: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved_in: bool,
-    interleaved_out: bool,
-) -> None:
-    validate.norm_rope_append(kv_a, weight, cos, sin, kv_cache, slot_mapping)
+NORM_ROPE_APPEND = (
+    triton(
+        "one launch, a token a program",
+        "mla_compile.ops.kernels.norm_rope_append:norm_rope_append_triton",
+        takes={"dtype": FLOATS, "tokens": SOME, "kv_a.stride(1)": UNIT},
+    ),
+    reference("mla_compile.ops.norm_rope_append:norm_rope_append_torch"),
+)
 
 
 @define_op(
-    "mla_norm_rope_append(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, "
-    "Tensor slot_mapping, float eps, bool interleaved_in, bool interleaved_out) -> ()",
-    fake=_fake,
+    table=NORM_ROPE_APPEND,
+    facts=lambda kv_a: {"dtype": kv_a.dtype, "tokens": kv_a.shape[0], "kv_a.stride(1)": kv_a.stride(1)},
+    mutates="kv_cache",
 )
-def norm_rope_append_op(
-    kv_a: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved_in: bool,
-    interleaved_out: bool,
-) -> None:
-    if supports_norm_rope_append(kv_a):
-        from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton as append
-    else:
-        append = norm_rope_append_torch
-    append(kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out)
-
-
-def norm_rope_append_torch(
-    kv_a: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved_in: bool,
-    interleaved_out: bool,
-) -> None:
-    """`mla_norm_rope_append` in plain torch: every device and dtype."""
-    kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
-    k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
-    append_torch(rms_norm(kv_c, weight, eps), k_pe, kv_cache, slot_mapping)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (arXiv 1910.07467) of rows `[..., size]`, in float32 at least.
-
-    Rounded to the dtype of `x` before the weight multiplies, as DeepSeek's models do.
-    """
-    return weight * F.rms_norm(x, weight.shape, eps=eps)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool) -> Tensor:
-    """Rotate pairs of each row of `x` `[tokens, d]` (arXiv 2104.09864), in float32 at least, to the dtype of `x`.
-
-    cos, sin: `[tokens, d / 2]`, by pair; or `[tokens, d]`, of first elements of pairs, then of second ones.
-    interleaved_in, interleaved_out: pairs are neighbours in `x`, in the result; else they are halves apart.
-    """
-    half = x.shape[1] // 2
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    a, b = (wide[:, 0::2], wide[:, 1::2]) if interleaved_in else (wide[:, :half], wide[:, half:])
-    first = a * cos[:, :half] - b * sin[:, :half]
-    second = b * cos[:, -half:] + a * sin[:, -half:]
-    if interleaved_out:
-        return torch.stack([first, second], dim=-1).flatten(1).to(x.dtype)
-    return torch.cat([first, second], dim=-1).to(x.dtype)
-
-
 def mla_norm_rope_append(
     kv_a: Tensor,
     weight: Tensor,
@@ -119,7 +65,46 @@ def mla_norm_rope_append(
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
-    if not torch.compiler.is_compiling():
-        validate.norm_rope_append(kv_a, weight, cos, sin, kv_cache, slot_mapping)
-        validate.slots("slot_mapping", slot_mapping, kv_cache)
-    norm_rope_append_op(kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out)
+    sizes = validate.Sizes()
+    sizes.floats(
+        kv_a=(kv_a, "tokens, kv_lora_rank + qk_rope_head_dim"),
+        weight=(weight, "kv_lora_rank"),
+        kv_cache=(kv_cache, validate.PAGED),
+    )
+    rope = kv_a.shape[1] - weight.shape[0]
+    if rope < 2 or rope % 2:
+        raise MLAError(
+            "weight", f"an even number of columns less than kv_a's {kv_a.shape[1]}", weight.shape[0]
+        )
+    sizes.check("cos", cos, "tokens, angles", like=kv_a)
+    if cos.shape[1] not in (rope // 2, rope):
+        expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
+        raise MLAError("cos", expected, list(cos.shape))
+    sizes.floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
+    sizes.slots(slot_mapping, kv_cache)
+
+
+norm_rope_append_op = torch.ops.mla_compile.mla_norm_rope_append.default
+
+
+def serves(kv_cache: Tensor) -> bool:
+    """Whether a kernel runs where a cache is, in its dtype: else the op is plain torch in one piece."""
+    call = Call(*describe_device(kv_cache.device), facts={"dtype": kv_cache.dtype})
+    return select(NORM_ROPE_APPEND, call).chosen is not NORM_ROPE_APPEND[-1]
+
+
+def norm_rope_append_torch(
+    kv_a: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    eps: float,
+    interleaved_in: bool,
+    interleaved_out: bool,
+) -> None:
+    """`mla_norm_rope_append` in plain torch: every device and dtype."""
+    kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
+    k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
+    write_latents(torch.cat([rms_norm(kv_c, weight, eps), k_pe], dim=1), kv_cache, slot_mapping)

@@ -25,6 +25,21 @@ def slots_of(block_table: Tensor, positions: Tensor, page_size: int, valid: Tens
     return torch.where(inside, pages * page_size + positions % page_size, -1)
 
 
+def write_latents(latents: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write `latents` `[tokens, width]` to their slots of `kv_cache`; slot -1 writes nowhere."""
+    if latents.shape[0] == 0:
+        return
+    flat = kv_cache.view(-1, kv_cache.shape[-1])
+    # "Writes nowhere" without a data-dependent shape: a masked token repeats the write of the first valid one
+    # (same value, same slot), and with no valid token all rewrite slot 0 with what it holds.
+    valid = slot_mapping >= 0
+    first = valid.to(torch.int32).argmax()
+    source = torch.where(valid, torch.arange(latents.shape[0], device=latents.device), first)
+    slots = slot_mapping.index_select(0, source).clamp(min=0)
+    values = torch.where(valid.any(), latents.index_select(0, source), flat[:1])
+    flat.index_copy_(0, slots, values)
+
+
 def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
     """How many keys each query token of a decode row sees, int32 `[rows, q_len]`.
 
@@ -63,7 +78,7 @@ def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> 
 
 
 def longest_lens(host_lens: Tensor) -> tuple[int, int]:
-    """The tokens of the longest chunk, and of the longest context before one; of `PrefillSegment.host_lens`."""
+    """The tokens of the longest chunk and those of the longest context, by `PrefillSegment.host_lens`."""
     lens = host_lens.tolist()
     return max(n for n, _ in lens), max(end - n for n, end in lens)
 

@@ -7,10 +7,98 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.kernels.plan import supports_prefill
-from mla_compile.ops.library import define_op
+from mla_compile.ops.implementations import FLOATS, SOME, reference, triton
+from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype, gather_latents, longest_lens
 from mla_compile.ops.softmax import merge, softmax_weighted
+
+PREFILL = (
+    triton(
+        "the new tokens first, then their context a bounded part at a time",
+        "mla_compile.ops.kernels.prefill:prefill_triton",
+        takes={
+            "dtype": FLOATS,
+            "tokens": SOME,
+            "heads": SOME,
+            "qk_nope_head_dim": range(1, 257),
+            "qk_rope_head_dim": range(1, 129),
+            "v_head_dim": range(1, 257),
+        },
+    ),
+    reference("mla_compile.ops.prefill:prefill_torch"),
+)
+
+
+@define_op(
+    table=PREFILL,
+    facts=lambda q_nope, q_pe, v: {
+        "dtype": q_nope.dtype,
+        "tokens": q_nope.shape[0],
+        "heads": q_nope.shape[1],
+        "qk_nope_head_dim": q_nope.shape[2],
+        "qk_rope_head_dim": q_pe.shape[2],
+        "v_head_dim": v.shape[2],
+    },
+    # It sizes its workspace from host_lens, so a captured replay would keep the first call's sizes.
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def mla_prefill(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    host_lens: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """Causal attention with keys and values expanded per head, exact for any chunking of a prompt.
+
+    New tokens attend to each other through `k_nope`, `k_pe`, `v`; the `seq_len - q_len` tokens before them are
+    read from pages in blocks, expanded with `w_uk`, `w_uv` and merged by log-sum-exp.
+
+    Args:
+        q_nope, k_nope: `[tokens, heads, qk_nope_head_dim]`, float.
+        q_pe: `[tokens, heads, qk_rope_head_dim]`; k_pe: `[tokens, qk_rope_head_dim]`.
+        v: `[tokens, heads, v_head_dim]`.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous.
+        w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
+        cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
+        seq_lens: int32 `[rows]`, context and chunk together; block_table: int32 `[rows, max_pages]`.
+        host_lens: int32 `[rows, 2]` on the CPU: query length, sequence length (sizes are read from it).
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        `[tokens, heads, v_head_dim]` in the dtype of `v`.
+
+    Raises:
+        MLAError: an argument that is not so, named. Lengths are checked where they are on the CPU.
+    """
+    sizes = validate.Sizes()
+    sizes.floats(
+        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
+        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
+        k_nope=(k_nope, "tokens, heads, qk_nope_head_dim"),
+        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
+        v=(v, "tokens, heads, v_head_dim"),
+        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
+        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
+        kv_cache=(kv_cache, validate.PAGED),
+    )
+    validate.prefill_rows(sizes, cu_seqlens_q, seq_lens, block_table, host_lens, q_nope)
+    validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
+    validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0], block_table, kv_cache)
+    return empty(v, v.shape)
+
+
+prefill_op = torch.ops.mla_compile.mla_prefill.default
+
 
 KEY_BLOCK = 512
 """Keys attended at a time: it bounds the workspace, scores being `[rows, heads, max_q, KEY_BLOCK]`."""
@@ -22,70 +110,6 @@ class _KeyBlock(NamedTuple):
     k: Tensor
     v: Tensor
     visible: Tensor
-
-
-def _fake(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    host_lens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
-    validate.prefill(
-        q_nope, q_pe, k_nope, k_pe, v, kv_cache, w_uk, w_uv, cu_seqlens_q, seq_lens, block_table, host_lens
-    )
-    return v.new_empty(v.shape)
-
-
-@define_op(
-    "mla_prefill(Tensor q_nope, Tensor q_pe, Tensor k_nope, Tensor k_pe, Tensor v, Tensor kv_cache, "
-    "Tensor w_uk, Tensor w_uv, Tensor cu_seqlens_q, Tensor seq_lens, Tensor block_table, "
-    "Tensor host_lens, float softmax_scale) -> Tensor",
-    fake=_fake,
-    # It sizes its workspace from host_lens, so a captured replay would keep the first call's sizes.
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-def prefill_op(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    host_lens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
-    run = prefill_torch
-    if supports_prefill(q_nope, q_pe, v):
-        from mla_compile.ops.kernels.prefill import prefill_triton as run
-    return run(
-        q_nope,
-        q_pe,
-        k_nope,
-        k_pe,
-        v,
-        kv_cache,
-        w_uk,
-        w_uv,
-        cu_seqlens_q,
-        seq_lens,
-        block_table,
-        host_lens,
-        softmax_scale,
-    )
 
 
 def prefill_torch(
@@ -159,76 +183,3 @@ def prefill_torch(
 def _attend(query: Tensor, block: _KeyBlock) -> tuple[Tensor, Tensor]:
     scores = (query @ block.k.mT).masked_fill_(~block.visible, -torch.inf)
     return softmax_weighted(scores, block.v)
-
-
-def mla_prefill(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    host_lens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
-    """Causal attention with keys and values expanded per head, exact for any chunking of a prompt.
-
-    New tokens attend to each other through `k_nope`, `k_pe`, `v`; the `seq_len - q_len` tokens before them are
-    read from pages in blocks, expanded with `w_uk`, `w_uv` and merged by log-sum-exp.
-
-    Args:
-        q_nope, k_nope: `[tokens, heads, qk_nope_head_dim]`, float.
-        q_pe: `[tokens, heads, qk_rope_head_dim]`; k_pe: `[tokens, qk_rope_head_dim]`.
-        v: `[tokens, heads, v_head_dim]`.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous.
-        w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
-        cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
-        seq_lens: int32 `[rows]`, context and chunk together; block_table: int32 `[rows, max_pages]`.
-        host_lens: int32 `[rows, 2]` on the CPU: query length, sequence length (sizes are read from it).
-        softmax_scale: multiplies the scores.
-
-    Returns:
-        `[tokens, heads, v_head_dim]` in the dtype of `v`.
-
-    Raises:
-        MLAError: an argument that is not so, named. Lengths are checked where they are on the CPU.
-    """
-    if not torch.compiler.is_compiling():
-        validate.prefill(
-            q_nope,
-            q_pe,
-            k_nope,
-            k_pe,
-            v,
-            kv_cache,
-            w_uk,
-            w_uv,
-            cu_seqlens_q,
-            seq_lens,
-            block_table,
-            host_lens,
-        )
-        validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-        validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0], block_table, kv_cache)
-    out: Tensor = prefill_op(
-        q_nope,
-        q_pe,
-        k_nope,
-        k_pe,
-        v,
-        kv_cache,
-        w_uk,
-        w_uv,
-        cu_seqlens_q,
-        seq_lens,
-        block_table,
-        host_lens,
-        softmax_scale,
-    )
-    return out

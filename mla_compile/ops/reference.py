@@ -53,7 +53,7 @@ def mla_attention_reference(
 
 
 def _tokens(batch: MLABatch) -> list[tuple[Tensor, int]]:
-    """Of every packed token: its row's block table and how many keys it sees."""
+    """Each packed token's row of the block table, and how many keys the token sees."""
     tokens: list[tuple[Tensor, int]] = []
     if (decode := batch.decode) is not None:
         for row, seq_len in enumerate(decode.seq_lens.tolist()):

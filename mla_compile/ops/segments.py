@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, PrefillSegment
-from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.paging import slots_of
@@ -56,21 +55,9 @@ def prefill_segment(
     Raises:
         MLAError: lists of different lengths, a chunk shorter than 1, or a row that its table cannot hold.
     """
-    validate.block_table(block_table)
-    validate.whole_number("page_size", page_size, 1)
+    validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
     validate.whole_number("num_tokens", num_tokens, 0)
-    rows, capacity = block_table.shape[0], block_table.shape[1] * page_size
-    if len(chunk_lens) != rows or len(num_cached) != rows:
-        got = f"{len(chunk_lens)} and {len(num_cached)}"
-        raise MLAError("chunk_lens, num_cached", f"one entry per row of block_table ({rows})", got)
-    for row, (chunk, cached) in enumerate(zip(chunk_lens, num_cached, strict=True)):
-        validate.whole_number(f"chunk_lens[{row}]", chunk, 0)
-        validate.whole_number(f"num_cached[{row}]", cached, -(2**31))
-        if chunk < 1 or cached < 0:
-            raise MLAError(f"row {row}", "chunk length >= 1 and num_cached >= 0", f"{chunk} and {cached}")
-        if chunk + cached > capacity:
-            mend = "widen block_table"
-            raise MLAError(f"row {row}", f"at most {capacity} tokens in its pages", chunk + cached, mend)
+    capacity = block_table.shape[1] * page_size
     device, count = block_table.device, sum(chunk_lens)
     padding = [min(capacity, rest) for rest in range(num_tokens - count, 0, -capacity)]
     block_table = pad_table(block_table, rows=len(padding))

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
-from mla_compile.ops.kernels.plan import serves
-from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.ops.norm_rope_append import norm_rope_append_op, serves
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.cone import Cone, cut
 from mla_compile.passes.effects import live_nodes, memory, writer_between

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.ops.norm_rope_append import rms_norm, rotate
+from mla_compile.ops.norm_rope import rms_norm, rotate
 from mla_compile.passes.cone import Cone, shape_where_symbols_are
 from mla_compile.passes.nodes import tensor_of, value_of
 from mla_compile.torch_internals import is_wrapper, on_real_tensors, size_where_symbols_are

@@ -9,6 +9,7 @@ import torch
 
 import mla_compile
 from mla_compile.cli import environment
+from mla_compile.ops import library
 from mla_compile.ops.backends import DECODE_BACKENDS
 
 
@@ -30,7 +31,8 @@ def test_env_names_versions_and_devices(run):
 def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
     newer = replace(DECODE_BACKENDS[-1], name="newer", packages=("no_such_package",))
     monkeypatch.setattr(environment, "DECODE_BACKENDS", (newer, *DECODE_BACKENDS))
-    header, *lines = run("env").stdout.partition("decode backends, fastest first\n")[2].splitlines()
+    text = run("env").stdout.partition("decode backends, fastest first\n")[2]
+    header, *lines = text.partition("\n\n")[0].splitlines()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert re.split(r"  +", header.strip()) == [
         "name",
@@ -49,6 +51,24 @@ def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
     assert table["flashinfer"][:4] == ["UNIFORM", "no", "512 + 64", "float16, bfloat16"]
     if device == "cpu":
         assert table["triton"][-1] == "does not work: runs on cuda, got cpu"
+
+
+def test_env_says_of_every_op_who_serves_it_here_and_why_the_faster_ones_do_not(run):
+    text = run("env").stdout.partition("implementations of the other ops, fastest first\n")[2]
+    header, *lines = (re.split(r"  +", line.strip()) for line in text.splitlines())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert header == ["op", "name", f"on {device}", "takes"]
+    assert {op for op, *_ in lines if op.startswith(("mla_", "moe_"))} == {
+        op for op, table in library.tables.items() if table and op != "mla_decode"
+    }
+    kernels, references = lines[::2], lines[1::2]
+    assert all(rest == ["reference", "works", "all"] for rest in references)
+    if device == "cpu":
+        assert {tuple(row[1:3]) for row in kernels} == {("triton", "does not work: runs on cuda, got cpu")}
+    limits = {op: takes for op, *_, takes in kernels}
+    assert limits["mla_prefill"] == (
+        "dtype: float16, bfloat16, float32; qk_nope_head_dim: 1..256; qk_rope_head_dim: 1..128; v_head_dim: 1..256"
+    )
 
 
 def test_version_is_the_packages(run):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mla_compile.ops.backends import DecodeBackend, DecodeCall, decode_call
+from mla_compile.ops.implementations import ANY
 from tests.kernel_cases import HUGE, DecodeCase, check_decode, decode_case
 
 
@@ -124,15 +125,21 @@ class DecodeConformance:
             lengths,
             q_len=q_len,
             q_lens=q_lens,
-            heads=data.draw(st.sampled_from(subject.backend.heads[1:33])),
+            heads=data.draw(st.sampled_from(subject.backend.takes.get("heads", ANY)[1:33])),
             rank=data.draw(
-                st.sampled_from([r for r in (16, 48, 64, 512) if r in subject.backend.kv_lora_rank])
+                st.sampled_from(
+                    [r for r in (16, 48, 64, 512) if r in subject.backend.takes.get("kv_lora_rank", ANY)]
+                )
             ),
             rope=data.draw(
-                st.sampled_from([r for r in (16, 32, 64) if r in subject.backend.qk_rope_head_dim])
+                st.sampled_from(
+                    [r for r in (16, 32, 64) if r in subject.backend.takes.get("qk_rope_head_dim", ANY)]
+                )
             ),
             page_size=data.draw(
-                st.sampled_from([p for p in (1, 3, 16, 64) if p in subject.backend.page_sizes])
+                st.sampled_from(
+                    [p for p in (1, 3, 16, 64) if p in subject.backend.takes.get("page_size", ANY)]
+                )
             ),
             seed=data.draw(st.integers(0, 99)),
         )

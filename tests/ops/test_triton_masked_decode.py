@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mla_compile.ops.kernels import plan
-from mla_compile.ops.kernels.plan import supports_masked_decode
 from tests.kernel_cases import masked_case
 from tests.ops.test_triton_decode import GPUS, WIDTHS
 from tests.triton_interpreter import run_interpreted
@@ -48,14 +47,3 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
         products = "wgmma.mma_async" if capability == 90 else "mma.sync" if capability != 100 else ""
         assert products in kernels[0].text, "the products must run on tensor cores"
         assert "cp.async" in kernels[0].text, "latents must be on their way while others are multiplied"
-
-
-def test_the_torch_code_keeps_what_the_kernel_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    q_latent, q_pe, kv_c, k_pe, *_ = masked_case([5, 6]).args()
-    assert not supports_masked_decode(q_latent, q_pe, kv_c, k_pe), "no kernel runs on the CPU"
-    monkeypatch.setattr(plan, "serves", lambda tensor: True)
-    assert supports_masked_decode(q_latent, q_pe, kv_c, k_pe)
-    assert not supports_masked_decode(q_latent, q_pe[..., :8], kv_c, k_pe[..., :8])
-    assert not supports_masked_decode(q_latent, q_pe, kv_c.mT.contiguous().mT, k_pe)
-    assert not supports_masked_decode(q_latent, q_pe, kv_c[:, :0], k_pe[:, :0])
-    assert not supports_masked_decode(q_latent[:0], q_pe[:0], kv_c[:0], k_pe[:0])

@@ -11,14 +11,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mla_compile.engine import Completion
 from mla_compile.errors import MLAError
+from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.requests import UNDO, Request
 from mla_compile.speculate.sampling import gumbel_noise
 from mla_compile.torch_internals import share_cuda_graphs
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
-
-    from mla_compile.integrations.transformers.accelerate import Accelerated
 
 
 class AcceleratedGeneration(GenerationMixin):
@@ -69,14 +68,14 @@ _TURN = threading.RLock()
 """Of all accelerated models: people call `generate` from threads, for streamers, and threads share CUDA graphs."""
 
 
-def _run(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOutput | Tensor:
+def _run(accelerated: Accelerated, request: Request) -> GenerateDecoderOnlyOutput | Tensor:
     with _TURN:
         if accelerated.target.device.type == "cuda":
             share_cuda_graphs()
         return _generate(accelerated, request)
 
 
-def _generate(accelerated: "Accelerated", request: Request) -> GenerateDecoderOnlyOutput | Tensor:
+def _generate(accelerated: Accelerated, request: Request) -> GenerateDecoderOnlyOutput | Tensor:
     engine = accelerated.engine_for(request)
     choice = None if request.processors is None else _ProcessedChoice(request)
     columns = _Columns(request, choice)

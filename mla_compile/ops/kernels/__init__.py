@@ -1,7 +1,6 @@
-"""Triton kernels behind `mla_append`, `mla_decode`, `mla_masked_decode`, `mla_prefill` and `moe_experts` on CUDA.
+"""Triton kernels behind the ops on CUDA; the ops' plain torch code is their twin.
 
-The ops' plain torch code is their twin.
-
-`plan.py` is pure Python: whether a kernel serves a call (for decode, `ops/backends.py` says that), and with which
-tiles and grid. The others import triton and so are imported on first use, by an op that was given CUDA tensors.
+The tables in the ops' files say which calls they serve. `plan.py`, pure Python, says with which tiles and grid, and
+`softmax.py` has what the attention kernels share. No kernel's file imports another kernel's. All but `plan.py` import
+triton, so each is imported by the first call that it serves.
 """

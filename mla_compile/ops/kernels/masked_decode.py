@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.decode import LN_2, LOG2_E, accumulate, combine
 from mla_compile.ops.kernels.plan import DecodeTiles, decode_tiles, device_of, num_splits, power_of_two
+from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Stands for finite numbers of a mask, `finfo.min` say, that would be -inf once scores count as powers of two.

@@ -1,10 +1,9 @@
-"""Which calls the Triton kernels serve, and with which tiles and grid: pure functions of shapes and of the device.
+"""With which tiles and grid the Triton kernels run: pure functions of shapes and of the device.
 
 No value of a tensor is read, so that a captured graph's grid serves every length at replay.
 """
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,6 @@ MIN_KEYS = 128
 
 _WAVES = 4
 """At most so many programs per multiprocessor; more only write more partial results."""
-
-_HALF = (torch.float16, torch.bfloat16)
 
 KV_LORA_RANKS = range(16, 513, 16)
 ROPE_HEAD_DIMS = range(16, 129, 16)
@@ -45,39 +42,9 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.device.index) if tensor.is_cuda else H200
 
 
-def triton_serves(device: torch.device) -> bool:
-    """Whether the Triton kernels run on a device."""
-    return (
-        device.type == "cuda"
-        and has_triton()
-        and torch.version.hip is None
-        and _cuda_device(device.index).capability >= (8, 0)
-    )
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def power_of_two(n: int) -> int:
     """The least power of two that is not below `n` nor below 16, the least side of a tensor core's tile."""
     return max(16, 1 << (n - 1).bit_length())
-
-
-def serves(tensor: Tensor) -> bool:
-    """Whether Triton kernels can run where a tensor is, in its dtype."""
-    return tensor.dtype in (*_HALF, torch.float32) and triton_serves(tensor.device)
-
-
-def supports_append(kv_c: Tensor, k_pe: Tensor) -> bool:
-    """Whether `append_triton` serves these latents; `mla_append`'s torch code serves all."""
-    return serves(kv_c) and kv_c.shape[0] > 0 and kv_c.stride(1) == k_pe.stride(1) == 1
-
-
-def supports_norm_rope_append(kv_a: Tensor) -> bool:
-    """Whether `norm_rope_append_triton` serves what a projection gave; the op's torch code serves all."""
-    return serves(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1
 
 
 @dataclass(frozen=True)
@@ -89,17 +56,6 @@ class DecodeTiles:
     keys: int
     warps: int
     stages: int
-
-
-def supports_masked_decode(q_latent: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor) -> bool:
-    """Whether `masked_decode_triton` serves this call; `mla_masked_decode`'s torch code serves all."""
-    return (
-        serves(q_latent)
-        and q_latent.numel() * kv_c.shape[1] > 0
-        and q_latent.shape[-1] in KV_LORA_RANKS
-        and q_pe.shape[-1] in ROPE_HEAD_DIMS
-        and kv_c.stride(2) == k_pe.stride(2) == 1
-    )
 
 
 def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
@@ -142,15 +98,6 @@ class PrefillTiles:
     keys: int
     warps: int
     stages: int
-
-
-def supports_prefill(q_nope: Tensor, q_pe: Tensor, v: Tensor) -> bool:
-    """Whether `prefill_triton` serves this call; `mla_prefill`'s torch code serves all."""
-    return (
-        serves(q_nope)
-        and q_nope.shape[0] * q_nope.shape[1] > 0
-        and all(0 < x.shape[2] <= most for x, most in ((q_nope, 256), (q_pe, 128), (v, 256)))
-    )
 
 
 def nope_blocks(nope: int) -> tuple[int, int]:
@@ -209,23 +156,6 @@ class MoeTiles:
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
-
-
-_MOST_PAIRS = 512
-"""(token, expert) pairs beyond which each program would spend more on finding its own than sorting costs."""
-
-
-def supports_moe(
-    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor
-) -> bool:
-    """Whether `moe_triton` serves this call; `moe_experts`' torch code serves all."""
-    return (
-        serves(x)
-        and 0 < topk_ids.numel() <= _MOST_PAIRS
-        and topk_weights.dtype != torch.float64  # the sum would have to run in it
-        and w_gate_up.is_contiguous()
-        and w_down.is_contiguous()
-    )
 
 
 def moe_tiles(pairs: int, experts: int, columns: int, dtype: torch.dtype, device: Device) -> MoeTiles:

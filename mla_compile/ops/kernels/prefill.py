@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.decode import LN_2, LOG2_E
 from mla_compile.ops.kernels.plan import PrefillTiles, device_of, nope_blocks, power_of_two, prefill_tiles
+from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 from mla_compile.ops.paging import longest_lens
 
 CONTEXT_TOKENS = 16_384

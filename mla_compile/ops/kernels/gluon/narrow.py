@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_compile.ops.kernels.decode import LN_2, LOG2_E
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
+from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
 MOST_ROWS = 32
 """Query rows that `narrow_kernel` takes; with more, `wide_kernel` is quicker."""

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_compile.ops.kernels.decode import LN_2, LOG2_E
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
+from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
 ROWS = gl.constexpr(64)
 """Query rows of a unit."""

@@ -1,0 +1,188 @@
+"""Who computes an op: tables of implementations, each with what it takes, and the choice among them.
+
+Each op's file has its table, fastest first (decode's is `backends.py`). The last row, plain torch, serves every call.
+To add an implementation, add a row and the function that it names. `mla-compile env` prints all tables, and
+`TORCH_LOGS="+mla_compile"` says of each kind of call who serves it and why the faster ones do not.
+"""
+
+import functools
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF, torch.float32)
+"""The dtypes that the Triton kernels take."""
+ANY = range(2**63 - 1)
+"""Every size."""
+SOME = range(1, 2**63 - 1)
+"""Every size but 0."""
+UNIT = range(1, 2)
+
+Taken = range | tuple[object, ...]
+"""The values of a fact that an implementation takes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What decides who can serve a call: the device and facts about the arguments, no value of a tensor.
+
+    None, like a fact that is missing, stands for what is not known: a symbolic size, or everything but the device when
+    only that is asked about.
+
+    device_type: "cpu", "cuda", "hip" (an AMD GPU, which torch calls "cuda" too) or another one of torch's.
+    capability: the compute capability of a CUDA device.
+    captured: whether the call may be recorded in a CUDA graph, so that nothing may be read or computed on the host.
+    facts: sizes, strides and dtypes, by the names that `Implementation.takes` uses.
+    """
+
+    device_type: str
+    capability: tuple[int, int] | None = None
+    captured: bool | None = None
+    facts: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    function: `module:function`, imported by the first call. It takes the positional arguments of the op.
+    device_types: those that it runs on; None for all.
+    min_capability, max_capability: the oldest and the newest CUDA device.
+    packages: Python packages that it needs, as they are imported.
+    takes: what it takes of each fact that limits it.
+    capturable: whether a call does no work on the host that depends on values.
+    """
+
+    name: str
+    description: str
+    function: str
+    device_types: tuple[str, ...] | None = None
+    min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] | None = None
+    packages: tuple[str, ...] = ()
+    takes: Mapping[str, Taken] = field(default_factory=dict, hash=False)
+    capturable: bool = True
+
+    def why_not(self, call: Call) -> str | None:
+        """The first reason why it cannot serve a call, with the values; None where it can."""
+        reason = self.why_not_on(call.device_type, call.capability) or self.why_not_given(call.facts)
+        if reason is None and call.captured and not self.capturable:
+            return "works on the host in every call, so it serves eager calls that ask for it by name only"
+        return reason
+
+    def why_not_on(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
+        """The first reason why it cannot run on a device."""
+        if self.device_types is not None and device_type not in self.device_types:
+            return f"runs on {' and '.join(self.device_types)}, got {device_type}"
+        if capability is not None:
+            newest = self.max_capability
+            if capability < self.min_capability or (newest is not None and capability > newest):
+                return f"runs on {self.architectures()}, got {_sm(capability)}"
+        for package in self.packages:
+            if not _installed(package):
+                return f"needs the Python package {package}, which is not installed"
+        return None
+
+    def why_not_given(self, facts: Mapping[str, object]) -> str | None:
+        """The first reason why it cannot serve arguments of which these are the facts."""
+        for fact, taken in self.takes.items():
+            value = facts.get(fact)
+            if value is not None and value not in taken:
+                of = " of" if isinstance(taken, range) else ""
+                return f"takes {fact}{of} {in_words(taken)}, got {_word(value)}"
+        return None
+
+    def architectures(self) -> str:
+        """The GPUs it runs on, in words."""
+        if self.max_capability == self.min_capability:
+            return _sm(self.min_capability)
+        newest = self.max_capability
+        return f"{_sm(self.min_capability)} {'and newer' if newest is None else f'to {_sm(newest)}'}"
+
+    def load(self) -> Callable[..., Any]:
+        """The function, imported."""
+        return _imported(self.function)
+
+
+def triton(description: str, function: str, *, takes: Mapping[str, Taken]) -> Implementation:
+    """A row for a function whose Triton kernels run on NVIDIA GPUs from SM 80."""
+    return Implementation(
+        "triton", description, function, ("cuda",), min_capability=(8, 0), packages=("triton",), takes=takes
+    )
+
+
+def reference(function: str) -> Implementation:
+    """The last row of a table, for a function in plain torch that serves every call."""
+    return Implementation("reference", "plain torch, any device", function)
+
+
+Row = TypeVar("Row", bound=Implementation, covariant=True)
+
+
+@dataclass(frozen=True)
+class Selection(Generic[Row]):
+    """The implementation that serves a call, and why the faster ones do not: names with reasons."""
+
+    chosen: Row
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def explain(self) -> str:
+        """A line for each implementation that was looked at."""
+        lines = [f"{name}: {reason}" for name, reason in self.passed_over]
+        return "\n".join([*lines, f"{self.chosen.name}: chosen ({self.chosen.description})"])
+
+
+def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
+    """The first row of a table that serves a call."""
+    passed_over: list[tuple[str, str]] = []
+    for row in table:
+        reason = row.why_not(call)
+        if reason is None:
+            return Selection(row, tuple(passed_over))
+        passed_over.append((row.name, reason))
+    raise AssertionError("the last row of a table serves every call")
+
+
+@functools.cache
+def describe_device(device: torch.device) -> tuple[str, tuple[int, int] | None]:
+    """`device_type` and `capability` of a `Call`."""
+    if device.type != "cuda":
+        return device.type, None
+    return ("cuda", torch.cuda.get_device_capability(device)) if torch.version.hip is None else ("hip", None)
+
+
+@functools.cache
+def _imported(function: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = pkgutil.resolve_name(function)
+    return found
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"SM {capability[0]}{capability[1]}"
+
+
+def in_words(taken: Taken) -> str:
+    """The values that are taken: "16..512 by 16", "any", "float16, bfloat16"."""
+    if not isinstance(taken, range):
+        return ", ".join(map(_word, taken))
+    if taken == ANY:
+        return "any"
+    if taken == SOME:
+        return "1 or more"
+    if len(taken) == 1:
+        return str(taken[0])
+    return f"{taken[0]}..{taken[-1]}" + (f" by {taken.step}" if taken.step > 1 else "")
+
+
+def _word(value: object) -> str:
+    return str(value).removeprefix("torch.")

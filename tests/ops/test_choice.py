@@ -1,0 +1,262 @@
+"""Which implementation serves a call of an op, on machines that are not there: tensors are fake, devices described."""
+
+import logging
+import random
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from mla_compile.ops import backends, implementations, library
+from mla_compile.ops.library import choose, tables
+from tests.cases import make_case
+from tests.kernel_cases import (
+    decode_case,
+    masked_case,
+    metadata_args,
+    moe_case,
+    norm_rope_append_case,
+    prefill_args,
+)
+
+HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32, torch.float64)
+
+
+def mostly(draw: random.Random, good: list[Any], bad: list[Any]) -> Any:
+    """Nine times out of ten what a kernel takes: a call that lacks one thing only says which things matter."""
+    return draw.choice(good if draw.random() < 0.9 else bad)
+
+
+def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
+    """A call of an op, of any sizes, strides and dtypes."""
+    dtype = mostly(draw, [*HALF, torch.float32], [torch.float64])
+    count = mostly(draw, [1, 3, 40], [0])
+    rank, rope = mostly(draw, [16, 48, 512], [8, 40, 528]), mostly(draw, [16, 64, 128], [8, 24, 144])
+
+    def strided(x: Tensor) -> Tensor:
+        return mostly(draw, [x], [x.mT.contiguous().mT]) if x.numel() else x
+
+    if op == "mla_append":
+        wide = torch.empty(count, rank + rope, dtype=dtype)
+        cache = torch.empty(20, 16, rank + rope, dtype=dtype)
+        return strided(wide[:, :rank]), strided(wide[:, rank:]), cache, torch.arange(count)
+    if op == "mla_norm_rope_append":
+        case = norm_rope_append_case(count, rank, rope, dtype=dtype)
+        return strided(case.kv_a), *case.args()[1:]
+    if op == "mla_masked_decode":
+        keys = mostly(draw, [1, 70], [0])
+        case = masked_case([keys] * min(count, 3), keys=keys, rank=rank, rope=rope, dtype=dtype)
+        return *case.args()[:2], strided(case.kv_c), strided(case.k_pe), *case.args()[4:]
+    if op == "mla_prefill":
+        nope, rope = mostly(draw, [6, 192, 256], [0, 257]), mostly(draw, [4, 128], [130])
+        v = mostly(draw, [5, 256], [0, 257])
+        q_nope, *others = prefill_args(
+            make_case(prefill=[(3, 0)], nope=nope, rope=rope, v=v, rank=16, dtype=dtype)
+        )
+        return q_nope[: mostly(draw, [3], [0])], *others
+    if op == "moe_experts":
+        case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
+        weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
+        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1
+    cached, table, q_lens, q_len, page_size = metadata_args(2, 4, ragged=True)
+    rows = min(count, len(cached))
+    return cached[:rows], table[:rows], q_lens[:rows], q_len, page_size
+
+
+def runs(x: Tensor) -> bool:
+    return x.dtype in (*HALF, torch.float32)
+
+
+KERNEL_SERVES: dict[str, Callable[..., bool]] = {
+    "mla_append": lambda kv_c, k_pe, *_: (
+        runs(kv_c) and kv_c.shape[0] > 0 and kv_c.stride(1) == k_pe.stride(1) == 1
+    ),
+    "mla_norm_rope_append": lambda kv_a, *_: runs(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1,
+    "mla_masked_decode": lambda q_latent, q_pe, kv_c, k_pe, *_: (
+        runs(q_latent)
+        and q_latent.numel() * kv_c.shape[1] > 0
+        and q_latent.shape[-1] in range(16, 513, 16)
+        and q_pe.shape[-1] in range(16, 129, 16)
+        and kv_c.stride(2) == k_pe.stride(2) == 1
+    ),
+    "mla_prefill": lambda q_nope, q_pe, _k_nope, _k_pe, v, *_: (
+        runs(q_nope)
+        and q_nope.shape[0] * q_nope.shape[1] > 0
+        and all(0 < x.shape[2] <= most for x, most in ((q_nope, 256), (q_pe, 128), (v, 256)))
+    ),
+    "moe_experts": lambda x, topk_weights, topk_ids, w_gate_up, w_down, *_: (
+        runs(x)
+        and 0 < topk_ids.numel() <= 512
+        and topk_weights.dtype != torch.float64
+        and w_gate_up.is_contiguous()
+        and w_down.is_contiguous()
+    ),
+    "mla_decode_metadata": lambda num_cached, *_: num_cached.shape[0] > 0,
+}
+"""By op: whether its Triton kernel serves a call, on a GPU of SM 80 or newer."""
+
+
+def on(machine: Any, patch: pytest.MonkeyPatch, *, triton: bool = True) -> None:
+    """Make every device of type "cuda" that machine: None for none, "hip", or an NVIDIA GPU's compute capability."""
+
+    def describe(device: torch.device) -> tuple[str, tuple[int, int] | None]:
+        if device.type != "cuda":
+            return device.type, None
+        return ("hip", None) if machine == "hip" else ("cuda", machine)
+
+    for module in (library, backends):
+        patch.setattr(module, "describe_device", describe)
+    patch.setattr(implementations, "_installed", lambda package: triton and package == "triton")
+    library._rows_on.cache_clear()
+    backends.select_backend.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forget_the_machine():
+    yield
+    library._rows_on.cache_clear()
+    backends.select_backend.cache_clear()
+
+
+def fake(args: tuple[Any, ...], machine: Any) -> tuple[Any, ...]:
+    mode = FakeTensorMode()
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor) or machine is None:
+            return x
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+    return tuple(map(moved, args))
+
+
+@pytest.mark.parametrize("op", KERNEL_SERVES)
+def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op: str) -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        machine = mostly(draw, [(8, 0), (9, 0), (12, 0)], [None, "hip", (7, 5)])
+        installed = mostly(draw, [True], [False])
+        args = fake(arguments(op, draw), machine)
+        with pytest.MonkeyPatch.context() as patch:
+            on(machine, patch, triton=installed)
+            selection = choose(op, args)
+            assert library._serving(op, args) is selection.chosen
+        is_new = isinstance(machine, tuple) and machine >= (8, 0)
+        expected = is_new and installed and KERNEL_SERVES[op](*args)
+        assert selection.chosen.name == ("triton" if expected else "reference"), f"seed {seed}"
+        assert [name for name, _ in selection.passed_over] == ([] if expected else ["triton"])
+        assert all(", got " in reason or "not installed" in reason for _, reason in selection.passed_over)
+
+
+ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
+    "mla_append": lambda dtype: (
+        torch.empty(3, 512, dtype=dtype),
+        torch.empty(3, 64, dtype=dtype),
+        torch.empty(2, 64, 576, dtype=dtype),
+        torch.arange(3),
+    ),
+    "mla_norm_rope_append": lambda dtype: norm_rope_append_case(3, 512, 64, dtype=dtype).args(),
+    "mla_masked_decode": lambda dtype: masked_case([5, 6], rank=512, rope=64, dtype=dtype).args(),
+    "mla_prefill": lambda dtype: prefill_args(
+        make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)
+    ),
+    "moe_experts": lambda dtype: moe_case(4, 2, dtype=dtype).args(),
+    "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
+}
+
+
+@pytest.mark.parametrize("op", ORDINARY)
+@pytest.mark.parametrize(
+    ("machine", "dtype", "expected"),
+    [
+        ((9, 0), torch.bfloat16, "triton"),
+        ((8, 0), torch.float16, "triton"),
+        ((9, 0), torch.float32, "triton"),
+        ((7, 5), torch.float16, "reference"),
+        (None, torch.bfloat16, "reference"),
+    ],
+    ids=str,
+)
+def test_who_serves_an_ordinary_call(
+    op: str, machine: Any, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(machine, monkeypatch)
+    assert choose(op, fake(ORDINARY[op](dtype), machine)).chosen.name == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "widths", "expected"),
+    [
+        ((9, 0), torch.bfloat16, (512, 64), "gluon"),
+        ((9, 0), torch.float16, (512, 64), "triton"),
+        ((9, 0), torch.bfloat16, (256, 64), "triton"),
+        ((8, 0), torch.float16, (512, 64), "triton"),
+        ((8, 0), torch.float32, (512, 64), "triton"),
+        ((9, 0), torch.float64, (512, 64), "reference"),
+        ((9, 0), torch.bfloat16, (40, 64), "reference"),
+        ((7, 5), torch.float16, (512, 64), "reference"),
+        (None, torch.bfloat16, (512, 64), "reference"),
+    ],
+    ids=str,
+)
+def test_who_serves_a_decode_call(
+    machine: Any,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on(machine, monkeypatch)
+    case = decode_case([5, 3], rank=widths[0], rope=widths[1], dtype=dtype)
+    args = fake(case.args(), machine)
+    call = backends.decode_call(args[0], args[1], args[2], args[5], args[6], captured=True)
+    assert backends.select_backend(call).chosen.name == expected
+
+
+def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    on((9, 0), monkeypatch)
+
+    def reason(op: str, *args: Any) -> str:
+        ((_, found),) = choose(op, fake(args, (9, 0))).passed_over
+        return found
+
+    case = masked_case([5], rank=40, dtype=torch.bfloat16)
+    assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"
+    experts = moe_case(200, 4)
+    assert reason("moe_experts", *experts.args(), None, 1) == "takes (token, expert) pairs of 1..512, got 800"
+    x, weights, ids, gate_up, down = moe_case(4, 2).args()
+    assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1) == (
+        "takes w_down.is_contiguous() True, got False"
+    )
+    append = ORDINARY["mla_append"](torch.float64)
+    assert reason("mla_append", *append) == "takes dtype float16, bfloat16, float32, got float64"
+    assert reason("mla_append", *(x[:0] for x in ORDINARY["mla_append"](torch.bfloat16))) == (
+        "takes tokens of 1 or more, got 0"
+    )
+
+
+def test_the_last_row_of_every_table_serves_every_call_and_functions_exist() -> None:
+    assert tables.keys() >= {*KERNEL_SERVES, "mla_decode"}
+    for table in filter(None, tables.values()):
+        assert len({row.name for row in table}) == len(table)
+        *_, last = table
+        assert last.device_types is None and not last.packages and last.capturable
+        assert callable(last.load())
+        if last.takes:  # every float dtype, which is all that an op takes
+            assert last.takes == {"dtype": DTYPES}
+
+
+def test_the_log_says_once_who_serves_a_kind_of_call_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    library._log_once.cache_clear()
+    caplog.set_level(logging.DEBUG, logger="mla_compile")
+    args = ORDINARY["mla_append"](torch.float32)
+    for _, tokens in product(range(2), (3, 2)):
+        torch.ops.mla_compile.mla_append(args[0][:tokens], args[1][:tokens], args[2], args[3][:tokens])
+    assert [record.getMessage() for record in caplog.records] == [
+        "implementation of mla_append:\ntriton: runs on cuda, got cpu\nreference: chosen (plain torch, any device)"
+    ]

@@ -1,0 +1,192 @@
+"""The recipe for ops: what follows from one declaration."""
+
+import inspect
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mla_compile import MLAError, mla_decode
+from mla_compile.ops import library, validate
+from mla_compile.ops.library import define_op, empty, implementations, schema_of
+from mla_compile.ops.norm_rope_append import mla_norm_rope_append
+from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
+
+SCHEMAS = {
+    "mla_append": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
+    "mla_norm_rope_append": (
+        "(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, Tensor slot_mapping, float eps, "
+        "bool interleaved_in, bool interleaved_out) -> ()"
+    ),
+    "mla_decode_metadata": (
+        "(Tensor num_cached, Tensor block_table, Tensor? q_lens, SymInt q_len, int page_size) -> "
+        "(Tensor seq_lens, Tensor valid, Tensor slot_mapping, Tensor positions)"
+    ),
+    "mla_decode": (
+        "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
+        "SymInt q_len, float softmax_scale, str? backend=None) -> (Tensor out, Tensor lse)"
+    ),
+    "mla_masked_decode": (
+        "(Tensor q_latent, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? mask, float softmax_scale) -> Tensor"
+    ),
+    "mla_prefill": (
+        "(Tensor q_nope, Tensor q_pe, Tensor k_nope, Tensor k_pe, Tensor v, Tensor kv_cache, Tensor w_uk, Tensor w_uv, "
+        "Tensor cu_seqlens_q, Tensor seq_lens, Tensor block_table, Tensor host_lens, float softmax_scale) -> Tensor"
+    ),
+    "moe_experts": (
+        "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
+        "SymInt q_len=1) -> Tensor"
+    ),
+    "mla_attention": (
+        "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
+        "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "
+        "Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, Tensor? prefill_block_table, "
+        "Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, SymInt q_len, int page_size, float softmax_scale, "
+        "str? decode_backend=None) -> Tensor"
+    ),
+}
+"""What saved graphs and passes rely on."""
+NOT_CAPTURED = {"mla_prefill", "mla_attention"}
+
+
+def test_schemas_are_what_graphs_and_passes_rely_on() -> None:
+    assert SCHEMAS.keys() == implementations.keys()
+    for name, schema in SCHEMAS.items():
+        op = getattr(torch.ops.mla_compile, name).default
+        assert str(op._schema) == f"mla_compile::{name}{schema}"
+        assert torch.Tag.pt2_compliant_tag in op.tags
+        assert (torch.Tag.cudagraph_unsafe in op.tags) == (name in NOT_CAPTURED)
+
+
+KINDS = {
+    "y: Tensor | None": "Tensor? y",
+    "n: int": "SymInt n",
+    "page_size: int": "int page_size",
+    "scale: float": "float scale",
+    "flag: bool": "bool flag",
+    "name: str | None": "str? name",
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_drawn_signature_becomes_its_schema(draw: random.Random) -> None:
+    """Of any order, with keywords and defaults: the op has those defaults that nothing without one follows."""
+    kinds = draw.sample(list(KINDS), draw.randint(0, 6))
+    first_keyword, first_default = draw.randint(0, len(kinds)), draw.randint(0, len(kinds))
+    has_default = [i >= min(first_keyword, first_default) and draw.random() < 0.5 for i in range(len(kinds))]
+    if first_keyword > first_default:  # among positional parameters too, defaults come last
+        has_default[first_default:first_keyword] = [True] * (first_keyword - first_default)
+    words, expected = ["x: Tensor"], ["Tensor x"]
+    for i, kind in enumerate(kinds):
+        words += ["*"] * (i == first_keyword) + [f"{kind} = None" if has_default[i] else kind]
+        expected.append(KINDS[kind] + ("=None" if all(has_default[i:]) else ""))
+    space: dict[str, Any] = {"Tensor": Tensor}
+    exec(f"def declaration({', '.join(words)}) -> Tensor: ...", space)
+    schema = schema_of("drawn", space["declaration"], static="page_size")
+    assert schema == f"drawn({', '.join(expected)}) -> Tensor"
+
+
+def test_a_new_op_is_called_by_position_with_its_defaults_filled_in() -> None:
+    seen = []
+
+    def run(*args: Any) -> Tensor:
+        seen.append(args[1:])
+        return args[0].clone()
+
+    @define_op(run=run)
+    def new_op(
+        x: Tensor, n: int, *, y: Tensor | None = None, scale: float, name: str | None = None
+    ) -> Tensor:
+        return empty(x, x.shape)
+
+    x = torch.ones(2)
+    for call in (new_op, torch.compile(new_op, backend="eager", fullgraph=True)):
+        seen.clear()
+        call(x, 3, scale=0.5)
+        call(x, n=3, scale=0.5, name="a")
+        assert seen == [(3, None, 0.5, None), (3, None, 0.5, "a")]
+    del implementations["new_op"], library.tables["new_op"]
+
+
+def test_a_call_with_a_wrong_name_is_refused_compiled_or_not() -> None:
+    *tensors, q_lens, q_len, scale = decode_case([5, 3]).args()
+
+    def call(*tensors: Tensor) -> Any:
+        return mla_decode(*tensors, q_len=q_len, softmax_scale=scale, q_lens=q_lens, page=3)
+
+    for run in (call, torch.compile(call, backend="eager", fullgraph=True)):
+        with pytest.raises(Exception, match="page"):
+            run(*tensors)
+
+
+def test_an_eager_call_allocates_no_declared_result() -> None:
+    x = torch.ones(3)
+    assert empty(x, (5,)) is x
+    assert empty(x.to("meta"), (5,), torch.int64).shape == (5,)
+    with FakeTensorMode() as mode:
+        made = empty(mode.from_tensor(x), (5,), torch.int64)
+    assert made.shape == (5,) and made.dtype == torch.int64
+
+
+def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -> tuple[Any, ...]:
+    """Fake arguments; those of `varying` have an unbacked size in dimension 0, the same one for the same number."""
+    mode, sizes = (
+        FakeTensorMode(shape_env=shapes),
+        {n: shapes.create_unbacked_symint() for n in varying.values()},
+    )
+
+    def made(i: int, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        with mode:
+            return torch.empty((sizes[varying[i]], *x.shape[1:]) if i in varying else x.shape, dtype=x.dtype)
+
+    return tuple(made(i, x) for i, x in enumerate(args))
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "varying"),
+    [
+        ("mla_decode", decode_case([5, 3], q_len=1).args(), {0: 0, 1: 0, 3: 1, 4: 1}),
+        ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
+        ("mla_norm_rope_append", norm_rope_append_case(4).args(), {0: 0, 2: 0, 3: 0, 5: 0}),
+        ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
+    ],
+    ids=["decode", "experts", "norm_rope_append", "metadata"],
+)
+def test_checks_of_unbacked_sizes_add_no_guard(
+    op: str, args: tuple[Any, ...], varying: dict[int, int]
+) -> None:
+    shapes = ShapeEnv()
+    getattr(torch.ops.mla_compile, op).default(*unbacked(args, varying, shapes))
+    assert not shapes.guards
+
+
+def test_a_layouts_words_are_sizes_wherever_they_stand() -> None:
+    sizes = validate.Sizes("batch.")
+    sizes.floats(x=(torch.ones(3, 8), "tokens, hidden"), w=(torch.ones(5, 8), "rank, hidden"))
+    sizes.check("cache", torch.ones(13, 16), "rank + hidden, 2 * hidden")
+    sizes.check("shared", torch.ones(1, 4), "tokens or 1, tokens + 1")
+    for name, shape, layout, message in (
+        ("y", (4,), "tokens", r"size 3 \(tokens of x\) in dimension 0, got \[4\]"),
+        ("y", (3, 14), "tokens, rank + hidden", r"size 13 \(rank \+ hidden\) in dimension 1"),
+        ("y", (2,), "tokens or 1", r"size 3 \(tokens of x\) or 1 in dimension 0"),
+        ("y", (3,), "tokens, hidden", r"2 dimensions \[tokens, hidden\], got 1: \[3\]"),
+    ):
+        with pytest.raises(MLAError, match=rf"^batch\.{name}: expected {message}"):
+            sizes.check(name, torch.ones(shape), layout)
+
+
+def test_the_checked_call_looks_like_its_declaration() -> None:
+    assert str(inspect.signature(mla_norm_rope_append)).startswith(
+        "(kv_a: torch.Tensor, weight: torch.Tensor"
+    )
+    assert mla_norm_rope_append.__name__ == "mla_norm_rope_append" and mla_norm_rope_append.__doc__
+    assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope_append"
