@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mla_compile.engine import Engine
+from tests.engine.engines import policy_of
 
 HELLO = {"prompt": "hello"}
 HELLO_IDS = {"prompt_token_ids": [71, 68, 75, 75, 78]}
@@ -120,7 +121,7 @@ def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the
 
     def spied(self, model, **settings):
         init(self, model, **settings)
-        lengths.append(self._launcher.draft_length.lengths)
+        lengths.append(policy_of(self).lengths)
 
     monkeypatch.setattr(Engine, "__init__", spied)
     for flags in (
@@ -198,6 +199,7 @@ def test_a_completion_ends_where_the_models_positions_end(complete):
     assert line["finish_reason"] == "length"
 
 
+@pytest.mark.usefixtures("lowering")
 def test_the_compiled_step_gives_the_tokens_of_the_eager_one(complete):
     drafts = ("--num-speculative-tokens", 1)
     eager = complete(MIXED, *drafts)

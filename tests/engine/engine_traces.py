@@ -13,21 +13,32 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config
 
 from mla_compile import Engine, MLABatch, SamplingParams
 from mla_compile.engine import Completion, Generation
+from mla_compile.engine.launch import Launched
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.stop_strings import Found
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.drafter import Drafter, Verified
 from tests.engine.any_length import AnyLength
+from tests.engine.engines import (
+    blank_pages,
+    decoders_of,
+    generations_of,
+    live_rows,
+    pool_of,
+    watch_launches,
+    watch_reports,
+    with_lag,
+    with_new_caches,
+    with_policy,
+)
 from tests.engine.toy_engine import Arrival, Trace
-from tests.models.small import randomize
+from tests.models_for_tests import one_layer_model
 from tests.speculate.prompt_lookup import prompt_lookup
 
-VOCAB = 40
 POISONS = ("latents", "logits", "infinite logits", "drafts")
 """What an id may spoil; see `poisoned`."""
 KINDS = (
@@ -41,31 +52,8 @@ KINDS = (
 
 @cache
 def model() -> MLAForCausalLM:
-    """One dense layer and an MTP layer: a step takes milliseconds."""
-    config = DeepseekV3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=9,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
-    made = MLAForCausalLM(config, mtp=True)
-    randomize(made, 0)
-    made.lm_head.weight.mul_(3)
-    made.layers[0].self_attn.o_proj.weight.mul_(4)  # so that tokens depend on what the caches hold
-    return made.double()
+    """What all traces share."""
+    return one_layer_model()
 
 
 class Poisoned(MLAForCausalLM):
@@ -170,11 +158,10 @@ class EngineRun:
             max_tokens_per_step=trace.max_rows * (1 + trace.k) + trace.spare_tokens,
             compile=False,
         )
-        self.engine._reports.lag = trace.lag
-        launcher = self.engine._launcher
+        with_lag(self.engine, trace.lag)
         if trace.adaptive:
-            launcher.draft_length = AnyLength(trace.k, trace.seed)
-        for decoder in launcher._decoders.values():
+            with_policy(self.engine, AnyLength(trace.k, trace.seed))
+        for decoder in decoders_of(self.engine):
             if decoder.drafter is not None:
                 self._plant(decoder.drafter, decoder.k)
         self._watch()
@@ -182,28 +169,27 @@ class EngineRun:
 
     def _watch(self) -> None:
         """Count the mixed steps whose decode rows emit."""
-        launch, collect = self.engine._launcher.launch, self.engine._collect
         mixed: list[bool] = []
+        num_known = 0
 
-        def watched_launch(plan: Plan, *args: object) -> object:
+        def launched(plan: Plan, launched: Launched) -> Launched:
             mixed.append(bool(plan.decodes and plan.chunks))
-            return launch(plan, *args)
+            return launched
 
-        def watched_collect() -> None:
-            before = self.engine.stats.num_verified_tokens
-            collect()
-            emitted = self.engine.stats.num_verified_tokens - before
-            self.outcome.num_emitting_mixed_steps += mixed.pop(0) and emitted > 0
+        def reported() -> None:
+            nonlocal num_known
+            before, num_known = num_known, self.engine.stats.num_verified_tokens
+            self.outcome.num_emitting_mixed_steps += mixed.pop(0) and num_known > before
 
-        self.engine._launcher.launch, self.engine._collect = watched_launch, watched_collect
+        watch_launches(self.engine, launched)
+        watch_reports(self.engine, reported)
 
     def run(self) -> Outcome:
         for (
             text_of
         ) in self.trace.arrivals:  # before this engine's caches are used: they belong to the newest engine
             text(tuple(text_of.prompt()), sampling(text_of))
-        self.model.allocate_cache(self.engine.num_pages, self.trace.page_size)
-        self.engine._caches = self.model.caches()
+        with_new_caches(self.engine, self.engine.num_pages)
         arrivals = self.trace.arrivals
         clock, last = 0, max(arrival.step for arrival in arrivals)
         limit = last + 50 + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
@@ -235,13 +221,14 @@ class EngineRun:
         self.generations[number] = generation
 
     def _step(self) -> None:
-        engine = self.engine
-        blank = torch.tensor(engine._pool._blank, dtype=torch.int64)
-        for latents in engine._caches:
+        engine, pool = self.engine, pool_of(self.engine)
+        blank = torch.tensor(blank_pages(engine), dtype=torch.int64)
+        caches = self.model.caches()
+        for latents in caches:
             latents[blank] = torch.nan
         engine.step()
-        shared = [page for page in range(engine.num_pages) if engine._pool.is_registered(page)]
-        for latents in engine._caches[: len(self.model.layers)]:
+        shared = [page for page in range(engine.num_pages) if pool.is_registered(page)]
+        for latents in caches[: len(self.model.layers)]:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
     def _plant(self, drafter: Drafter, k: int) -> None:
@@ -253,9 +240,7 @@ class EngineRun:
 
         def planted(state: DecodeState, verified: Verified) -> Tensor:
             drafts = draft(state, verified)  # the real one writes latents
-            rows = self.engine._launcher.rows
-            for slot, row in rows._row_of.items():
-                generation = rows._live[slot]
+            for row, generation in live_rows(self.engine):
                 known = text(tuple(generation.prompt), generation.params).token_ids
                 start = int(verified.num_cached[row]) + 1 - len(generation.prompt)
                 if self.trace.drafter == "ngram" and verified.active[row]:
@@ -279,11 +264,11 @@ class EngineRun:
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
         outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
-        pool = self.engine._pool
+        pool = pool_of(self.engine)
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
         assert not any(pool.references(page) for page in range(pool.num_pages))
         assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
-        assert not self.engine._generations, "a request was forgotten"
+        assert not generations_of(self.engine), "a request was forgotten"
 
     def _check_request(self, number: int, arrival: Arrival, generation: Generation) -> None:
         completion, ends = generation.completion, stop_ids(self.trace)

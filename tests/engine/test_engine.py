@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +11,10 @@ from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Completion
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
-from tests.models_for_tests import poison_caches, tiny_model
+from tests.engine.engines import engine, padding_prompts
+from tests.models_for_tests import tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
-
-
-def engine(k: int = 3, **settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False}
-    return Engine(tiny_model(), num_speculative_tokens=k, **{**sizes, **settings})
 
 
 def tokens(of: Engine, **settings: object) -> list[list[int]]:
@@ -32,7 +27,6 @@ def test_prompts_in_chunks_leave_the_tokens_and_the_drafts_of_whole_prompts(k: i
     """Equal drafts take equal numbers of steps."""
     whole = engine(k).generate(PROMPTS, max_new_tokens=20)
     chunked = engine(k, max_rows=3, max_tokens_per_step=3 * (1 + k) + spare)
-    poison_caches(chunked.model)
     assert chunked.generate(PROMPTS, max_new_tokens=20) == whole
 
 
@@ -130,24 +124,9 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
 
 def test_prompts_that_are_padded_for_capture_give_the_same_tokens() -> None:
     """As where mixed steps are captured; chunks of nobody write to no page, and poisoned ones show who reads."""
-    settings = {
-        "max_rows": 3,
-        "max_tokens_per_step": 15,
-        "max_model_len": 64,
-        "page_size": 4,
-        "compile": False,
-    }
     prompts = [*PROMPTS, [1] * 20]
-    plain, padded = (Engine(tiny_model(), num_speculative_tokens=3, **settings) for _ in range(2))
-    padded._launcher._pads_prompts = True
-    sizes = []
-    mixed = padded._launcher._mixed
-
-    def spy(*kind: Any) -> Any:
-        return lambda state, chunks: (sizes.append(len(chunks.token_ids)), mixed(*kind)(state, chunks))
-
-    padded._launcher._mixed = spy
-    poison_caches(padded.model)
+    plain, padded = (engine(max_rows=3, max_tokens_per_step=15) for _ in range(2))
+    sizes = padding_prompts(padded)
     expected, got = (e.generate(prompts, max_new_tokens=12) for e in (plain, padded))
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert sizes and set(sizes) == {16}
@@ -156,10 +135,17 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens() -> None:
 @pytest.mark.slow
 def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
     """Prompts in chunks beside rows that decode, in two variants of the step."""
-    settings = {"max_rows": 3, "max_tokens_per_step": 15, "max_model_len": 64, "page_size": 4}
     prompts, penalised = [*PROMPTS, [1] * 20], SamplingParams(frequency_penalty=0.5, logprobs=2)
-    eager = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile=False, **settings)
-    compiled = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile_mixed=True, **settings)
+    eager, compiled = (
+        engine(
+            model=tiny_model(torch.float32),
+            max_rows=3,
+            max_tokens_per_step=15,
+            compile=compile,
+            compile_mixed=compile,
+        )
+        for compile in (False, True)
+    )
     for params in (SamplingParams(), penalised):
         expected, got = (e.generate(prompts, params, max_new_tokens=12) for e in (eager, compiled))
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]

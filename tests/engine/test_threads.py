@@ -14,7 +14,7 @@ import torch
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.engine import Generation
 from mla_compile.engine.turn import Turn
-from tests.engine.engine_traces import model
+from tests.engine.engines import engine
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30))]
 LENGTH = 12
@@ -26,17 +26,6 @@ def threads_switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def engine(**settings: object) -> Engine:
-    sizes = {
-        "max_rows": 4,
-        "max_model_len": 64,
-        "page_size": 4,
-        "compile": False,
-        "num_speculative_tokens": 2,
-    }
-    return Engine(copy.deepcopy(model()), **{**sizes, **settings})
 
 
 @pytest.fixture(scope="module")
