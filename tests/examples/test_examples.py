@@ -52,6 +52,7 @@ def test_the_readmes_own_module_makes_three_graphs(
     assert lines_of(capsys) == ["3"]
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("add_a_pass")
 def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -115,6 +116,7 @@ def test_an_accelerated_model_generates_the_tokens_of_stock(
     assert all("same tokens" in line for line in results)
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("transformers_compile_config")
 def test_a_compile_config_alone_keeps_the_tokens(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
