@@ -105,7 +105,7 @@ USES: dict[str, Callable[[], object]] = {
 
 
 def test_a_step_is_one_graph_whatever_the_default_device() -> None:
-    model, k = one_layer_model(), 2
+    model, k = one_layer_model(), 1
     model.allocate_cache(9, 4)
     decoder = SpeculativeDecoder(model, k, page_size=4, sampled=True)
     state = DecodeState.allocate(2, k, max_pages=4, penalised_vocab=40, num_logprobs=5)

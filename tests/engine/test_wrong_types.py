@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_compile import Engine, Grammar, MLAError, SamplingParams
-from tests.engine.engines import engine
+from tests.engine.engines import engine, finish
 from tests.engine.test_grammar import SMALL
 from tests.models_for_tests import one_layer_model
 
@@ -77,8 +77,7 @@ def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
                 pass
             except Exception as error:
                 raise AssertionError(f"{parameter}={wrong!r}") from error
-            while mine.has_work():
-                mine.step()
+            finish(mine)
     assert mine.generate([[5, 6]], max_new_tokens=3) == [expected]
     assert mine.stats.pages_in_use == 0
 
@@ -91,8 +90,7 @@ def test_what_is_no_request_of_this_engine_is_not_aborted(wrong: object) -> None
         mine.abort(wrong)
     with pytest.raises(MLAError, match=r"^generation: "):
         other.abort(generation)
-    while mine.has_work():
-        mine.step()
+    finish(mine)
     assert generation.completion.finish_reason == "length"
 
 
