@@ -213,17 +213,11 @@ def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
     assert ids(run(0, one, SamplingParams(temperature=2, seed=5, min_p=1))) == greedy
 
 
-def test_compiled_halves_of_a_step_give_the_tokens_of_eager_ones() -> None:
-    grammars = [grammar("json_schema"), None, grammar("ebnf")]
-    compiled = run(2, grammars, dtype=torch.float32, drafter="ngram", compile=True)
-    assert ids(compiled) == ids(run(0, grammars, dtype=torch.float32))
-
-
-@pytest.mark.usefixtures("lowering")
-def test_compiled_steps_give_the_tokens_and_logprobs_of_eager_ones() -> None:
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_compiled_halves_of_a_step_give_the_tokens_and_logprobs_of_eager_ones(drafter: str) -> None:
     grammars = [grammar("json_schema"), None, grammar("ebnf")]
     eager = run(0, grammars, TOLD, dtype=torch.float32)
-    compiled = run(1, grammars, TOLD, dtype=torch.float32, compile=True)
+    compiled = run(2, grammars, TOLD, dtype=torch.float32, drafter=drafter, compile=True)
     assert ids(compiled) == ids(eager)
     for mine, expected in zip(compiled, eager):
         for place, other in zip(mine.logprobs, expected.logprobs, strict=True):

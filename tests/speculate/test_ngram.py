@@ -174,6 +174,7 @@ def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
     assert all(completion.acceptance_length > 3 for completion in out)
 
 
+@pytest.mark.usefixtures("lowering")
 def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 4, "max_model_len": 64}
