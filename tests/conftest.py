@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,23 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def lowering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `backend="mla"` ends with, for tests that are about the graph and its inputs, not about generated code.
+
+    AOTAutograd's graph, op by op: Dynamo's graph and guards, our passes and what becomes of writes are as with
+    Inductor, which takes ten times as long and runs in `make test-all`.
+    """
+    if request.param == "inductor":
+        return
+    from torch._dynamo.backends.registry import lookup_backend
+
+    def lower(gm: Any, example_inputs: Any, settings: Any) -> Any:
+        return lookup_backend("aot_eager")(gm, example_inputs)
+
+    monkeypatch.setattr("mla_compile.backend.lower_with_inductor", lower)
 
 
 @pytest.fixture(autouse=True, scope="module")

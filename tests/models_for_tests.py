@@ -41,6 +41,34 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> MLAForCausa
     return model.to(dtype)
 
 
+def one_layer_model(dtype: torch.dtype = torch.float64) -> MLAForCausalLM:
+    """One dense layer and an MTP layer: its steps take milliseconds, and compile much quicker than `tiny_model`'s."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=9,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    model = MLAForCausalLM(config, mtp=True)
+    randomize(model, 0)
+    model.lm_head.weight.mul_(3)
+    model.layers[0].self_attn.o_proj.weight.mul_(4)  # so that tokens depend on what the caches hold
+    return model.to(dtype)
+
+
 def poison_caches(model: MLAForCausalLM) -> None:
     """NaN in every page: whatever is read before it was written shows."""
     for name, buffer in model.named_buffers():

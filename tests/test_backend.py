@@ -92,6 +92,7 @@ def test_a_bad_option_stops_the_compile_instead_of_falling_back() -> None:
         compiled(case.q_nope, case.q_pe, case.kv_c, case.k_pe, case.batch)
 
 
+@pytest.mark.usefixtures("lowering")
 def test_a_decode_backend_is_taken_and_one_that_cannot_serve_stops_the_compile_with_the_reason() -> None:
     check(options={"decode_backend": "reference"})
     case = make_case(**MIXED)

@@ -21,6 +21,7 @@ from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
 from tests.cases import Case, make_case, relative_error
 from tests.engine.any_length import AnyLength
+from tests.engine.engines import with_policy
 from tests.models_for_tests import poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
 from tests.test_packing import KINDS
@@ -164,7 +165,7 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
 
 def test_another_number_of_drafts_is_another_recorded_graph_and_the_tokens_stay() -> None:
     captured, plain = fresh_engines(3, adaptive_draft_length=True)
-    captured.draft_length = AnyLength(3)
+    with_policy(captured, AnyLength(3))
     report = captured.warm_up()
     assert {bucket.outcome for bucket in report.buckets} == {"captured"}
     recorded = recorded_cuda_graphs(torch.cuda.current_device())

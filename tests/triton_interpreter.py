@@ -13,8 +13,8 @@ from pathlib import Path
 INTERPRETED = Path(__file__).parent / "ops" / "interpreted"
 
 
-def run_interpreted(*names: str) -> None:
-    """Run the tests of `tests/ops/interpreted/<name>.py`, all in one process; fails with their report."""
+def run_interpreted() -> None:
+    """Run the tests of `tests/ops/interpreted/`, all in one process; fails with their report."""
     command = [
         sys.executable,
         "-m",
@@ -22,7 +22,7 @@ def run_interpreted(*names: str) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        *(str(INTERPRETED / f"{name}.py") for name in names),
+        *map(str, sorted(INTERPRETED.glob("*.py"))),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

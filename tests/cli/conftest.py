@@ -20,7 +20,14 @@ END_ID = 256
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = v3_config(vocab_size=257, num_hidden_layers=2, first_k_dense_replace=2, eos_token_id=END_ID)
+    config = v3_config(
+        vocab_size=257,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        n_group=1,
+        topk_group=1,
+        eos_token_id=END_ID,
+    )
     model = reference_model(config)
     path = save(model, tmp_path_factory.mktemp("checkpoint"), reference_mtp_layer(model))
     save_byte_tokenizer(path)

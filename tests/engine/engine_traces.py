@@ -14,7 +14,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config
 
 from mla_compile import Engine, MLABatch, SamplingParams
 from mla_compile.engine import Completion, Request
@@ -23,12 +22,12 @@ from mla_compile.engine.draft_length import Drafting
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, Verified
 from tests.engine.any_length import AnyLength
+from tests.engine.engines import pool_of, with_lag, with_new_caches, with_policy
 from tests.engine.toy_engine import Arrival, Trace
 from tests.engine.watching import Watch
-from tests.models.small import randomize
+from tests.models_for_tests import one_layer_model
 from tests.speculate.prompt_lookup import prompt_lookup
 
-VOCAB = 40
 POISONS = ("latents", "logits", "infinite logits", "drafts")
 """What an id may spoil; see `poisoned`."""
 KINDS = (
@@ -42,31 +41,8 @@ KINDS = (
 
 @cache
 def model() -> MLAForCausalLM:
-    """One dense layer and an MTP layer: a step takes milliseconds."""
-    config = DeepseekV3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=9,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
-    made = MLAForCausalLM(config, mtp=True)
-    randomize(made, 0)
-    made.lm_head.weight.mul_(3)
-    made.layers[0].self_attn.o_proj.weight.mul_(4)  # so that tokens depend on what the caches hold
-    return made.double()
+    """What all traces share."""
+    return one_layer_model()
 
 
 class Poisoned(MLAForCausalLM):
@@ -173,9 +149,9 @@ class EngineRun:
             max_tokens_per_step=trace.max_rows * (1 + trace.k) + trace.spare_tokens,
             compile=False,
         )
-        self.engine.report_lag = trace.lag
+        with_lag(self.engine, trace.lag)
         if trace.adaptive:
-            self.engine.draft_length = AnyLength(trace.k, trace.seed)
+            with_policy(self.engine, AnyLength(trace.k, trace.seed))
         learn = self.engine.draft_length.learn
 
         def watched(drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
@@ -190,8 +166,7 @@ class EngineRun:
             text_of
         ) in self.trace.arrivals:  # before this engine's caches are used: they belong to the newest engine
             text(tuple(text_of.prompt()), sampling(text_of))
-        self.model.allocate_cache(self.engine.config.num_pages, self.trace.page_size)
-        self.engine._caches = self.model.caches()
+        with_new_caches(self.engine, self.engine.config.num_pages)
         arrivals = self.trace.arrivals
         clock, last = 0, max(arrival.step for arrival in arrivals)
         limit = last + 50 + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
@@ -223,15 +198,13 @@ class EngineRun:
         self.requests[number] = request
 
     def _step(self) -> None:
-        engine = self.engine
-        blank = torch.tensor(engine._scheduler.pool._blank, dtype=torch.int64)
-        for latents in engine._caches:
+        engine, pool, caches = self.engine, pool_of(self.engine), self.model.caches()
+        blank = torch.tensor(pool._blank, dtype=torch.int64)
+        for latents in caches:
             latents[blank] = torch.nan
         engine.step()
-        shared = [
-            page for page in range(engine.config.num_pages) if engine._scheduler.pool.is_registered(page)
-        ]
-        for latents in engine._caches[: len(self.model.layers)]:
+        shared = [page for page in range(engine.config.num_pages) if pool.is_registered(page)]
+        for latents in caches[: len(self.model.layers)]:
             assert latents[shared].isfinite().all(), "a page that others may find holds NaN"
 
     def _plant(self, state: DecodeState, verified: Verified, drafts: Tensor) -> Tensor:
@@ -262,11 +235,11 @@ class EngineRun:
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
         outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
-        pool = self.engine._scheduler.pool
+        pool = pool_of(self.engine)
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
         assert not any(pool.references(page) for page in range(pool.num_pages))
         assert (stats.rows_in_use, stats.num_waiting, stats.pages_in_use) == (0, 0, 0)
-        assert not self.engine._scheduler.requests(), "a request was forgotten"
+        assert not self.engine.has_work(), "a request was forgotten"
 
     def _check_request(self, number: int, arrival: Arrival, request: Request) -> None:
         completion, ends = request.completion, stop_ids(self.trace)

@@ -17,9 +17,10 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import compile_counters
 from tests.engine.any_length import AnyLength
+from tests.engine.engines import engine, with_lag, with_policy
 from tests.engine.watching import Watch
-from tests.models_for_tests import poison_caches, tiny_model
-from tests.speculate.from_scratch import PAGE, FromScratch, greedy, sampler
+from tests.models_for_tests import one_layer_model, tiny_model
+from tests.speculate.from_scratch import FromScratch, greedy, sampler
 from tests.speculate.prompt_lookup import prompt_lookup
 
 K = 3
@@ -32,14 +33,9 @@ KINDS = {
 }
 
 
-def engine(model: MLAForCausalLM, policy: AnyLength | None = None, **settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": PAGE, "compile": False}
-    drafts = {"num_speculative_tokens": K, "adaptive_draft_length": True}
-    made = Engine(model, **{**sizes, **drafts, **settings})
-    if policy is not None:
-        made.draft_length = policy
-    poison_caches(model)
-    return made
+def adaptive(model: MLAForCausalLM, policy: AnyLength | None = None, **settings: object) -> Engine:
+    made = engine(K, model, adaptive_draft_length=True, **settings)
+    return made if policy is None else with_policy(made, policy)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +56,7 @@ def oracle(model: MLAForCausalLM) -> FromScratch:
 
 def plain(params: SamplingParams, count: int = 24) -> list[Completion]:
     """One token a step."""
-    made = Engine(tiny_model(), max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
-    return made.generate(PROMPTS, params, max_new_tokens=count)
+    return engine(0, tiny_model()).generate(PROMPTS, params, max_new_tokens=count)
 
 
 def serve(
@@ -99,7 +94,7 @@ def test_tokens_are_plain_ones_and_drafts_those_from_scratch_whatever_the_length
     where there are few pages, preemption."""
     params, policy = KINDS[kind], AnyLength(K, seed)
     watch, requests = Watch(), []
-    of = engine(
+    of = adaptive(
         model,
         policy,
         drafter=watch.kind("mtp"),
@@ -135,7 +130,7 @@ def test_each_row_may_have_its_own_number_of_drafts(
 ) -> None:
     """In one step, and right drafts beyond a row's number are not accepted."""
     params, dice = KINDS[kind], random.Random(0)
-    of = engine(model)
+    of = adaptive(model)
     expected = [completion.token_ids for completion in plain(params)]
     step, state = of.start(PROMPTS[:4], 24, [params] * 4, [])
     texts = [[token] for token in state.last_token.tolist()]
@@ -165,9 +160,8 @@ def test_a_row_makes_as_many_drafts_as_its_own_acceptance_pays_for(
     """One row's drafts are always right, one's wrong, one's right at first; all are those from scratch."""
     params, count = KINDS[kind], 50
     choose = greedy if kind == "greedy" else sampler(params)
-    alone = Engine(tiny_model(), max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
-    expected = [c.token_ids for c in alone.generate(PROMPTS[:3], params, max_new_tokens=count)]
-    step, state = engine(model).start(PROMPTS[:3], count, [params] * 3, [])
+    expected = [c.token_ids for c in plain(params, count)[:3]]
+    step, state = adaptive(model).start(PROMPTS[:3], count, [params] * 3, [])
     assert state.acceptance is not None
     texts, made = [[token] for token in state.last_token[:3].tolist()], [[], [], []]
     while state.active.any():
@@ -197,7 +191,7 @@ def test_n_gram_drafts_are_those_of_the_whole_text_whatever_the_lengths(
 ) -> None:
     policy = AnyLength(K, seed)
     watch, requests = Watch(), []
-    of = engine(model, policy, drafter=watch.kind("ngram"))
+    of = adaptive(model, policy, drafter=watch.kind("ngram"))
     num_checked = 0
 
     def check() -> None:
@@ -216,7 +210,7 @@ def test_n_gram_drafts_are_those_of_the_whole_text_whatever_the_lengths(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_penalties_and_log_probabilities_do_not_depend_on_lengths(model: MLAForCausalLM, seed: int) -> None:
-    of = engine(model, AnyLength(K, seed))
+    of = adaptive(model, AnyLength(K, seed))
     for generation, alone in zip(serve(of, KINDS["penalised"]), plain(KINDS["penalised"]), strict=True):
         assert generation.completion.token_ids == alone.token_ids
         assert generation.completion.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-4)
@@ -228,7 +222,7 @@ def test_a_step_verifies_no_more_drafts_than_the_one_before_made(model: MLAForCa
     params, (expected, *_) = SamplingParams(), plain(SamplingParams())
     policy = AnyLength(K, first=[1, 3, 0, 2, 3, 3])
     watch = Watch()
-    of = engine(model, policy, drafter=watch.kind("mtp"))
+    of = adaptive(model, policy, drafter=watch.kind("mtp"))
     generation = of.add(PROMPTS[0], params, max_new_tokens=24)
     emitted = []
     for _ in range(6):
@@ -261,7 +255,7 @@ def test_while_nobody_asks_for_anything_no_step_takes_time(
 
     monkeypatch.setattr(time, "perf_counter", perf_counter)
     policy = AnyLength(K)
-    of = engine(model, policy)
+    of = adaptive(model, policy)
     for _ in range(2):
         of.generate(PROMPTS[:1], max_new_tokens=8)
         now += 1000
@@ -273,8 +267,7 @@ def test_launches_that_compile_or_record_have_no_time_nor_have_those_whose_repor
     model: MLAForCausalLM, monkeypatch: pytest.MonkeyPatch, lag: int
 ) -> None:
     policy = AnyLength(K)
-    of = engine(model, policy)
-    of.report_lag = lag
+    of = with_lag(adaptive(model, policy), lag)
     launch, launches = Launcher.launch, []
 
     def every_fifth(self: Launcher, *args: object) -> Launch:
@@ -300,52 +293,64 @@ def test_a_token_chosen_on_the_host_is_asked_for_behind_the_drafts_of_this_step(
         widths.append(drafts.shape[1])
         return logits.argmax(dim=-1)
 
-    of = engine(model, AnyLength(K, first=[2, 3, 0, 1]), max_rows=len(PROMPTS))
+    of = adaptive(model, AnyLength(K, first=[2, 3, 0, 1]), max_rows=len(PROMPTS))
     *_, completions = of.stream(PROMPTS, max_new_tokens=24, choose=choose)
     assert [c.token_ids for c in completions] == [c.token_ids for c in plain(SamplingParams())]
     assert widths[:4] == [0, 3, 0, 1], "first tokens follow no draft"
 
 
 def test_without_drafts_to_make_an_engine_is_a_plain_one(model: MLAForCausalLM) -> None:
-    of = Engine(model, adaptive_draft_length=True, max_rows=4, max_model_len=64, compile=False)
+    of = engine(0, model, adaptive_draft_length=True)
     assert of.generate(PROMPTS, max_new_tokens=24) == plain(SamplingParams())
     assert of.stats.draft_length == 0
 
 
 def test_a_fixed_length_needs_nothing_more_of_a_state() -> None:
-    of = Engine(tiny_model(), num_speculative_tokens=2, max_rows=4, max_model_len=64, compile=False)
+    of = engine(2)
     _, state = of.start(PROMPTS[:1], 4, [SamplingParams()], [])
     assert state.acceptance is None
 
 
-def test_lengths_are_compiled_once_for_all_rows_and_checked_like_any_step() -> None:
-    """Each step against its eager twin."""
+def check_that_lengths_compile_once(drafter: str, params: SamplingParams) -> None:
     torch._dynamo.utils.counters.clear()
     policy = AnyLength(1)
-    of = engine(
-        tiny_model(torch.float32),
+    of = adaptive(
+        one_layer_model(torch.float32),
         policy,
         num_speculative_tokens=1,
+        drafter=drafter,
         compile=True,
         max_rows=2,
         shadow_check_every=1,
     )
-    report = of.warm_up()
+    report = of.warm_up(sampling=params)
     assert compile_counters()["graphs"] == 2
     assert [(bucket.rows, bucket.q_len) for bucket in report.buckets] == [(2, 2), (2, 1), (1, 2), (1, 1)]
-    expected = [c.token_ids for c in plain(SamplingParams())]
+    expected = engine(0).generate(PROMPTS, params, max_new_tokens=24)
     for count in (1, 2, 5):
-        completions = of.generate(PROMPTS[:count], max_new_tokens=24)
-        assert [c.token_ids for c in completions] == expected[:count]
+        for got, alone in zip(of.generate(PROMPTS[:count], params, max_new_tokens=24), expected):
+            assert got.token_ids == alone.token_ids
+            if params.logprobs is not None:
+                assert got.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-3)
     assert {drafting.length for drafting, _ in policy.learned} == {0, 1}
     assert compile_counters()["graphs"] == 2, "changing the length compiles nothing"
+
+
+@pytest.mark.usefixtures("lowering")
+def test_lengths_are_compiled_once_for_all_rows_and_checked_like_any_step() -> None:
+    """Each step against its eager twin."""
+    check_that_lengths_compile_once("mtp", SamplingParams())
+
+
+def test_lengths_of_look_ups_in_sampled_and_penalised_texts_are_compiled_once_too() -> None:
+    check_that_lengths_compile_once("ngram", KINDS["penalised"])
 
 
 def test_an_adaptive_engine_stops_drafting_where_nothing_is_accepted(
     model: MLAForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with the tiny model's drafts, if a draft makes a step longer by 0.3 seconds."""
-    of = engine(model, max_model_len=256)
+    of = adaptive(model, max_model_len=256)
     policy = of.draft_length
     assert isinstance(policy, AdaptiveLength)
     learn = policy.learn

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
 
-from mla_compile import Engine, MLAError, SamplingParams
+from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, capture
 from mla_compile.engine.buckets import choose_rows, row_sizes
 from mla_compile.engine.capture import Captures
@@ -18,7 +18,8 @@ from mla_compile.packing import padded_prompt_tokens
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
 from tests.engine.any_length import AnyLength
-from tests.models_for_tests import poison_caches, tiny_model
+from tests.engine.engines import engine, with_new_caches, with_policy
+from tests.models_for_tests import one_layer_model
 
 K, STOP_IDS = 3, 8
 
@@ -246,22 +247,15 @@ def test_warming_up_reads_and_writes_no_page(temperature: float, monkeypatch: py
         return allocate(rows, *args, num_stop_ids=num_stop_ids, **sizes)
 
     monkeypatch.setattr(DecodeState, "allocate", watched)
-    model = tiny_model()
-    engine = Engine(model, num_speculative_tokens=K, max_rows=8, max_model_len=64, page_size=4, compile=False)
+    mine = engine(K, max_rows=8)
     sampling = SamplingParams(temperature=temperature, seed=1)
-    expected = engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling)
-    caches = model.caches()
-    model.allocate_cache(2, 4)
-    poison_caches(model)
-    engine._caches, enough = model.caches(), caches
-    report = engine.warm_up(sampling=sampling, stop_ids=range(9))
+    expected = mine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling)
+    report = with_new_caches(mine, 2).warm_up(sampling=sampling, stop_ids=range(9))
     assert report.why_not == "compile=False"
-    assert all(cache.isnan().all() for cache in model.caches())
+    assert all(cache.isnan().all() for cache in mine.model.caches())
     assert sorted(of_rows for of_rows, width in allocated if width == 16) == [1, 2, 4, 8]
-    model.allocate_cache(len(enough[0]), 4)
-    engine._caches = model.caches()
-    poison_caches(model)
-    assert engine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
+    with_new_caches(mine, mine.config.num_pages)
+    assert mine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
 
 
 def test_prompts_are_padded_to_few_sizes() -> None:
@@ -271,34 +265,34 @@ def test_prompts_are_padded_to_few_sizes() -> None:
     assert all(len(set(sizes[n : 2 * n])) == 4 for n in (128, 256, 512, 1024, 2048))
 
 
+@pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("longest", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longest: int) -> None:
     """Of each number of drafts, in one chunk or several, with rows to spare or none."""
-    sizes = {"max_rows": 4, "max_tokens_per_step": 10, "max_model_len": 64, "page_size": 4}
-    drafts = {"num_speculative_tokens": longest, "adaptive_draft_length": True}
+    drafts = {"adaptive_draft_length": True, "max_tokens_per_step": 10}
     prompts = [[1, 2, 3], [4], [5] * 30, [6, 7], [8] * 12]
-    model = tiny_model(torch.float32)
-    expected = Engine(model, compile=False, **sizes).generate(prompts, max_new_tokens=12)
-    engine = Engine(model, compile_mixed=True, **drafts, **sizes)
-    engine.draft_length = policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
-    poison_caches(model)
+    model = one_layer_model(torch.float32)
+    expected = engine(0, model).generate(prompts, max_new_tokens=12)
+    mine = engine(longest, model, compile=True, compile_mixed=True, **drafts)
+    policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
+    with_policy(mine, policy)
     torch._dynamo.utils.counters.clear()
-    engine.warm_up()
+    mine.warm_up()
     assert compile_counters()["graphs"] == 2 * (longest + 1), "with prompts and without, of each length"
     assert all(cache.isnan().all() for cache in model.caches()), "the prompt of the warm-up wrote to a page"
-    completions = engine.generate(prompts, max_new_tokens=12)
+    completions = mine.generate(prompts, max_new_tokens=12)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
     mixed = {drafting.length for drafting, _ in policy.learned if drafting.bucket[-1]}
-    assert engine.stats.num_mixed_steps > 3 and mixed == {*range(longest + 1)}
+    assert mine.stats.num_mixed_steps > 3 and mixed == {*range(longest + 1)}
     assert compile_counters()["graphs"] == 2 * (longest + 1), "nothing more was compiled"
 
 
 def test_an_engine_does_not_warm_up_while_requests_are_under_way() -> None:
-    engine = Engine(tiny_model(), max_rows=1, max_model_len=64, compile=False)
-    expected = engine.generate([[1]], max_new_tokens=20)
-    stream = engine.stream([[1]], max_new_tokens=20)
+    mine = engine(0, max_rows=1)
+    expected = mine.generate([[1]], max_new_tokens=20)
+    stream = mine.stream([[1]], max_new_tokens=20)
     next(stream)
     with pytest.raises(MLAError, match="warm_up: expected an engine without requests, got 1 under way"):
-        engine.warm_up()
+        mine.warm_up()
     assert [*stream][-1] == expected
-    engine.warm_up()
+    mine.warm_up()

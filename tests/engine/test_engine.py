@@ -13,14 +13,10 @@ from mla_compile.engine import Completion
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
 from mla_compile.speculate import PromptChunk, PromptChunks
-from tests.models_for_tests import poison_caches, tiny_model
+from tests.engine.engines import engine
+from tests.models_for_tests import tiny_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
-
-
-def engine(k: int = 3, **settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False}
-    return Engine(tiny_model(), num_speculative_tokens=k, **{**sizes, **settings})
 
 
 def tokens(of: Engine, **settings: object) -> list[list[int]]:
@@ -33,7 +29,6 @@ def test_prompts_in_chunks_leave_the_tokens_and_the_drafts_of_whole_prompts(k: i
     """Equal drafts take equal numbers of steps."""
     whole = engine(k).generate(PROMPTS, max_new_tokens=20)
     chunked = engine(k, max_rows=3, max_tokens_per_step=3 * (1 + k) + spare)
-    poison_caches(chunked.model)
     assert chunked.generate(PROMPTS, max_new_tokens=20) == whole
 
 
@@ -131,11 +126,8 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
 
 def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where mixed steps are captured; chunks of nobody write to no page, and poisoned ones show who reads."""
-    settings = {"max_rows": 3, "max_tokens_per_step": 15, "max_model_len": 64, "page_size": 4}
     prompts = [*PROMPTS, [1] * 20]
-    plain, padded = (
-        Engine(tiny_model(), num_speculative_tokens=3, compile=False, **settings) for _ in range(2)
-    )
+    plain, padded = (engine(max_rows=3, max_tokens_per_step=15) for _ in range(2))
     expected = plain.generate(prompts, max_new_tokens=12)
     pack, sizes = PromptChunks.pack, []
 
@@ -145,7 +137,6 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: p
         return packed
 
     monkeypatch.setattr(PromptChunks, "pack", pad)
-    poison_caches(padded.model)
     got = padded.generate(prompts, max_new_tokens=12)
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert sizes and set(sizes) == {16}
@@ -154,10 +145,17 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: p
 @pytest.mark.slow
 def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
     """Prompts in chunks beside rows that decode, in two variants of the step."""
-    settings = {"max_rows": 3, "max_tokens_per_step": 15, "max_model_len": 64, "page_size": 4}
     prompts, penalised = [*PROMPTS, [1] * 20], SamplingParams(frequency_penalty=0.5, logprobs=2)
-    eager = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile=False, **settings)
-    compiled = Engine(tiny_model(torch.float32), num_speculative_tokens=3, compile_mixed=True, **settings)
+    eager, compiled = (
+        engine(
+            model=tiny_model(torch.float32),
+            max_rows=3,
+            max_tokens_per_step=15,
+            compile=compile,
+            compile_mixed=compile,
+        )
+        for compile in (False, True)
+    )
     for params in (SamplingParams(), penalised):
         expected, got = (e.generate(prompts, params, max_new_tokens=12) for e in (eager, compiled))
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]

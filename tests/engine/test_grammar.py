@@ -11,14 +11,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mla_compile import Engine, Grammar, MLAError, SamplingParams, generate, load_tokenizer
+from mla_compile import Grammar, MLAError, SamplingParams, generate, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Completion
 from mla_compile.engine.grammar import GrammarRow, allowed_tokens
 from mla_compile.engine.reports import Logprob, RowReport
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.drafter import MtpDrafter, Verified
-from tests.models_for_tests import VOCAB, tiny_model
+from tests.engine.engines import engine, finish
+from tests.models_for_tests import VOCAB, one_layer_model
 from tests.speculate.defined_sampling import defined_token
 from tests.speculate.from_scratch import FromScratch
 
@@ -92,13 +93,10 @@ def run(
     prompts: Sequence[list[int]] = PROMPTS,
     *,
     dtype: torch.dtype = torch.float64,
-    max_rows: int = 4,
     max_new_tokens: int = 40,
     **settings: object,
 ) -> list[Completion]:
-    sizes = {"max_rows": max_rows, "max_model_len": 64, "page_size": 4, "compile": False, **settings}
-    engine = Engine(tiny_model(dtype), num_speculative_tokens=k, **sizes)
-    return engine.generate(
+    return engine(k, one_layer_model(dtype), **settings).generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=[EOS], grammars=grammars
     )
 
@@ -165,7 +163,9 @@ def test_every_text_follows_the_grammar_and_drafts_change_no_token(
 
 @pytest.mark.parametrize("sampling", [MIXED, TOLD], ids=["mixed", "penalised"])
 @pytest.mark.parametrize("wrong", [3, 4, 1000])
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "k", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_drafts_that_are_accepted_change_no_token_either(
     k: int, wrong: int, sampling: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def test_tokens_and_logprobs_are_those_of_the_definitions_from_scratch(
     """Penalised, then ruled out, then filtered and sampled, one token at a time; logprobs are of the raw logits."""
     grammars = [grammar("json_schema"), grammar("regex"), None]
     guess(monkeypatch, ids(plain(grammars, TOLD)), PROMPTS, wrong=4)
-    scratch = FromScratch(tiny_model())
+    scratch = FromScratch(one_layer_model())
     for prompt, one, params, completion in zip(PROMPTS, grammars, TOLD, run(k, grammars, TOLD)):
         said: list[int] = []
         for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
@@ -213,13 +213,21 @@ def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
     assert ids(run(0, one, SamplingParams(temperature=2, seed=5, min_p=1))) == greedy
 
 
-def test_compiled_steps_give_the_tokens_and_logprobs_of_eager_ones() -> None:
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [("ngram", None), pytest.param("mtp", TOLD, marks=pytest.mark.slow)],
+    ids=["ngram-greedy", "mtp-penalised"],
+)
+def test_compiled_halves_of_a_step_give_the_tokens_and_logprobs_of_eager_ones(
+    drafter: str, sampling: list[SamplingParams] | None
+) -> None:
     grammars = [grammar("json_schema"), None, grammar("ebnf")]
-    eager = run(0, grammars, TOLD, dtype=torch.float32)
-    compiled = run(2, grammars, TOLD, dtype=torch.float32, compile=True)
+    eager = run(0, grammars, sampling, dtype=torch.float32)
+    compiled = run(2, grammars, sampling, dtype=torch.float32, drafter=drafter, compile=True)
     assert ids(compiled) == ids(eager)
     for mine, expected in zip(compiled, eager):
-        for place, other in zip(mine.logprobs, expected.logprobs, strict=True):
+        assert (mine.logprobs is None) == (expected.logprobs is None)
+        for place, other in zip(mine.logprobs or [], expected.logprobs or [], strict=True):
             assert list(place) == list(other)
             assert all(place[i].logprob == pytest.approx(other[i].logprob, abs=1e-4) for i in place)
 
@@ -250,7 +258,7 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
 
 @pytest.mark.parametrize("pages", [17, 65])
 @pytest.mark.parametrize("gap", [0, 1, 3])
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted(
     k: int, gap: int, pages: int
 ) -> None:
@@ -258,28 +266,18 @@ def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted
     grammars = [grammar("json_schema"), None, grammar("ebnf"), grammar("regex")]
     prompts, sampling = [*PROMPTS, [1] * 20], [*TOLD, SAMPLED[0]]
     expected = [plain([one], [params], [p])[0] for one, params, p in zip(grammars, sampling, prompts)]
-    engine = Engine(
-        tiny_model(),
-        num_speculative_tokens=k,
-        max_rows=4,
-        max_model_len=64,
-        page_size=4,
-        num_pages=pages,
-        max_tokens_per_step=4 * (1 + k) + 3,
-        compile=False,
-    )
+    mine = engine(k, num_pages=pages, max_tokens_per_step=4 * (1 + k) + 3)
     generations = []
     for prompt, params, one in zip(prompts, sampling, grammars):
-        generations.append(engine.add(prompt, params, max_new_tokens=40, stop_ids=[EOS], grammar=one))
+        generations.append(mine.add(prompt, params, max_new_tokens=40, stop_ids=[EOS], grammar=one))
         for _ in range(gap):
-            engine.step()
-    while engine.has_work():
-        engine.step()
+            mine.step()
+    finish(mine)
     got = [generation.completion for generation in generations]
     assert ids(got) == ids(expected)
     assert [c.finish_reason for c in got] == [c.finish_reason for c in expected]
-    assert engine.stats.num_mixed_steps > 0
-    assert (engine.stats.num_preemptions > 0) == (pages == 17)
+    assert mine.stats.num_mixed_steps > 0
+    assert (mine.stats.num_preemptions > 0) == (pages == 17)
 
 
 def test_rows_of_different_grammars_and_tokenizers_share_a_batch() -> None:
@@ -471,7 +469,7 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
 
 @pytest.mark.parametrize("sampling", [None, TOLD], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafts", ["own", "known"])
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_dead_end_ends_its_own_row_alone(
     k: int, drafts: str, sampling: list[SamplingParams] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,9 +561,9 @@ def test_without_llguidance_it_says_how_to_install_it(make: object, monkeypatch:
 )
 def test_a_bad_request_is_refused_by_name_before_anything_runs(settings: dict, message: str) -> None:
     checked = {"shadow_check_every": 2} if "shadow" in message else {}
-    engine = Engine(tiny_model(), max_model_len=64, compile=False, **checked)
+    mine = engine(0, **checked)
     with pytest.raises(MLAError, match=message):
-        engine.stream(PROMPTS, **{"stop_ids": [EOS], **settings})
+        mine.stream(PROMPTS, **{"stop_ids": [EOS], **settings})
 
 
 SHIPPED = load_tokenizer(SHIPPED_MODEL)

@@ -16,10 +16,10 @@ from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
 from mla_compile.integrations.transformers import accelerate
 from mla_compile.speculate.choice import can_choose
 from mla_compile.speculate.state import ACTIVE, COUNT
-from tests.engine.engine_traces import POISONS, model, poisoned
+from tests.engine.engine_traces import POISONS, poisoned
+from tests.engine.engines import engine
 from tests.engine.test_grammar import REGEX, SMALL
 from tests.integrations.families import stock_model
-from tests.models_for_tests import poison_caches
 
 PROMPTS = [[1, 2, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
 MIXED = [
@@ -30,12 +30,8 @@ MIXED = [
 LENGTH = 20
 
 
-def engine(k: int, where: str | None = None, poison: int = 0, **settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False}
-    served = copy.deepcopy(model() if where is None else poisoned(where, poison))
-    made = Engine(served, num_speculative_tokens=k, **{**sizes, **settings})
-    poison_caches(served)
-    return made
+def poisoned_engine(k: int, where: str, poison: int, **settings: object) -> Engine:
+    return engine(k, copy.deepcopy(poisoned(where, poison)), **settings)
 
 
 def cut(completions: Sequence[Completion], poison: int) -> list[tuple[list[int], str | None]]:
@@ -106,7 +102,7 @@ def test_only_the_requests_that_meet_nan_end_of_it(where: str, drafter: str) -> 
     expected = cut(healthy, 99 if where == "drafts" else poison)
     assert where == "drafts" or "error" in dict(map(reversed, expected))
     for k in (0, 1, 3):
-        of = engine(k, where, poison, drafter=drafter if k else None)
+        of = poisoned_engine(k, where, poison, drafter=drafter if k else None)
         assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == expected
         assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == expected, "from shared pages"
 
@@ -120,7 +116,9 @@ def test_prompts_with_nan_in_them_spoil_no_prompt_beside_them(seed: int) -> None
     spoilt = dice.sample(range(6), 3)
     for i in spoilt:
         prompts[i][dice.randrange(len(prompts[i]))] = poison
-    of = engine(dice.choice([0, 2]), "latents", poison, max_rows=6, max_tokens_per_step=dice.choice([18, 60]))
+    of = poisoned_engine(
+        dice.choice([0, 2]), "latents", poison, max_rows=6, max_tokens_per_step=dice.choice([18, 60])
+    )
     for i, (tokens, reason) in enumerate(said(of.generate(prompts, max_new_tokens=4))):
         wanted = ([], "error") if i in spoilt else (healthy[i].token_ids, "length")
         assert (tokens, reason) == wanted, i
@@ -138,19 +136,20 @@ def test_tokens_that_the_host_chooses_are_no_exception(k: int) -> None:
     healthy = chosen(engine(0))
     poison = middle(healthy[0])
     for where in POISONS[:3]:
-        assert said(chosen(engine(k, where, poison))) == cut(healthy, poison)
+        assert said(chosen(poisoned_engine(k, where, poison))) == cut(healthy, poison)
     grammars = [Grammar.from_regex(REGEX, SMALL), None, None]
     settings = {"max_new_tokens": LENGTH, "grammars": grammars, "stop_ids": [0]}
     healthy = engine(0).generate(PROMPTS, MIXED[1], **settings)
     poison = middle(healthy[0])
     for where in POISONS[:3]:
-        assert said(engine(k, where, poison).generate(PROMPTS, MIXED[1], **settings)) == cut(healthy, poison)
+        of = poisoned_engine(k, where, poison)
+        assert said(of.generate(PROMPTS, MIXED[1], **settings)) == cut(healthy, poison)
 
 
 def test_a_draft_that_gives_nan_costs_a_step_and_no_token() -> None:
     """Its latents spoil the row's earlier positions, as 0 x NaN is NaN. So the next step has no drafts."""
     poison, length = 39, 12
-    of = engine(3, "latents", poison)
+    of = poisoned_engine(3, "latents", poison)
     (expected, *_) = engine(0).generate(PROMPTS[:2], max_new_tokens=length)
     step, state = of.start(PROMPTS[:2], length, [SamplingParams()] * 2, [])
     text, had = [int(state.last_token[0])], []
@@ -170,7 +169,7 @@ def test_the_report_of_a_step_has_the_position_that_has_no_token() -> None:
     (healthy, other) = engine(0).generate(PROMPTS[:2], max_new_tokens=LENGTH)
     poison = middle(healthy)
     assert poison not in other.token_ids
-    of = engine(2, "logits", poison)
+    of = poisoned_engine(2, "logits", poison)
     step, state = of.start(PROMPTS[:2], LENGTH, [SamplingParams()] * 2, [])
     texts = [[token] for token in state.last_token[:2].tolist()]
     while state.active.any():
@@ -187,7 +186,7 @@ def test_the_report_of_a_step_has_the_position_that_has_no_token() -> None:
 def test_steps_that_check_themselves_find_nothing_wrong_with_nan() -> None:
     healthy = engine(0).generate(PROMPTS, MIXED, max_new_tokens=LENGTH)
     poison = middle(healthy[0])
-    of = engine(3, "latents", poison, shadow_check_every=1)
+    of = poisoned_engine(3, "latents", poison, shadow_check_every=1)
     assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == cut(healthy, poison)
 
 

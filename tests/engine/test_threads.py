@@ -14,7 +14,7 @@ import torch
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.engine import Request
 from mla_compile.engine.turn import Turn
-from tests.engine.engine_traces import model
+from tests.engine.engines import engine, finish
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], list(range(1, 30))]
 LENGTH = 12
@@ -26,17 +26,6 @@ def threads_switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def engine(**settings: object) -> Engine:
-    sizes = {
-        "max_rows": 4,
-        "max_model_len": 64,
-        "page_size": 4,
-        "compile": False,
-        "num_speculative_tokens": 2,
-    }
-    return Engine(copy.deepcopy(model()), **{**sizes, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +72,7 @@ def test_threads_that_meet_are_refused_and_what_was_taken_on_is_right(
     mine = engine()
     clients = [Client(mine, 10 * seed + i) for i in range(4)]
     run_together([client.run for client in clients])
-    while mine.has_work():
-        mine.step()
+    finish(mine)
     taken = [pair for client in clients for pair in client.taken]
     aborted = set().union(*(client.aborted for client in clients))
     for number, generation in taken:
@@ -148,8 +136,7 @@ def test_every_call_says_who_is_in_the_engine_and_changes_nothing(
         "engine: expected one thread at a time, got the second while MainThread is in it; "
         "run it in one thread, and hand requests over to that one"
     ]
-    while mine.has_work():
-        mine.step()
+    finish(mine)
     assert completions[0].token_ids == expected[1]
     left = name == "async"  # whoever reads it has gone, so it is aborted when the step ends
     assert (first.completion.finish_reason, mine.stats.num_waiting) == ("abort" if left else "length", 0)

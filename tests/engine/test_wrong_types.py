@@ -1,6 +1,5 @@
 """Arguments of wrong types, whatever they are, are errors by name, and the engine serves afterwards as before."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -8,19 +7,15 @@ import pytest
 import torch
 
 from mla_compile import Engine, Grammar, MLAError, SamplingParams
-from tests.engine.engine_traces import model
+from tests.engine.engines import engine, finish
 from tests.engine.test_grammar import SMALL
+from tests.models_for_tests import one_layer_model
 
 WRONG = [
     *(None, "x", b"x", "", 1.5, -1, 0, True, float("nan"), [], {}, (), object(), range(3), {"a"}, {1: 2}),
     *([None], ["x"], [[None]], [[1.5]], [[True]], [[1]], torch.tensor(1), torch.zeros(2), SamplingParams()),
 ]
 """Some of which are right for some arguments."""
-
-
-def engine() -> Engine:
-    sizes = {"max_rows": 2, "max_model_len": 32, "page_size": 4, "num_speculative_tokens": 1}
-    return Engine(copy.deepcopy(model()), compile=False, **sizes)
 
 
 SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
@@ -75,15 +70,14 @@ def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
         for wrong in WRONG:
             given = {**right, parameter: wrong}
             if name == "Engine" and parameter != "model":
-                given["model"] = copy.deepcopy(model())
+                given["model"] = one_layer_model()
             try:
                 call(mine, **given)
             except MLAError:
                 pass
             except Exception as error:
                 raise AssertionError(f"{parameter}={wrong!r}") from error
-            while mine.has_work():
-                mine.step()
+            finish(mine)
     assert mine.generate([[5, 6]], max_new_tokens=3) == [expected]
     assert mine.stats.pages_in_use == 0
 
@@ -96,8 +90,7 @@ def test_what_is_no_request_of_this_engine_is_not_aborted(wrong: object) -> None
         mine.abort(wrong)
     with pytest.raises(MLAError, match=r"^request: "):
         other.abort(generation)
-    while mine.has_work():
-        mine.step()
+    finish(mine)
     assert generation.completion.finish_reason == "length"
 
 

@@ -35,6 +35,7 @@ def test_own_module_equals_eager_on_every_kind_of_batch(
     assert len(lines) == 10 and last == "10 batches, 3 graphs"
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("add_a_pass")
 def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -107,6 +108,7 @@ def test_an_accelerated_model_generates_the_tokens_of_stock(
     assert all("same tokens" in line for line in results)
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("transformers_compile_config")
 def test_a_compile_config_alone_keeps_the_tokens(
     example: ModuleType, capsys: pytest.CaptureFixture[str]

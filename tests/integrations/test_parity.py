@@ -91,6 +91,7 @@ QUICK = "longcat_flash"
 """What is compiled in every run of the tests; its experts have an identity among them."""
 
 
+@pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     "family", [f if f == QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 )
@@ -115,6 +116,7 @@ def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_o
     assert caplog.text.count("topk of one element dropped") == routers > 0
 
 
+@pytest.mark.usefixtures("lowering")
 def test_greedy_tokens_of_a_compiled_model_with_drafts_are_those_of_stock():
     model, mtp, expected = with_mtp("deepseek_v3")
     accelerate(model, num_speculative_tokens=1, mtp=mtp)

@@ -8,7 +8,6 @@ from torch import Tensor
 from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
 from tests.ops.conformance import DecodeConformance, Subject
-from tests.triton_interpreter import run_interpreted
 
 REFERENCE = DECODE_BACKENDS[-1]
 
@@ -49,8 +48,3 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 class TestOnTheCpu(DecodeConformance):
     pass
-
-
-def test_triton_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted("decode")

@@ -100,6 +100,7 @@ def test_a_decode_step_of_a_stock_model_attends_on_latents(
         assert f"for 2 query tokens over {MAX_LEN} keys, batch 2" in message
 
 
+@pytest.mark.usefixtures("lowering")
 def test_generate_with_a_static_cache_gives_the_same_tokens_and_every_layer_is_absorbed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

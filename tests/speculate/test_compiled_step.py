@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -11,15 +12,16 @@ from mla_compile.engine import Engine
 from mla_compile.passes import pipeline
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph, compile_counters, mark_varying, with_own_code
-from tests.models_for_tests import tiny_model
+from tests.models_for_tests import one_layer_model, tiny_model
 from tests.passes.capture import HIDDEN, PAGE_SIZE, Stack, nodes_of
 
 
-def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_decoding() -> None:
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_decoding(k: int) -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 8, "max_model_len": 64, "page_size": 4}
-    engine = Engine(tiny_model(torch.float32), num_speculative_tokens=2, **settings)
-    plain = Engine(tiny_model(torch.float32), compile=False, **settings)
+    engine = Engine(one_layer_model(torch.float32), num_speculative_tokens=k, **settings)
+    plain = Engine(one_layer_model(torch.float32), compile=False, **settings)
     for rows in (2, 1, 4, 8, 3):
         prompts = [list(range(1, 2 + row)) for row in range(rows)]
         compiled, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
@@ -44,7 +46,7 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
 
 
 def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
-    k, model = 3, tiny_model(torch.float32)
+    k, model = 2, tiny_model(torch.float32)
     model.allocate_cache(9, 4)
     found = capture_graph(
         SpeculativeDecoder(model, k, page_size=4), (DecodeState.allocate(2, k, max_pages=4),), {}
@@ -52,9 +54,7 @@ def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
     assert found is not None
     gm = pipeline.run(*found)
     metadata = nodes_of(gm, "mla_decode_metadata")
-    assert [node.args[3] for node in metadata] == [k + 1, k + 1, 1, 1], (
-        "verify; the MTP layer, then its drafts"
-    )
+    assert [node.args[3] for node in metadata] == [k + 1, k + 1, 1], "verify; the MTP layer, then its drafts"
     sources = [node.args[3].all_input_nodes[0] for node in nodes_of(gm, "mla_append")]
     assert sources == [metadata[0]] * 2 + metadata[1:], "two trunk layers share theirs"
 
@@ -75,12 +75,12 @@ def test_compiled_layers_read_the_same_metadata() -> None:
     inputs = (*inputs, torch.tensor([True, False]))
     for tensor in inputs:
         mark_varying(tensor)
-    model = Rows(3)
+    model = Rows(2)
     _, codes = run_and_get_code(torch.compile(model, backend="mla", fullgraph=True), *inputs)
     code = "\n".join(codes)
     appends = re.findall(r"mla_append\.default\(.+, (\w+)\)", code)
     decodes = re.findall(r"mla_decode\.default\(.+, (\w+, \w+, \w+), 1, 0\.3,", code)
-    assert (len(appends), len(decodes)) == (3, 3)
+    assert (len(appends), len(decodes)) == (2, 2)
     assert len(set(appends)) == len(set(decodes)) == 1
 
 

@@ -12,6 +12,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.ngram import look_up, record
 from mla_compile.torch_internals import compile_counters
+from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
 from tests.models.small import randomize
 from tests.models_for_tests import poison_caches, tiny_config, tiny_model
@@ -44,11 +45,8 @@ def repeating(dtype: torch.dtype = torch.float64) -> MLAForCausalLM:
     return model
 
 
-def engine(model: MLAForCausalLM, k: int, **settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "drafter": "ngram", "compile": False}
-    made = Engine(model, num_speculative_tokens=k, **{**sizes, **settings})
-    poison_caches(model)
-    return made
+def ngram_engine(model: MLAForCausalLM, k: int, **settings: object) -> Engine:
+    return engine(k, model, **{"drafter": "ngram", **settings})
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -82,8 +80,8 @@ def test_the_longest_and_then_the_latest_match_is_followed(text: list[int], draf
     assert look_up(history, torch.tensor([len(text)]), 4).tolist() == [drafts]
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_the_compiled_look_up_finds_the_same(k: int) -> None:
+def test_the_compiled_look_up_finds_the_same() -> None:
+    k = 3
     history = torch.randint(5, (3, 40), dtype=torch.int32)
     lengths = torch.tensor([5, 30, 40], dtype=torch.int32)
     compiled = torch.compile(look_up, fullgraph=True)
@@ -102,7 +100,7 @@ def test_a_row_that_emits_nothing_records_nothing_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_every_steps_drafts_are_those_of_a_plain_search_of_the_text(k: int) -> None:
-    step, state = engine(without_mtp(), k).start(PROMPTS, 50, MIXED, [])
+    step, state = ngram_engine(without_mtp(), k).start(PROMPTS, 50, MIXED, [])
     texts = [list(prompt) for prompt in PROMPTS]
     while state.active.any():
         for text, (count, active, _, *emitted), drafts in zip(
@@ -115,7 +113,7 @@ def test_every_steps_drafts_are_those_of_a_plain_search_of_the_text(k: int) -> N
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    return tokens(engine(without_mtp(), 0).generate(PROMPTS, MIXED, max_new_tokens=30))
+    return tokens(ngram_engine(without_mtp(), 0).generate(PROMPTS, MIXED, max_new_tokens=30))
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -130,7 +128,7 @@ def plain() -> list[list[int]]:
     ids=str,
 )
 def test_no_token_depends_on_the_drafts(plain: list[list[int]], k: int, settings: dict) -> None:
-    served = engine(without_mtp(), k, **settings)
+    served = ngram_engine(without_mtp(), k, **settings)
     assert tokens(served.generate(PROMPTS, MIXED, max_new_tokens=30)) == plain
     assert ("num_pages" in settings) == (served.stats.num_preemptions > 0)
     # Once more, with what the first time has left in the caches.
@@ -140,7 +138,7 @@ def test_no_token_depends_on_the_drafts(plain: list[list[int]], k: int, settings
 
 def test_an_mtp_layer_and_a_look_up_give_the_same_tokens() -> None:
     mtp, ngram = (
-        engine(tiny_model(), 3, drafter=drafter).generate(PROMPTS, MIXED, max_new_tokens=30)
+        ngram_engine(tiny_model(), 3, drafter=drafter).generate(PROMPTS, MIXED, max_new_tokens=30)
         for drafter in ("mtp", "ngram")
     )
     assert tokens(mtp) == tokens(ngram)
@@ -150,7 +148,7 @@ def test_a_page_is_shared_whatever_token_comes_after_it() -> None:
     """An MTP layer's latent at its last position would depend on that."""
     begun = [1, 2, 3, 4]
     for drafter, reused in (("ngram", 4), ("mtp", 0)):
-        served = engine(tiny_model(), 2, drafter=drafter)
+        served = ngram_engine(tiny_model(), 2, drafter=drafter)
         served.generate([[*begun, 5, 6]], max_new_tokens=4)
         served.generate([[*begun, 7]], max_new_tokens=4)
         assert served.stats.num_reused_tokens == reused, drafter
@@ -158,14 +156,14 @@ def test_a_page_is_shared_whatever_token_comes_after_it() -> None:
 
 def test_text_that_repeats_is_drafted_right() -> None:
     for k in (1, 3, 5):
-        (completion,) = engine(repeating(), k, max_model_len=256).generate([[3]], max_new_tokens=200)
+        (completion,) = ngram_engine(repeating(), k, max_model_len=256).generate([[3]], max_new_tokens=200)
         assert completion.acceptance_length is not None
         assert completion.acceptance_length > 0.8 * (k + 1)
 
 
 def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
     """The host says 7, 8, 9, 7, 8, 9, ..., whatever the logits are."""
-    served = engine(without_mtp(), 3)
+    served = ngram_engine(without_mtp(), 3)
 
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: list[Completion]) -> torch.Tensor:
         start = torch.tensor([[len(c.token_ids)] for c in completions])
@@ -176,11 +174,12 @@ def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
     assert all(completion.acceptance_length > 3 for completion in out)
 
 
+@pytest.mark.usefixtures("lowering")
 def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
     torch._dynamo.utils.counters.clear()
     settings = {"max_rows": 4, "max_model_len": 64}
-    compiled = engine(repeating(torch.float32), 3, compile=True, **settings)
-    plain = engine(repeating(torch.float32), 0, **settings)
+    compiled = ngram_engine(repeating(torch.float32), 3, compile=True, **settings)
+    plain = ngram_engine(repeating(torch.float32), 0, **settings)
     for rows in (2, 1, 4):
         got, expected = (e.generate(PROMPTS[:rows], max_new_tokens=40) for e in (compiled, plain))
         assert tokens(got) == tokens(expected), f"{rows} rows"
@@ -191,7 +190,7 @@ def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
 @pytest.mark.slow
 def test_mixed_steps_compile() -> None:
     eager, compiled = (
-        engine(repeating(torch.float32), 2, max_rows=2, compile=compile, compile_mixed=compile)
+        ngram_engine(repeating(torch.float32), 2, max_rows=2, compile=compile, compile_mixed=compile)
         for compile in (False, True)
     )
     expected = eager.generate(PROMPTS, max_new_tokens=20)
@@ -209,20 +208,20 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 
 def test_steps_are_checked_by_their_eager_run() -> None:
-    checked = engine(without_mtp(), 3, shadow_check_every=1)
-    plain = engine(without_mtp(), 0)
+    checked = ngram_engine(without_mtp(), 3, shadow_check_every=1)
+    plain = ngram_engine(without_mtp(), 0)
     got, expected = (e.generate(PROMPTS, max_new_tokens=12) for e in (checked, plain))
     assert tokens(got) == tokens(expected)
 
 
 def test_the_drafter_is_the_mtp_layer_where_there_is_one() -> None:
-    assert engine(tiny_model(), 3, drafter=None).config.drafter.name == "mtp"
-    assert engine(without_mtp(), 3, drafter=None).config.drafter.name == "ngram"
-    assert engine(without_mtp(), 0, drafter="mtp").config.num_speculative_tokens == 0
+    assert ngram_engine(tiny_model(), 3, drafter=None).config.drafter.name == "mtp"
+    assert ngram_engine(without_mtp(), 3, drafter=None).config.drafter.name == "ngram"
+    assert ngram_engine(without_mtp(), 0, drafter="mtp").config.num_speculative_tokens == 0
 
 
 def test_requests_of_one_token_have_a_history_of_two_places() -> None:
-    one = engine(without_mtp(), 1, drafter="ngram", max_model_len=1, page_size=1, num_pages=None)
+    one = ngram_engine(without_mtp(), 1, drafter="ngram", max_model_len=1, page_size=1, num_pages=None)
     assert one.warm_up().why_not == "compile=False"
 
 
@@ -230,14 +229,14 @@ def test_what_cannot_draft_is_refused_by_name() -> None:
     with pytest.raises(
         MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"
     ):
-        engine(without_mtp(), 3, drafter="eagle")
+        ngram_engine(without_mtp(), 3, drafter="eagle")
     with pytest.raises(
         MLAError, match="drafter: expected 'mtp', 'ngram', a DrafterKind or None, got 'eagle'"
     ):
         SpeculativeDecoder(without_mtp(), 3, page_size=4, drafter="eagle")
     message = "drafter: expected 'ngram' or None for a model without an MTP layer, got 'mtp'"
     with pytest.raises(MLAError, match=message):
-        engine(without_mtp(), 3, drafter="mtp")
+        ngram_engine(without_mtp(), 3, drafter="mtp")
     model = without_mtp()
     model.allocate_cache(9, 4)
     with pytest.raises(MLAError, match=r"state\.history: expected a tensor"):

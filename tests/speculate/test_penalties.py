@@ -1,6 +1,7 @@
 """Penalties, min-p and log-probabilities: against their definitions, and the same with and without drafts."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,14 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_compile import Completion, Engine, MLAError, SamplingParams
+from mla_compile import Completion, MLAError, SamplingParams
 from mla_compile.engine.variants import Variant
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import FIRST_TOKEN
+from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
-from tests.models_for_tests import VOCAB, poison_caches, tiny_model
+from tests.models_for_tests import VOCAB, one_layer_model, tiny_model
 from tests.speculate.defined_sampling import Vector, defined_kept, defined_penalties, defined_token
 from tests.speculate.from_scratch import PAGE, FromScratch
 
@@ -30,19 +32,12 @@ MIXED = [
 ]
 
 
+eight_rows = partial(engine, max_rows=8)
+
+
 @pytest.fixture(scope="module")
 def model() -> MLAForCausalLM:
     return tiny_model()
-
-
-def engine(model: MLAForCausalLM, k: int, **settings: object) -> Engine:
-    made = Engine(
-        model,
-        num_speculative_tokens=k,
-        **{"max_rows": 8, "max_model_len": 64, "page_size": PAGE, "compile": False, **settings},
-    )
-    poison_caches(model)
-    return made
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -177,7 +172,7 @@ def test_min_p_comes_before_top_p() -> None:
 @pytest.mark.parametrize("k", range(4))
 def test_tokens_are_those_of_the_definitions_from_scratch(model: MLAForCausalLM, k: int) -> None:
     """Each expected token comes from a whole new forward and a text that is a Python list."""
-    got = tokens(engine(model, k).generate(PROMPTS, max_new_tokens=20, sampling=MIXED))
+    got = tokens(eight_rows(k, model).generate(PROMPTS, max_new_tokens=20, sampling=MIXED))
     for prompt, emitted, params in zip(PROMPTS, got, MIXED, strict=True):
         scratch, text = FromScratch(tiny_model()), list(prompt)
         for _ in range(20):
@@ -192,23 +187,23 @@ def test_drafts_change_no_token_of_rows_with_and_without_penalties(
     dtype: torch.dtype, mixed: list[SamplingParams]
 ) -> None:
     model = tiny_model(dtype)
-    plain = engine(model, 0).generate(PROMPTS, max_new_tokens=40, sampling=mixed, stop_ids=[20, 21])
+    plain = eight_rows(0, model).generate(PROMPTS, max_new_tokens=40, sampling=mixed, stop_ids=[20, 21])
     assert len({len(c.token_ids) for c in plain}) > 1, "rows must end at different times"
     for k in (1, 2, 3):
-        drafted = engine(model, k).generate(PROMPTS, max_new_tokens=40, sampling=mixed, stop_ids=[20, 21])
+        drafted = eight_rows(k, model).generate(PROMPTS, max_new_tokens=40, sampling=mixed, stop_ids=[20, 21])
         assert tokens(drafted) == tokens(plain), f"{k} drafts"
         assert [c.finish_reason for c in drafted] == [c.finish_reason for c in plain]
 
 
 def test_rows_without_penalties_are_as_in_a_batch_without_any(model: MLAForCausalLM) -> None:
-    mixed = engine(model, 2).generate(PROMPTS, max_new_tokens=30, sampling=MIXED)
-    alone = engine(model, 2).generate(PROMPTS[4:], max_new_tokens=30, sampling=MIXED[4:])
+    mixed = eight_rows(2, model).generate(PROMPTS, max_new_tokens=30, sampling=MIXED)
+    alone = eight_rows(2, model).generate(PROMPTS[4:], max_new_tokens=30, sampling=MIXED[4:])
     assert tokens(mixed)[4:] == tokens(alone)
 
 
 def test_penalties_change_greedy_tokens(model: MLAForCausalLM) -> None:
-    free = engine(model, 0).generate(PROMPTS, max_new_tokens=40)
-    bound = engine(model, 0).generate(
+    free = eight_rows(0, model).generate(PROMPTS, max_new_tokens=40)
+    bound = eight_rows(0, model).generate(
         PROMPTS, max_new_tokens=40, sampling=SamplingParams(frequency_penalty=2, presence_penalty=2)
     )
     distinct = [[len(set(row)) for row in tokens(c)] for c in (free, bound)]
@@ -218,8 +213,8 @@ def test_penalties_change_greedy_tokens(model: MLAForCausalLM) -> None:
 def test_a_states_counts_are_those_of_the_emitted_text_after_every_acceptance_count(
     model: MLAForCausalLM,
 ) -> None:
-    plain = tokens(engine(model, 0).generate(PROMPTS, max_new_tokens=40, sampling=MIXED))
-    mine = engine(model, 3)
+    plain = tokens(eight_rows(0, model).generate(PROMPTS, max_new_tokens=40, sampling=MIXED))
+    mine = eight_rows(3, model)
     step, state = mine.start(PROMPTS, 40, MIXED, [])
     done, seen = [1] * len(PROMPTS), set[int]()
     for turn in range(8):
@@ -240,8 +235,8 @@ def test_a_states_counts_are_those_of_the_emitted_text_after_every_acceptance_co
 
 
 def test_a_stop_id_inside_accepted_drafts_ends_the_row_and_its_counts(model: MLAForCausalLM) -> None:
-    plain = tokens(engine(model, 0).generate(PROMPTS[:1], max_new_tokens=40, sampling=MIXED[0]))[0]
-    step, state = engine(model, 3).start(PROMPTS[:1], 40, MIXED[:1], [plain[2]])
+    plain = tokens(eight_rows(0, model).generate(PROMPTS[:1], max_new_tokens=40, sampling=MIXED[0]))[0]
+    step, state = eight_rows(3, model).start(PROMPTS[:1], 40, MIXED[:1], [plain[2]])
     state.drafts[0] = torch.tensor(plain[1:4])
     step(state)
     assert state.report[0].tolist()[:5] == [2, 0, 3, *plain[1:3]]
@@ -253,7 +248,7 @@ def test_a_stop_id_inside_accepted_drafts_ends_the_row_and_its_counts(model: MLA
 
 
 def test_an_engine_forgets_the_last_batch(model: MLAForCausalLM) -> None:
-    mine = engine(model, 2)
+    mine = eight_rows(2, model)
     first = tokens(mine.generate(PROMPTS, max_new_tokens=20, sampling=MIXED))
     mine.generate(PROMPTS[::-1], max_new_tokens=20, sampling=MIXED)
     assert tokens(mine.generate(PROMPTS, max_new_tokens=20, sampling=MIXED)) == first
@@ -262,7 +257,7 @@ def test_an_engine_forgets_the_last_batch(model: MLAForCausalLM) -> None:
 def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose_for(
     model: MLAForCausalLM,
 ) -> None:
-    step, state = engine(model, 3).start(PROMPTS, 40, MIXED, [])
+    step, state = eight_rows(3, model).start(PROMPTS, 40, MIXED, [])
     oracle = FromScratch(tiny_model())
     emitted = [[token] for token in state.last_token[: len(PROMPTS)].tolist()]
     for _ in range(3):
@@ -312,9 +307,11 @@ def with_logprobs(mixed: list[SamplingParams]) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("k", range(4))
 def test_logprobs_are_those_of_a_forward_from_scratch_per_token(model: MLAForCausalLM, k: int) -> None:
-    out = engine(model, k).generate(PROMPTS, max_new_tokens=20, sampling=with_logprobs(MIXED), stop_ids=[20])
+    out = eight_rows(k, model).generate(
+        PROMPTS, max_new_tokens=20, sampling=with_logprobs(MIXED), stop_ids=[20]
+    )
     assert tokens(out) == tokens(
-        engine(model, 0).generate(PROMPTS, max_new_tokens=20, sampling=MIXED, stop_ids=[20])
+        eight_rows(0, model).generate(PROMPTS, max_new_tokens=20, sampling=MIXED, stop_ids=[20])
     )
     for prompt, completion, wanted in zip(PROMPTS, out, WANTED, strict=True):
         if wanted is None:
@@ -337,11 +334,12 @@ def test_logprobs_are_those_of_a_forward_from_scratch_per_token(model: MLAForCau
         assert math.isclose(completion.cumulative_logprob, total, rel_tol=1e-4)
 
 
+@pytest.mark.slow  # `test_adaptive_drafts.py` has such a step too, `test_mixed_step.py` one with other rows beside it
 def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding() -> None:
-    model = tiny_model(torch.float32)
+    model = one_layer_model(torch.float32)
     asked = with_logprobs(MIXED)
-    plain = engine(model, 0).generate(PROMPTS, max_new_tokens=30, sampling=asked, stop_ids=[20])
-    compiled = engine(model, 2, compile=True, shadow_check_every=3)
+    plain = eight_rows(0, model).generate(PROMPTS, max_new_tokens=30, sampling=asked, stop_ids=[20])
+    compiled = eight_rows(2, model, compile=True, shadow_check_every=3)
     for rows in (6, 3):
         got = compiled.generate(PROMPTS[:rows], max_new_tokens=30, sampling=asked[:rows], stop_ids=[20])
         assert tokens(got) == tokens(plain)[:rows]
@@ -354,11 +352,12 @@ def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding
     assert "sampled, penalties, 5 logprobs" in steps
 
 
+@pytest.mark.usefixtures("lowering")
 def test_greedy_rows_with_penalties_compile_without_noise_or_sorting() -> None:
-    model = tiny_model(torch.float32)
+    model = one_layer_model(torch.float32)
     params = [MIXED[0], MIXED[2]]
-    plain = engine(model, 0).generate(PROMPTS[:2], max_new_tokens=30, sampling=params)
-    compiled = engine(model, 2, compile=True)
+    plain = eight_rows(0, model).generate(PROMPTS[:2], max_new_tokens=30, sampling=params)
+    compiled = eight_rows(1, model, compile=True)
     assert tokens(compiled.generate(PROMPTS[:2], max_new_tokens=30, sampling=params)) == tokens(plain)
     assert [bucket.step for bucket in compiled.capture_report().buckets] == ["greedy, penalties"]
 
@@ -374,14 +373,16 @@ def test_a_batch_compiles_in_no_more_than_it_asks_for() -> None:
 
 
 def test_rows_may_ask_for_as_many_logprobs_as_there_are_and_more(model: MLAForCausalLM) -> None:
-    (completion,) = engine(model, 1).generate([[1]], max_new_tokens=3, sampling=SamplingParams(logprobs=20))
+    (completion,) = eight_rows(1, model).generate(
+        [[1]], max_new_tokens=3, sampling=SamplingParams(logprobs=20)
+    )
     assert completion.logprobs is not None
     assert [len(place) for place in completion.logprobs] == [20] * 3
 
 
 def test_logprobs_are_refused_where_tokens_are_chosen_on_the_host(model: MLAForCausalLM) -> None:
     with pytest.raises(MLAError, match="logprobs"):
-        engine(model, 0).stream(
+        eight_rows(0, model).stream(
             [[1]], sampling=SamplingParams(logprobs=1), choose=lambda logits, *_: logits.argmax(-1)
         )
 

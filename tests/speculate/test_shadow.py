@@ -11,7 +11,8 @@ from mla_compile import Engine, MLAError, SamplingParams, ShadowCheckError, shad
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import compile_counters
-from tests.models_for_tests import poison_caches, tiny_model
+from tests.engine.engines import engine
+from tests.models_for_tests import one_layer_model, tiny_model
 from tests.shadow_streams import run_checked_streams
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
@@ -20,17 +21,15 @@ PAGES = 6
 and pages 19 to 24 are nobody's."""
 
 
-def engine(k: int = 3, dtype: torch.dtype = torch.float64, **settings: object) -> Engine:
-    sizes = {"max_rows": 4, "max_model_len": 4 * PAGES, "page_size": 4, "compile": False}
-    return Engine(tiny_model(dtype), num_speculative_tokens=k, **{**sizes, **settings})
+def small_engine(k: int = 3, dtype: torch.dtype = torch.float64, **settings: object) -> Engine:
+    return engine(k, tiny_model(dtype), max_model_len=4 * PAGES, **settings)
 
 
 class Started:
     """An engine's step, of which a test makes a faulty one."""
 
     def __init__(self, k: int = 3, dtype: torch.dtype = torch.float64, max_new_tokens: int = 15) -> None:
-        self.engine = engine(k, dtype)
-        poison_caches(self.engine.model)
+        self.engine = small_engine(k, dtype)
         step, self.state = self.engine.start(PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
         self.decoder: SpeculativeDecoder = step.__self__
         self.caches = self.engine.model.caches()
@@ -61,9 +60,10 @@ def test_healthy_eager_steps_pass(k: int) -> None:
     run_checked_streams(tiny_model(), k, steps=40, every=1, compile=False)
 
 
+@pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("k", "dtype", "temperature"),
-    [pytest.param(1, torch.float64, 1.0, marks=pytest.mark.slow), (3, torch.float32, 0.0)],
+    [pytest.param(3, torch.float64, 1.0, marks=pytest.mark.slow), (1, torch.float32, 0.0)],
     ids=str,
 )
 def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
@@ -71,7 +71,8 @@ def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
 ) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    run_checked_streams(tiny_model(dtype), k, steps=60, every=2, temperatures=(temperature,), compile=True)
+    model = one_layer_model(dtype)
+    run_checked_streams(model, k, steps=60, every=2, temperatures=(temperature,), compile=True)
     assert compile_counters()["graphs"] == 1
 
 
@@ -291,9 +292,8 @@ def test_whatever_is_compiled_is_checked_against_eager(what: str) -> None:
 
 
 def test_an_engine_checks_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = engine().generate(PROMPTS, max_new_tokens=12)
-    checked = engine(shadow_check_every=2)
-    poison_caches(checked.model)
+    plain = small_engine().generate(PROMPTS, max_new_tokens=12)
+    checked = small_engine(shadow_check_every=2)
     assert checked.generate(PROMPTS, max_new_tokens=12) == plain
     accept = SpeculativeDecoder._accept
     monkeypatch.setattr(
@@ -324,6 +324,6 @@ def test_what_cannot_be_checked_is_refused_by_name() -> None:
     with pytest.raises(MLAError, match=r"decoder.model: expected allocated caches"):
         shadow_check(SpeculativeDecoder(tiny_model(), 3, page_size=4))(started.state)
     with pytest.raises(MLAError, match="shadow_check_every: expected an integer >= 1, got 0"):
-        engine(shadow_check_every=0)
+        small_engine(shadow_check_every=0)
     with pytest.raises(MLAError, match="choose: expected None in an engine with shadow_check_every"):
-        engine(shadow_check_every=1).stream(PROMPTS, choose=lambda *_: torch.zeros(3, 4))
+        small_engine(shadow_check_every=1).stream(PROMPTS, choose=lambda *_: torch.zeros(3, 4))

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mla_compile import MLAError
-from mla_compile.engine import Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.library import implementations
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
+from tests.engine.engines import engine
 from tests.host_sync import HostSyncError, NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
 from tests.speculate.from_scratch import PAGE, FromScratch, sampler
@@ -38,10 +38,7 @@ class Started:
     def __init__(
         self, model: MLAForCausalLM, k: int, *, max_new_tokens: int = 40, sampling: SamplingParams = GREEDY
     ) -> None:
-        self.engine = Engine(
-            model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
-        )
-        poison_caches(model)
+        self.engine = engine(k, model)
         each = [sampling] * len(PROMPTS)
         self.step, self.state = self.engine.start(PROMPTS, max_new_tokens, each, [])
         self.texts = [[*p, t] for p, t in zip(PROMPTS, self.state.last_token.tolist(), strict=True)]
@@ -75,11 +72,11 @@ def test_the_tiny_models_tokens_depend_on_its_attention(
 ) -> None:
     """Else equal tokens would prove nothing about caches."""
     blind = tiny_model()
-    engine = Engine(blind, max_rows=4, max_model_len=64, page_size=PAGE, compile=False)
-    expected = engine.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
+    mine = engine(0, blind)
+    expected = mine.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
     for layer in blind.layers:
         layer.self_attn.o_proj.weight.zero_()
-    got = engine.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
+    got = mine.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
     pairs = [
         pair
         for x, y in zip(expected, got, strict=True)
@@ -92,11 +89,7 @@ def test_the_tiny_models_tokens_depend_on_its_attention(
 def test_greedy_tokens_are_those_of_a_forward_from_scratch_per_token(
     model: MLAForCausalLM, continuations: list[list[int]], k: int
 ) -> None:
-    engine = Engine(
-        model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
-    )
-    poison_caches(model)
-    out = engine.generate(PROMPTS, max_new_tokens=40)
+    out = engine(k, model).generate(PROMPTS, max_new_tokens=40)
     assert [c.token_ids for c in out] == continuations
 
 
@@ -106,10 +99,8 @@ def test_sampled_tokens_are_the_same_for_every_number_of_drafts(model: MLAForCau
     sampling = [SamplingParams(temperature=temperature, seed=seed, **params) for temperature, seed in each]
     outputs = []
     for k in (0, 1, 3, 5):
-        engine = Engine(
-            model, num_speculative_tokens=k, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
-        )
-        outputs.append([c.token_ids for c in engine.generate(PROMPTS, max_new_tokens=30, sampling=sampling)])
+        out = engine(k, model).generate(PROMPTS, max_new_tokens=30, sampling=sampling)
+        outputs.append([completion.token_ids for completion in out])
     assert all(out == outputs[0] for out in outputs)
     assert len({tuple(tokens) for tokens in outputs[0]}) == 4
 
@@ -237,12 +228,9 @@ def test_an_inactive_row_reads_and_writes_nothing_whatever_its_state_holds(model
 def test_a_padded_bucket_gives_the_tokens_of_the_rows_alone(
     model: MLAForCausalLM, continuations: list[list[int]]
 ) -> None:
-    engine = Engine(
-        model, num_speculative_tokens=2, max_rows=4, max_model_len=64, page_size=PAGE, compile=False
-    )
-    poison_caches(model)
+    mine = engine(2, model)
     for rows in (slice(0, 3), slice(1, 2), slice(0, 4)):
-        out = engine.generate(PROMPTS[rows], max_new_tokens=20)
+        out = mine.generate(PROMPTS[rows], max_new_tokens=20)
         assert [c.token_ids for c in out] == [c[:20] for c in continuations[rows]]
 
 

@@ -1,6 +1,6 @@
 """`decode_triton` in Triton's interpreter: the conformance suite, then what its plans may not change.
 
-`tests/ops/test_decode_conformance.py` runs this file.
+`tests/ops/test_interpreted.py` runs this file.
 """
 
 from dataclasses import replace

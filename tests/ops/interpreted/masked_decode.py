@@ -1,4 +1,4 @@
-"""`masked_decode_triton` in Triton's interpreter; `tests/ops/test_triton_masked_decode.py` runs this file."""
+"""`masked_decode_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 from dataclasses import replace
 

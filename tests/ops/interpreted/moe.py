@@ -1,4 +1,4 @@
-"""`moe_triton` in Triton's interpreter; `tests/ops/test_triton_moe.py` runs this file."""
+"""`moe_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 from dataclasses import replace
 

@@ -1,0 +1,56 @@
+"""Small engines for tests, by the seams that engines have."""
+
+from collections.abc import Iterable
+
+from mla_compile import Engine
+from mla_compile.engine import Request
+from mla_compile.engine.draft_length import DraftLength
+from mla_compile.engine.pages import PagePool
+from mla_compile.models import MLAForCausalLM
+from tests.models_for_tests import one_layer_model, poison_caches
+
+SIZES = {"max_rows": 4, "max_model_len": 64, "page_size": 4, "compile": False}
+
+
+def engine(k: int = 3, model: MLAForCausalLM | None = None, **settings: object) -> Engine:
+    """Of `SIZES` where `settings` say nothing else, with NaN in every page.
+
+    k: drafts a step. model: without one, a `one_layer_model()` of its own.
+    """
+    served = one_layer_model() if model is None else model
+    made = Engine(served, **{**SIZES, "num_speculative_tokens": k, **settings})
+    poison_caches(served)
+    return made
+
+
+def finish(of: Engine) -> None:
+    while of.has_work():
+        of.step()
+
+
+def texts(requests: Iterable[Request]) -> list[list[int]]:
+    return [request.completion.token_ids for request in requests]
+
+
+def with_policy(of: Engine, policy: DraftLength) -> Engine:
+    """The engine, in which `policy` says how many drafts each step makes."""
+    of.draft_length = policy
+    return of
+
+
+def with_lag(of: Engine, lag: int) -> Engine:
+    """The engine, in which so many launches' reports are held back, as on a device."""
+    of.report_lag = lag
+    return of
+
+
+def pool_of(of: Engine) -> PagePool:
+    return of._scheduler.pool
+
+
+def with_new_caches(of: Engine, num_pages: int) -> Engine:
+    """The engine on caches of so many pages with NaN in them, made after its own."""
+    of.model.allocate_cache(num_pages, of.config.page_size)
+    of._caches = of.model.caches()
+    poison_caches(of.model)
+    return of
