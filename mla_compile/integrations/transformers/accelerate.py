@@ -7,13 +7,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mla_compile.defaults import DrafterName
+from mla_compile.engine import EngineConfig
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.speculate.drafter import ANY_MODEL, DrafterKind, known_drafter
-from mla_compile.speculate.step import check_num_drafts
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -56,10 +56,18 @@ def accelerate(
     Raises:
         MLAError: a bad argument, named; the model is then as it was.
     """
-    drafts = num_speculative_tokens
-    check_num_drafts(drafts)
+    config = EngineConfig(
+        num_speculative_tokens=num_speculative_tokens,
+        drafter=drafter,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        prefix_caching=False,  # weights may change between calls
+        compile=compile,
+        mode=mode,
+    )
     kind = known_drafter(drafter)
-    reads_mtp = drafts > 0 and (kind is None or kind.needs_mtp)
+    reads_mtp = num_speculative_tokens > 0 and (kind is None or kind.needs_mtp)
     if mtp is not None and not reads_mtp:
         expected = f"None where num_speculative_tokens is 0 or drafter is {ANY_MODEL!r}"
         raise MLAError("mtp", expected, type(mtp).__name__)
@@ -71,9 +79,7 @@ def accelerate(
             if kind is not None:
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
-    target = TransformersTarget(model, layer)
-    settings = {"drafter": drafter, "page_size": page_size, "compile": compile, "mode": mode}
-    accelerated = Accelerated(target, drafts, max_rows, max_model_len, settings)
+    accelerated = Accelerated(TransformersTarget(model, layer), config)
     restore(model)
     own = type(model)
     # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.

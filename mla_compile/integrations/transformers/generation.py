@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mla_compile.engine import Completion
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
-from mla_compile.integrations.transformers.requests import UNDO, Request
+from mla_compile.integrations.transformers.generate_call import UNDO, GenerateCall
 from mla_compile.speculate.sampling import gumbel_noise
 from mla_compile.torch_internals import share_cuda_graphs
 
@@ -40,10 +40,10 @@ class AcceleratedGeneration(GenerationMixin):
         # The tokenizers have served: stop strings are among the criteria.
         if synced_gpus:
             raise MLAError("synced_gpus", "False: one process runs the model", synced_gpus)
-        request = Request.of(
+        call = GenerateCall.of(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        return _run(self.mla, request)
+        return _run(self.mla, call)
 
     def _assisted_decoding(  # type: ignore[override]
         self,
@@ -68,32 +68,32 @@ _TURN = threading.RLock()
 """Of all accelerated models: people call `generate` from threads, for streamers, and threads share CUDA graphs."""
 
 
-def _run(accelerated: Accelerated, request: Request) -> GenerateDecoderOnlyOutput | Tensor:
+def _run(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
     with _TURN:
         if accelerated.target.device.type == "cuda":
             share_cuda_graphs()
-        return _generate(accelerated, request)
+        return _generate(accelerated, call)
 
 
-def _generate(accelerated: Accelerated, request: Request) -> GenerateDecoderOnlyOutput | Tensor:
-    engine = accelerated.engine_for(request)
-    choice = None if request.processors is None else _ProcessedChoice(request)
-    columns = _Columns(request, choice)
-    with accelerated.target.installed(request.longest):
+def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
+    engine = accelerated.engine_for(call)
+    choice = None if call.processors is None else _ProcessedChoice(call)
+    columns = _Columns(call, choice)
+    with accelerated.target.installed(call.longest):
         for completions in engine.stream(
-            request.prompts,
-            max_new_tokens=request.max_new_tokens,
-            sampling=request.sampling,
-            stop_ids=request.stop_ids,
+            call.prompts,
+            max_new_tokens=call.max_new_tokens,
+            sampling=call.sampling,
+            stop_ids=call.stop_ids,
             choose=choice,
         ):
             accelerated.completions = completions
             _check_logits(completions)
             if columns.extend(completions):
                 break
-    if request.streamer is not None:
-        request.streamer.end()
-    config = request.config
+    if call.streamer is not None:
+        call.streamer.end()
+    config = call.config
     if not config.return_dict_in_generate:
         return columns.sequences()
     recorded: dict[str, Any] = {} if choice is None else choice.recorded(columns.count())
@@ -117,27 +117,27 @@ class _Columns:
     Rows run ahead of one another here; streamers and stopping criteria are shown a position once every row has it.
     """
 
-    def __init__(self, request: Request, choice: "_ProcessedChoice | None") -> None:
-        self._request = request
+    def __init__(self, call: GenerateCall, choice: "_ProcessedChoice | None") -> None:
+        self._call = call
         self._choice = choice
         self._columns: list[list[int]] = []
-        self._done = [False] * len(request.prompts)
-        prompts = request.input_ids
+        self._done = [False] * len(call.prompts)
+        prompts = call.input_ids
         # For criteria: the prompts and as many of the columns as there are.
-        self._ids = torch.cat([prompts, prompts.new_zeros(len(prompts), request.max_new_tokens)], dim=1)
+        self._ids = torch.cat([prompts, prompts.new_zeros(len(prompts), call.max_new_tokens)], dim=1)
 
     def count(self) -> int:
         return len(self._columns)
 
     def sequences(self) -> Tensor:
         """The padded prompts and what followed, int64 `[rows, width + count]`."""
-        prompts = self._request.input_ids
+        prompts = self._call.input_ids
         columns = torch.tensor(self._columns, dtype=torch.int64, device=prompts.device)
         return torch.cat([prompts, columns.view(-1, len(self._done)).T], dim=1)
 
     def extend(self, completions: Sequence[Completion]) -> bool:
         """Take the positions that are complete; whether every row is done."""
-        while self.count() < self._request.max_new_tokens and not all(self._done):
+        while self.count() < self._call.max_new_tokens and not all(self._done):
             tokens = self._next(completions)
             if tokens is None:
                 return False
@@ -148,8 +148,8 @@ class _Columns:
         tokens = []
         for completion, done in zip(completions, self._done, strict=True):
             # transformers pads the rows that are done only where there is an end-of-sequence id.
-            if done and self._request.stop_ids:
-                tokens.append(self._request.pad_id)
+            if done and self._call.stop_ids:
+                tokens.append(self._call.pad_id)
             elif len(completion.token_ids) > self.count():
                 tokens.append(completion.token_ids[self.count()])
             else:
@@ -157,25 +157,25 @@ class _Columns:
         return tokens
 
     def _take(self, tokens: list[int]) -> None:
-        request = self._request
+        call = self._call
         self._columns.append(tokens)
-        if request.streamer is not None:
-            request.streamer.put(torch.tensor(tokens, device="cpu"))
-        stopped = [token in request.stop_ids for token in tokens]
-        if request.criteria:
+        if call.streamer is not None:
+            call.streamer.put(torch.tensor(tokens, device="cpu"))
+        stopped = [token in call.stop_ids for token in tokens]
+        if call.criteria:
             by_criteria = self._criteria(tokens).tolist()
             stopped = [stop or other for stop, other in zip(stopped, by_criteria, strict=True)]
         self._done = [done or stop for done, stop in zip(self._done, stopped, strict=True)]
 
     def _criteria(self, tokens: list[int]) -> Tensor:
-        request = self._request
-        end = request.input_ids.shape[1] + self.count()
+        call = self._call
+        end = call.input_ids.shape[1] + self.count()
         self._ids[:, end - 1] = torch.tensor(tokens, device=self._ids.device)
         scores: Any = None
-        if self._choice is not None and request.config.output_scores:
+        if self._choice is not None and call.config.output_scores:
             scores = self._choice.recorded(self.count())["scores"]
         ids: Any = self._ids[:, :end]
-        stopped: Tensor = request.criteria(ids, scores)
+        stopped: Tensor = call.criteria(ids, scores)
         return stopped
 
 
@@ -186,11 +186,11 @@ class _ProcessedChoice:
     called once for each length that occurs, and only the rows that have this length keep what comes of it.
     """
 
-    def __init__(self, request: Request) -> None:
-        assert request.processors is not None
-        self._request = request
-        self._processors: Any = request.processors
-        count = len(request.prompts)
+    def __init__(self, call: GenerateCall) -> None:
+        assert call.processors is not None
+        self._call = call
+        self._processors: Any = call.processors
+        count = len(call.prompts)
         self._completions = [Completion() for _ in range(count)]
         # Of each row's last step, until it is known how many tokens it gave: scores, logits, tokens before it.
         self._pending: dict[int, tuple[Tensor, Tensor, int]] = {}
@@ -205,20 +205,20 @@ class _ProcessedChoice:
         scores = self._process(rows, logits, drafts.tolist())
         for i, row in enumerate(rows):
             self._pending[row] = scores[i], logits[i], len(self._completions[row].token_ids)
-        if not self._request.config.do_sample:
+        if not self._call.config.do_sample:
             return scores.argmax(dim=-1)
         return (scores + self._noise(rows, scores)).argmax(dim=-1)
 
     def _process(self, rows: list[int], logits: Tensor, drafts: list[list[int]]) -> Tensor:
         """Scores of `rows`, from their logits `[len(rows), n, vocab_size]`."""
-        prompts, n = self._request.input_ids, logits.shape[1]
+        prompts, n = self._call.input_ids, logits.shape[1]
         texts = [list(completion.token_ids) for completion in self._completions]
         lengths = [len(text) for text in texts]
         for row, guesses in zip(rows, drafts, strict=True):
             texts[row] += guesses
         scores, every = logits.clone(), logits.new_zeros(len(texts), logits.shape[2])
         for length in sorted({lengths[row] + j for row in rows for j in range(n)}):
-            same_length = [[*text, *[self._request.pad_id] * length][:length] for text in texts]
+            same_length = [[*text, *[self._call.pad_id] * length][:length] for text in texts]
             generated = torch.tensor(same_length, dtype=prompts.dtype, device=prompts.device)
             ids = torch.cat([prompts, generated.view(len(texts), length)], dim=1)
             mine = [(i, row) for i, row in enumerate(rows) if 0 <= length - lengths[row] < n]
@@ -233,15 +233,15 @@ class _ProcessedChoice:
 
     def _noise(self, rows: list[int], scores: Tensor) -> Tensor:
         """What the compiled step would add: the tokens do not depend on where they are chosen."""
-        device, request = scores.device, self._request
-        seeds = torch.tensor([[request.sampling[row].seed] for row in rows], device=device)
-        starts = [len(request.prompts[row]) + len(self._completions[row].token_ids) for row in rows]
+        device, call = scores.device, self._call
+        seeds = torch.tensor([[call.sampling[row].seed] for row in rows], device=device)
+        starts = [len(call.prompts[row]) + len(self._completions[row].token_ids) for row in rows]
         position = torch.tensor(starts, device=device)[:, None] + torch.arange(scores.shape[1], device=device)
         return gumbel_noise(seeds, position, scores.shape[2])
 
     def _flush(self, row: int) -> None:
         """Keep the scores of the tokens that the row's last step emitted."""
-        config = self._request.config
+        config = self._call.config
         pending = self._pending.pop(row, None)
         if pending is None or not (config.output_scores or config.output_logits):
             return

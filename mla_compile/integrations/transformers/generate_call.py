@@ -37,12 +37,12 @@ _COMPILED = (
 
 
 @dataclass
-class Request:
+class GenerateCall:
     """One call of `generate`.
 
     input_ids: int64 `[rows, width]`, padded on the left. prompts: the same without padding.
     stop_ids: end-of-sequence ids. pad_id: what stands after a row's end.
-    sampling: per row. In a request that `processors` treat it only shapes the drafts.
+    sampling: per row. In a call that `processors` treat it only shapes the drafts.
     processors: what must see the logits on the host; None where the compiled step chooses the tokens.
     criteria: stopping criteria beyond the length and the end-of-sequence ids.
     """
@@ -72,7 +72,7 @@ class Request:
         config: GenerationConfig,
         streamer: "BaseStreamer | None",
         model_kwargs: dict[str, Any],
-    ) -> "Request":
+    ) -> "GenerateCall":
         """From what `generate` has prepared. Raises `MLAError` for what we cannot do, before anything runs."""
         _check_config(config)
         _check_model_kwargs(model_kwargs)
