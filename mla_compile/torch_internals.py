@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._logging._internal import trace_structured
+from torch._subclasses import FakeTensor
 
 
 def statically_known_true(condition: Any) -> bool:
@@ -55,7 +56,7 @@ def on_real_tensors() -> Iterator[None]:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for one while compiling: it has a shape, a dtype and a device, no values."""
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    return isinstance(tensor, FakeTensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

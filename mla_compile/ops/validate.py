@@ -35,7 +35,7 @@ class Sizes:
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
         self._sizes: dict[str, int] = {}
-        self._meaning: dict[str, str] = {}  # for messages
+        self._first: dict[str, str] = {}  # the argument that a name was met in first
 
     def floats(self, *, like: Tensor | None = None, **tensors: tuple[Tensor, str]) -> None:
         """Check float tensors. The first one, which is on the device of `like`, sets dtype and device for all."""
@@ -79,19 +79,21 @@ class Sizes:
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
             if word not in sizes:
-                sizes[word], self._meaning[word] = self._computed(word) or (size, f"{word} of {argument}")
+                computed = None if word.isidentifier() else self._computed(word)
+                if computed is None:
+                    self._first[word] = argument
+                sizes[word] = size if computed is None else computed
             elif size is sizes[word]:
                 continue
             if statically_known_true(size != sizes[word]) and not (
                 or_1 and not statically_known_true(size != 1)
             ):
-                wanted = f"size {sizes[word]} ({self._meaning[word]}){' or 1' if or_1 else ''}"
+                meaning = f"{word} of {self._first[word]}" if word in self._first else word
+                wanted = f"size {sizes[word]} ({meaning}){' or 1' if or_1 else ''}"
                 raise MLAError(name, f"{wanted} in dimension {dim}", list(shape))
 
-    def _computed(self, word: str) -> tuple[int, str] | None:
+    def _computed(self, word: str) -> int | None:
         """The value of a sum of products of names and numbers; None where a name among them has no size yet."""
-        if word.isidentifier():
-            return None
         total = 0
         for factors in _terms(word):
             product = 1
@@ -100,7 +102,7 @@ class Sizes:
                     return None
                 product *= int(factor) if factor.isdigit() else self._sizes[factor]
             total += product
-        return total, word
+        return total
 
     def rows(self, table: Tensor, *, like: Tensor, **lens: Tensor | None) -> None:
         """Check the rows' lengths, int32 `[rows]` or None, and their block table, int32 `[rows, max_pages]`."""
