@@ -29,6 +29,7 @@ def lines_of(captured: pytest.CaptureFixture[str]) -> list[str]:
     return captured.readouterr().out.splitlines()
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("own_module")
 def test_own_module_equals_eager_on_every_kind_of_batch(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -43,7 +44,7 @@ def test_the_readmes_own_module_makes_three_graphs(
 ) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    # What Inductor makes of such a module is the example's test.
+    # What Inductor makes of such a module is the matter of `test_backend.py`.
     monkeypatch.setattr(
         backend, "lower_with_inductor", lambda gm, inputs, _: lookup_backend("aot_eager")(gm, inputs)
     )
