@@ -42,7 +42,10 @@ def check(**compile_kwargs: object) -> None:
     torch.testing.assert_close(compiled.kv_cache, eager.kv_cache)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(
+    "mode",
+    ["default", "reduce-overhead", pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.slow)],
+)
 def test_a_users_module_compiles_without_a_graph_break_in_mode(mode: str) -> None:
     check(mode=mode)
 

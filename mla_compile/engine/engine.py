@@ -72,9 +72,8 @@ class Engine:
             )
         self.config = (config or EngineConfig(**settings)).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
-        k = self.config.num_speculative_tokens
-        adapts = self.config.adaptive_draft_length
-        self.draft_length: DraftLength = AdaptiveLength(k) if adapts else FixedLength(k)
+        policy = AdaptiveLength if self.config.adaptive_draft_length else FixedLength
+        self.draft_length: DraftLength = policy(self.config.num_speculative_tokens)
         self.report_lag = int(self.device.type == "cuda")
         self._calls = EngineCalls(self.abort, self.leave, self.turn)
         self._intake = Intake(model, self.config, tokenizer, self._calls)
@@ -379,7 +378,8 @@ class Engine:
             state = self._launcher.rows.state
             assert state is not None
             self._begin_anew()
-            return self._launcher.step(Variant.of(sampling), config.num_speculative_tokens), state
+            variant = Variant.of([request.params for request in requests])
+            return self._launcher.step(variant, config.num_speculative_tokens), state
 
     def _take_on(self, request: Request) -> None:
         with self._turn:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile import Grammar, SamplingParams, decode_segment, load_model, prefill_segment
+from mla_compile import Engine, Grammar, SamplingParams, decode_segment, load_model, prefill_segment
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.explanation.inspect import inspect_forward
 from mla_compile.integrations.transformers import accelerate
@@ -71,8 +71,12 @@ MIXED = [SamplingParams(temperature=1.0, frequency_penalty=0.5, logprobs=2), Sam
 GRAMMAR = Grammar.from_regex(REGEX, SMALL)
 
 
+def served(**settings: object) -> Engine:
+    return engine(2, copy.deepcopy(MODEL), **settings)
+
+
 def mixed(**settings: object) -> object:
-    return engine(**settings).generate(PROMPTS, MIXED, max_new_tokens=6)
+    return served(**settings).generate(PROMPTS, MIXED, max_new_tokens=6)
 
 
 def accelerated(family: str, drafts: int = 0, **kwargs: object) -> object:
@@ -82,15 +86,16 @@ def accelerated(family: str, drafts: int = 0, **kwargs: object) -> object:
     return out.tolist() if isinstance(out, torch.Tensor) else out.sequences.tolist()
 
 
+MODEL = one_layer_model()
 STOCK = {family: stock_model(family) for family in ("deepseek_v2", "kimi_linear")}
 USES: dict[str, Callable[[], object]] = {
     "drafts": mixed,
     "look-ups": lambda: mixed(drafter="ngram"),
     "adaptive": lambda: mixed(adaptive_draft_length=True),
     "checked": lambda: mixed(shadow_check_every=1),
-    "warm_up": lambda: str(engine().warm_up().why_not),
-    "grammar": lambda: engine().generate(PROMPTS, max_new_tokens=6, stop_ids=[0], grammars=GRAMMAR),
-    "choose": lambda: [*engine().stream(PROMPTS, max_new_tokens=6, choose=lambda x, *_: x.argmax(-1))][-1],
+    "warm_up": lambda: str(served().warm_up().why_not),
+    "grammar": lambda: served().generate(PROMPTS, max_new_tokens=6, stop_ids=[0], grammars=GRAMMAR),
+    "choose": lambda: [*served().stream(PROMPTS, max_new_tokens=6, choose=lambda x, *_: x.argmax(-1))][-1],
     "generate": lambda: mla_compile.generate(["In"], max_new_tokens=3, compile=False)[0].text,
     "load_model": lambda: load_model(SHIPPED_MODEL).rotary.inv_freq.tolist(),
     "accelerate": lambda: accelerated("deepseek_v2", 2, do_sample=False),
@@ -100,7 +105,7 @@ USES: dict[str, Callable[[], object]] = {
     "recurrent": lambda: accelerated("kimi_linear", do_sample=False),
     "decode_segment": lambda: decode_segment(LENS, TABLE, q_len=2, page_size=4)[1].tolist(),
     "prefill_segment": lambda: prefill_segment([3, 2], [0, 1], TABLE, page_size=4)[1].tolist(),
-    "inspect": lambda: len(str(inspect_forward(one_layer_model(), rows=2, prefill_tokens=3))) > 0,
+    "inspect": lambda: len(str(inspect_forward(copy.deepcopy(MODEL), rows=2, prefill_tokens=3))) > 0,
 }
 
 

@@ -26,6 +26,7 @@ def lines_of(captured: pytest.CaptureFixture[str]) -> list[str]:
     return captured.readouterr().out.splitlines()
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("own_module")
 def test_own_module_equals_eager_on_every_kind_of_batch(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
