@@ -11,12 +11,12 @@ from mla_compile.models.architecture import MODEL_TYPES, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.files import first_line, read_object
 from mla_compile.models.names import (
+    destinations,
     is_past_trunk,
     layers_of,
     layers_past_trunk,
     num_separate_experts,
     shared_copies,
-    slots,
 )
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
@@ -71,11 +71,11 @@ def load_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
-    for name, slot in slots(model, files.entries).items():
+    for name, destination in destinations(model, files.entries).items():
         tensor = files.read(name).to(device)
         if block is not None and files.entries[name].dtype == _FLOAT8:
             tensor = fp8.dequantize(tensor, files.read(name + fp8.SCALE_SUFFIX).to(device), block)
-        slot.copy_(tensor)
+        destination.copy_(tensor)
     return model.eval()
 
 
@@ -173,7 +173,9 @@ def _check(
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
-    required = {name: tuple(slot.shape) for name, slot in slots(model, files.entries).items()}
+    required = {
+        name: tuple(destination.shape) for name, destination in destinations(model, files.entries).items()
+    }
     quantized = [
         name
         for name, shape in required.items()

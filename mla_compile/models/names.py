@@ -10,7 +10,7 @@ from mla_compile.models.deepseek import MLAForCausalLM
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
-def slots(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str, Tensor]:
+def destinations(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str, Tensor]:
     """Where the tensors of a checkpoint go: each name, with the parameter or the part of one that it fills.
 
     checkpoint: the names that it holds. Experts are published one by one (`mlp.experts.3.gate_proj.weight`); where
@@ -56,7 +56,7 @@ def shared_copies(model: MLAForCausalLM) -> dict[str, tuple[int, ...]]:
 
 
 def num_separate_experts(model: MLAForCausalLM, checkpoint: Container[str]) -> int:
-    """How many experts `slots` names one by one, all layers together."""
+    """How many experts `destinations` names one by one, all layers together."""
     num_layers = model.arch.num_layers
     stacks = [
         (hugging_face_name(ours, num_layers), tensor.shape[0])

@@ -40,7 +40,7 @@ def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tenso
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         kv_c=(kv_c, "tokens, kv_lora_rank"),
         k_pe=(k_pe, "tokens, qk_rope_head_dim"),

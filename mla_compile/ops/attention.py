@@ -42,7 +42,7 @@ def _attention(
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
         q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),

@@ -71,7 +71,7 @@ def mla_decode(
         MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
             Lengths are checked where they are on the CPU.
     """
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         q_latent=(q_latent, "tokens, heads, kv_lora_rank"),
         q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),

@@ -53,7 +53,7 @@ def mla_decode_metadata(
     """
     validate.whole_number("q_len", q_len, 1)
     validate.whole_number("page_size", page_size, 1)
-    validate.Sizes().rows(block_table, like=num_cached, num_cached=num_cached, q_lens=q_lens)
+    validate.Layouts().rows(block_table, like=num_cached, num_cached=num_cached, q_lens=q_lens)
     rows = num_cached.shape[0]
     slots, positions = (empty(num_cached, (rows * q_len,), torch.int64) for _ in range(2))
     return empty(num_cached, (rows,)), empty(num_cached, (rows,)), slots, positions

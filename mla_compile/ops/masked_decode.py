@@ -69,7 +69,7 @@ def mla_masked_decode(
     Raises:
         MLAError: an argument that is not so, named.
     """
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         q_latent=(q_latent, "rows, heads, q_len, kv_lora_rank"),
         q_pe=(q_pe, "rows, heads, q_len, qk_rope_head_dim"),

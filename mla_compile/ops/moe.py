@@ -53,7 +53,7 @@ def _experts(
     q_len: int = 1,
 ) -> Tensor:
     """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`."""
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         x=(x, "tokens, hidden"),
         w_down=(w_down, "experts, hidden, intermediate"),

@@ -65,7 +65,7 @@ def mla_norm_rope_append(
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         kv_a=(kv_a, "tokens, kv_lora_rank + qk_rope_head_dim"),
         weight=(weight, "kv_lora_rank"),

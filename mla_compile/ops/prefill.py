@@ -80,7 +80,7 @@ def mla_prefill(
     Raises:
         MLAError: an argument that is not so, named. Lengths are checked where they are on the CPU.
     """
-    sizes = validate.Sizes()
+    sizes = validate.Layouts()
     sizes.floats(
         q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
         q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),

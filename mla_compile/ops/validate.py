@@ -26,7 +26,7 @@ PAGED = "num_pages, page_size, kv_lora_rank + qk_rope_head_dim"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Sizes:
+class Layouts:
     """The sizes of a call by name, as the arguments that were checked so far have them.
 
     prefix: comes before the names of arguments in messages.
@@ -183,7 +183,7 @@ def row_lengths(
     name: str, lens: Sequence[int], num_cached: Sequence[int], table: Tensor, page_size: int
 ) -> None:
     """Each row of a table has one token or more, `lens`, which is the argument `name`, and room for them."""
-    Sizes().table(table)
+    Layouts().table(table)
     whole_number("page_size", page_size, 1)
     rows, max_pages = table.shape
     list_of(int, name, lens, rows)
@@ -228,7 +228,7 @@ def _differs(size: int, expected: int) -> bool:
 
 
 def prefill_rows(
-    sizes: Sizes, cu_seqlens_q: Tensor, seq_lens: Tensor, table: Tensor, host_lens: Tensor, like: Tensor
+    sizes: Layouts, cu_seqlens_q: Tensor, seq_lens: Tensor, table: Tensor, host_lens: Tensor, like: Tensor
 ) -> None:
     sizes.rows(table, like=like, seq_lens=seq_lens)
     sizes.check("cu_seqlens_q", cu_seqlens_q, "rows + 1", dtype=torch.int32, like=like)
@@ -309,7 +309,7 @@ def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
     """The batch is one of as many tokens as `q_nope` has, and its rows fit the cache and each other."""
     if not isinstance(batch, MLABatch):
         raise MLAError("batch", "an MLABatch", type(batch).__name__)
-    Sizes().floats(
+    Layouts().floats(
         q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"), kv_cache=(kv_cache, "num_pages, page_size, width")
     )
     page_size(batch.page_size, kv_cache)
@@ -327,7 +327,7 @@ def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
 
 
 def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> None:
-    sizes = Sizes(prefix)
+    sizes = Layouts(prefix)
     sizes.rows(decode.block_table, like=kv_cache, seq_lens=decode.seq_lens, q_lens=decode.q_lens)
     lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
     query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
@@ -341,7 +341,7 @@ def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> Non
 
 
 def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
-    sizes = Sizes(prefix)
+    sizes = Layouts(prefix)
     cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
     prefill_rows(sizes, cu_seqlens_q, seq_lens, table, prefill.host_lens, kv_cache)
     lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)

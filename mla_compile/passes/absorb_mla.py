@@ -28,9 +28,9 @@ from mla_compile.passes.absorption import form
 from mla_compile.passes.absorption.checks import cost_sizes, refusal, superseded
 from mla_compile.passes.absorption.form import Reader
 from mla_compile.passes.absorption.match import Match
+from mla_compile.passes.absorption.operands import Operands, operands_of
 from mla_compile.passes.absorption.pattern import find
 from mla_compile.passes.absorption.products import SUMMED
-from mla_compile.passes.absorption.readers import Readers, readers
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import argument, tensor_of
 from mla_compile.passes.provenance import where
@@ -49,7 +49,7 @@ def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.Gra
 
 def _absorb(match: Match) -> str | None:
     """Rewrite one attention; else the reason why its tensors cannot be read as they lie."""
-    read = readers(match)
+    read = operands_of(match)
     if read is None:
         return "the weight or the latents are laid out in a way that slices and `unflatten` cannot undo"
     old, query = superseded(match), match.keys.query.node
@@ -83,7 +83,7 @@ def _replace(
     node.replace_all_uses_with(inline(node, call, (sources, *others)))
 
 
-def _emit_fused(match: Match, read: Readers) -> None:
+def _emit_fused(match: Match, read: Operands) -> None:
     node = match.node
 
     def emit(values: Sequence[Any], mask: Any) -> Any:
@@ -98,7 +98,7 @@ def _emit_fused(match: Match, read: Readers) -> None:
     _replace(node, emit, [*scores, read.kv_c, read.w_uv], argument(node, 3, "attn_mask"))
 
 
-def _flat(read: Readers) -> list[Reader | None]:
+def _flat(read: Operands) -> list[Reader | None]:
     return [r for part in read.scores for r in (part.query, part.w_uk, part.keys)]
 
 
@@ -111,7 +111,7 @@ def _scale(match: Match) -> float:
     return float(match.keys.sizes[SUMMED] ** -0.5 if scale is None else scale)
 
 
-def _emit_products(match: Match, read: Readers) -> None:
+def _emit_products(match: Match, read: Operands) -> None:
     keys, values = match.keys, match.values
 
     def scores(read_values: Sequence[Any]) -> Any:

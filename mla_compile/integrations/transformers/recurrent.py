@@ -14,9 +14,9 @@ Run = Callable[[Tensor, Tensor, MLABatch], Tensor]
 
 
 class RecurrentStates:
-    """States of the `linear` layers of a cache, each `[slots, ...]`, convolution's and recurrence's.
+    """States of the `linear` layers of a cache, each `[places, ...]`, convolution's and recurrence's.
 
-    A row's slot follows from its first page, since an engine gives each row a block of pages; slot 0 is that of the
+    A row's place follows from its first page, since an engine gives each row a block of pages; place 0 is that of the
     dummy page, which padding rows share. Around a forward the rows' states are copied to the layers and back.
     """
 
@@ -48,15 +48,15 @@ class RecurrentStates:
         return torch.cat([before, hidden])
 
     def _decode(self, run: Run, token_ids: Tensor, positions: Tensor, segment: DecodeSegment) -> Tensor:
-        slots = _slots(segment.block_table)
-        self._load(slots)
+        places = _places(segment.block_table)
+        self._load(places)
         hidden = run(token_ids[:, None], positions[:, None], MLABatch(decode=segment))[:, 0]
-        self._store(slots)
+        self._store(places)
         return hidden
 
     def _prefill(self, run: Run, token_ids: Tensor, positions: Tensor, segment: PrefillSegment) -> Tensor:
         hidden, start = [], 0
-        slots = _slots(segment.block_table)
+        places = _places(segment.block_table)
         for row, (q_len, seq_len) in enumerate(segment.host_lens.tolist()):
             tokens, one = slice(start, start + q_len), slice(row, row + 1)
             part = PrefillSegment(
@@ -70,10 +70,10 @@ class RecurrentStates:
             if seq_len == q_len:
                 self._clear()
             else:
-                self._load(slots[one])
+                self._load(places[one])
             hidden.append(run(token_ids[None, tokens], positions[None, tokens], MLABatch(prefill=part))[0])
             self._make_pools(segment.block_table.shape[1])
-            self._store(slots[one])
+            self._store(places[one])
             start += q_len
         return torch.cat(hidden)
 
@@ -92,20 +92,20 @@ class RecurrentStates:
         for layer in self._layers:
             layer.__init__()  # as transformers makes it for a new text
 
-    def _load(self, slots: Tensor) -> None:
+    def _load(self, places: Tensor) -> None:
         for layer, (conv, recurrent) in zip(self._layers, self._pools, strict=True):
-            layer.conv_states[0], layer.recurrent_states[0] = conv[slots], recurrent[slots]
+            layer.conv_states[0], layer.recurrent_states[0] = conv[places], recurrent[places]
             layer.has_previous_state[0] = True
 
-    def _store(self, slots: Tensor) -> None:
+    def _store(self, places: Tensor) -> None:
         for layer, (conv, recurrent) in zip(self._layers, self._pools, strict=True):
-            conv.index_copy_(0, slots, layer.conv_states[0])
-            recurrent.index_copy_(0, slots, layer.recurrent_states[0])
+            conv.index_copy_(0, places, layer.conv_states[0])
+            recurrent.index_copy_(0, places, layer.recurrent_states[0])
             # Tensors left there would become outputs of the graph.
             layer.conv_states[0] = layer.recurrent_states[0] = None
 
 
-def _slots(block_table: Tensor) -> Tensor:
+def _places(block_table: Tensor) -> Tensor:
     """int64 `[rows]`: rows own blocks of as many pages as the table is wide, from page 1 on."""
     width = block_table.shape[1]
     return ((block_table[:, 0] + (width - 1)) // width).long()

@@ -100,8 +100,8 @@ def superseded(match: Match) -> set[fx.Node]:
     def is_dead(node: fx.Node) -> bool:
         if node in writes:
             return _filled_by(node) in doomed
-        readers = [user for user in node.users if node not in filled or not only_writes(user)]
-        return bool(readers) and all(reader in doomed or reader in unused for reader in readers)
+        rest = [user for user in node.users if node not in filled or not only_writes(user)]
+        return bool(rest) and all(user in doomed or user in unused for user in rest)
 
     while found := {node for node in passed - doomed if is_dead(node)}:
         doomed |= found

@@ -37,7 +37,7 @@ class Reader:
         return x
 
 
-def reader(view: View, sizes: Sizes, term: str | None = None) -> Reader | None:
+def reader_of(view: View, sizes: Sizes, term: str | None = None) -> Reader | None:
     """Read a view with its dimensions in the order of `term`, by default that of the alphabet.
 
     A letter that the view does not depend on has size 1. None where slicing and `unflatten` cannot do it.

@@ -90,8 +90,8 @@ def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Steps]]] | None:
     found.sort(key=lambda part: part[0])
     widths = [tensor_of(source).shape[-1] for _, source, _ in found]
     tiled = [start for start, _, _ in found] == [sum(widths[:i]) for i in range(len(widths))]
-    readers = [user for user in buffer.users if user not in written]
-    in_time = all(write < reader for write in written for reader in readers)
+    later = [user for user in buffer.users if user not in written]
+    in_time = all(write < user for write in written for user in later)
     if not found or not tiled or sum(widths) != shape[-1] or not in_time:
         return None
     return last, [(source, path) for _, source, path in found]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_compile.passes.absorption.checks import first_write
-from mla_compile.passes.absorption.form import Reader, Step, reader
+from mla_compile.passes.absorption.form import Reader, Step, reader_of
 from mla_compile.passes.absorption.index_map import Sizes, same
 from mla_compile.passes.absorption.joins import joined_parts
 from mla_compile.passes.absorption.match import RANK, Expansion, Match, Part
@@ -27,7 +27,7 @@ class Summand:
 
 
 @dataclass(frozen=True)
-class Readers:
+class Operands:
     """The summands of the scores, and what the weights meet afterwards."""
 
     scores: tuple[Summand, ...]
@@ -35,7 +35,7 @@ class Readers:
     w_uv: Reader
 
 
-def readers(match: Match) -> Readers | None:
+def operands_of(match: Match) -> Operands | None:
     """None where slicing and `unflatten` cannot bring a tensor into shape.
 
     For a fused attention the dimensions are those of `form.fused_attention`; for products spelled out, the
@@ -46,7 +46,7 @@ def readers(match: Match) -> Readers | None:
 
     def read(view: View, sizes: Sizes, term: str) -> Reader | None:
         wanted = term if match.fused else None
-        return reader(view, sizes, wanted) or reader(trace(view, sizes), sizes, wanted)
+        return reader_of(view, sizes, wanted) or reader_of(trace(view, sizes), sizes, wanted)
 
     expansion = values.expansion
     of_values = {**values.sizes, RANK: expansion.rank}
@@ -68,7 +68,7 @@ def readers(match: Match) -> Readers | None:
             return None
         both = match.fused and w_uk is not None and _same_elements(met, sizes, kv_c, of_values)
         scores.append(Summand(_query(match, part), w_uk, met, both))
-    return Readers(tuple(scores), kv_c, w_uv)
+    return Operands(tuple(scores), kv_c, w_uv)
 
 
 def _same_elements(reader: Reader, sizes: Sizes, other: Reader, other_sizes: Sizes) -> bool:
