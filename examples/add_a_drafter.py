@@ -4,8 +4,8 @@ A drafter is a class with two methods that are part of the compiled step, so the
 host. What it keeps from step to step stands in tensors, here in none. Whatever it drafts, the tokens stay the same: a
 good drafter only makes fewer steps of them.
 
-To add one to the library, three files change: the class and its row go to `mla_compile/speculate/drafter.py`, its name
-to `mla_compile/defaults.py` (for the command's `--drafter`), and a test of its drafts.
+To add one to the library, the class and its row go to `mla_compile/speculate/drafter.py`, its name to
+`mla_compile/defaults.py` (for the command's `--drafter`), and a test of its drafts is written.
 
     python examples/add_a_drafter.py [--no-compile]
 """

@@ -72,7 +72,7 @@ def generate(
         int, Option(metavar="N", min=1, help="Tokens per completion at most.")
     ] = DEFAULT_MAX_TOKENS,
     temperature: Annotated[
-        float, Option(metavar="T", help="0 is greedy; the next four apply above 0.")
+        float, Option(metavar="T", help="0 is greedy; top-k, top-p, min-p and seed apply above 0.")
     ] = 0.0,
     top_k: Annotated[int, Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0,
     top_p: Annotated[

@@ -5,6 +5,7 @@ step, and requests move between them. All writes are ops on the stream of the st
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields
 from itertools import chain
 
 import torch
@@ -14,15 +15,14 @@ from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Grant, Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.ops.segments import copied_to
+from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState, row_drafts
 
 FEW = 4
 """A state is left for a smaller one where no more than one row in so many is used: moving costs copies."""
 
-_PARAMETERS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+_PARAMETERS = [field.name for field in fields(SamplingParams) if field.type is float]
+"""Each is a tensor of the state, `[rows]`, and comes in one copy with the others."""
 
 
 class Rows:

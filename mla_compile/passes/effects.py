@@ -1,5 +1,6 @@
 """What a node of a Dynamo graph writes to, and which nodes share memory."""
 
+import inspect
 import operator
 from collections.abc import Iterable, Set
 
@@ -48,8 +49,16 @@ def mutates(node: fx.Node) -> bool:
         return node.target in _OPERATORS_IN_PLACE
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    flagged = any(value is True for value in (node.kwargs.get("inplace"), *node.args[1:]))
-    return called and (in_place or flagged or "out" in node.kwargs)
+    return called and (in_place or _is_told_to_write(node) or "out" in node.kwargs)
+
+
+def _is_told_to_write(node: fx.Node) -> bool:
+    """Whether an argument `inplace` is True. Functions of torch in C++, and methods, have none."""
+    if not inspect.isfunction(node.target):
+        return False
+    names = list(inspect.signature(node.target).parameters)
+    place = names.index("inplace") if "inplace" in names else len(node.args)
+    return bool([*node.args[place : place + 1], node.kwargs.get("inplace")][0])
 
 
 def may_write(node: fx.Node) -> list[fx.Node]:

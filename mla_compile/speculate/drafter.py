@@ -28,8 +28,10 @@ from mla_compile.speculate.target import Target
 class Verified:
     """What came of a verification, before the state moves on.
 
-    targets: the target's tokens, int64 `[rows, k + 1]`; they take the positions after the state's `num_cached`.
-    accepted: how many drafts were, int32 `[rows]`.
+    targets: the target's tokens, int64 `[rows, k + 1]`, 0 where there is none; they take the positions after the
+        state's `num_cached`.
+    accepted: how many drafts a row emits, int32 `[rows]`: those that were accepted, as far as stop ids and its length
+        let them.
     count: how many of them a row emits, int32 `[rows]`; 0 for an inactive row.
     hidden: the trunk's hidden states at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
     num_cached: the state's from now on, int32 `[rows]`.

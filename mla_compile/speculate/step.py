@@ -86,7 +86,7 @@ class SpeculativeDecoder(nn.Module):
     ) -> None:
         super().__init__()
         check_num_drafts(num_speculative_tokens)
-        kind = select_drafter(drafter, has_mtp=True)
+        kind = select_drafter(drafter, has_mtp=True)  # whoever serves the model has asked what it has
         self.model = model
         self.k = num_speculative_tokens
         self.page_size = page_size

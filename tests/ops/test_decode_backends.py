@@ -22,7 +22,9 @@ from mla_compile.ops.backends import (
 from tests.cases import make_case
 from tests.kernel_cases import check_decode, decode_case
 
-FLASHINFER, GLUON, TRITON, REFERENCE = DECODE_BACKENDS
+BY_NAME = {backend.name: backend for backend in DECODE_BACKENDS}
+FLASHINFER, GLUON, TRITON = (BY_NAME[name] for name in ("flashinfer", "gluon", "triton"))
+REFERENCE = DECODE_BACKENDS[-1]
 
 GLM = DecodeCall(
     device_type="cuda",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
 from tests.ops.conformance import DecodeConformance, Subject
 
@@ -25,7 +25,7 @@ def as_many_in_every_row(*args: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SUBJECTS = [
-    REFERENCE,
+    *(backend for backend in DECODE_BACKENDS if backend.why_not(DecodeCall("cpu")) is None),
     replace(
         REFERENCE,
         name="single",

@@ -204,6 +204,22 @@ def test_it_stops_at_a_higher_order_operator_and_at_a_module_call() -> None:
     assert mutates(graph.call_function(torch.ops.higher_order.cond, (x,)))
 
 
+@pytest.mark.parametrize(
+    ("function", "writes"),
+    [
+        (lambda x: F.relu(x, True), True),
+        (lambda x: F.dropout(x, 0.1, False, True), True),
+        (lambda x: F.silu(x, inplace=True), True),
+        (lambda x: F.silu(x, False), False),
+        (lambda x: x.pow(2).mean(-1, True), False),
+        (lambda x: torch.topk(x, 2, -1, True, True)[0], False),
+    ],
+)
+def test_a_true_that_is_not_inplace_is_no_write(function: Callable[[Tensor], Tensor], writes: bool) -> None:
+    gm, _ = capture_graph(function, (torch.randn(3, 4),), {})
+    assert any(mutates(node) for node in gm.graph.nodes) == writes
+
+
 def test_it_does_not_leave_an_autocast_region() -> None:
     def function(x: Tensor, ids: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.speculate.drafter import ANY_MODEL, DrafterKind, known_drafter
+from mla_compile.speculate.drafter import DrafterKind, known_drafter
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -69,7 +69,7 @@ def accelerate(
     kind = known_drafter(drafter)
     reads_mtp = num_speculative_tokens > 0 and (kind is None or kind.needs_mtp)
     if mtp is not None and not reads_mtp:
-        expected = f"None where num_speculative_tokens is 0 or drafter is {ANY_MODEL!r}"
+        expected = "None where num_speculative_tokens is 0 or the drafter runs no MTP layer"
         raise MLAError("mtp", expected, type(mtp).__name__)
     layer = None
     if reads_mtp:
