@@ -61,7 +61,7 @@ WARM_UP, STEPS = 20, 100
 
 
 def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
-    """Median host time of a step's `plan` and `update`, all rows decoding, two tokens each."""
+    """Median host time of a step's `plan` and `update`, in which requests take in two tokens each; all rows decode."""
     pool = PagePool(1 + rows * 64, 16, lookahead=True, keeps_prefixes=True)
     scheduler = Scheduler(pool, num_speculative_tokens=k, max_rows=rows, max_tokens_per_step=rows * (2 + k))
     for i in range(rows):
