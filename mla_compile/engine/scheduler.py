@@ -217,10 +217,11 @@ class Scheduler:
         """prompt_end: where the chunk ended that the report is of; None for a step's."""
         if prompt_end is None:
             request.num_cached -= self.q_len - len(report.tokens)
-        request.take(report, is_step=prompt_end is None)
-        # Not before a token was chosen behind them: finite logits vouch for all latents that they were made of.
+        # Not before a token was chosen behind them: finite logits vouch for all latents that they were made of. But
+        # without that token: the MTP layer has read it only if the row goes on.
         if prompt_end is not None and report.error is None:
             self._commit(request, prompt_end)
+        request.take(report, is_step=prompt_end is None)
         if request.has_ended:
             # Its last tokens are not registered: the MTP layer does not run for a row that has ended.
             self._stop(request)

@@ -32,6 +32,15 @@ def test_prompts_in_chunks_leave_the_tokens_and_the_drafts_of_whole_prompts(k: i
     assert chunked.generate(PROMPTS, max_new_tokens=20) == whole
 
 
+def test_a_page_whose_drafters_latents_are_not_final_is_not_shared() -> None:
+    """A row that ends with its first token has none of the MTP layer's that were made of this token."""
+    of, prompt = engine(3), PROMPTS[0][:4]  # a page
+    (first,) = of.generate([prompt], max_new_tokens=1)
+    text = [*prompt, *first.token_ids, 11]
+    assert of.generate([text], max_new_tokens=12) == engine(3).generate([text], max_new_tokens=12)
+    assert of.stats.num_reused_tokens == 0
+
+
 def test_more_prompts_than_rows_wait_for_their_turn() -> None:
     assert tokens(engine(max_rows=2)) == tokens(engine())
 
