@@ -116,7 +116,7 @@ class PagePool:
         """
         if not self.keeps_prefixes:
             return
-        full = min(num_cached, len(token_ids) - self.lookahead) // self.page_size
+        full = max(0, min(num_cached, len(token_ids) - self.lookahead)) // self.page_size
         if full > len(pages):
             raise MLAError("pages", f"at least {full} for {num_cached} cached tokens", len(pages))
         first = full

@@ -21,6 +21,13 @@ def held(of: PagePool, token_ids: list[int]) -> list[int]:
     return pages
 
 
+def test_a_text_shorter_than_what_its_first_page_depends_on_registers_nothing() -> None:
+    of = PagePool(9, 2, lookahead=5)
+    pages = of.allocate(1)
+    of.commit(pages, [1, 2, 3], 2)
+    assert not of.is_registered(pages[0])
+
+
 def test_it_allocates_all_or_nothing_and_never_the_dummy_page() -> None:
     of = pool(5)
     assert of.allocate(5) is None
