@@ -356,8 +356,7 @@ class Engine:
         Args:
             prompts, max_new_tokens, sampling, stop_ids: see `stream`.
 
-        Raises:
-            MLAError: as `stream` does; requests are under way.
+        Raises `MLAError` as `stream` does, and while requests are under way.
         """
         with self._turn:
             self._check_idle("start")
@@ -365,19 +364,20 @@ class Engine:
             requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
             if not 1 <= len(requests) <= config.max_rows:
                 raise MLAError("prompts", f"1 to max_rows = {config.max_rows} of them", len(requests))
-            if len(requests) * config.pages_per_row >= config.num_pages:
-                raise MLAError(
-                    "num_pages", f"more than {len(requests) * config.pages_per_row}", config.num_pages
-                )
+            needed = len(requests) * config.pages_per_row
+            if needed >= config.num_pages:
+                raise MLAError("num_pages", f"more than {needed}", config.num_pages)
             plan, grants = Plan(admitted=requests), config.pages_per_row // config.pages_per_grant
             for i, request in enumerate(requests):
                 plan.grants.append(Grant(request, 0, [1 + i * grants + j for j in range(grants)]))
                 plan.chunks.append(Chunk(request, 0, len(request.prompt), is_last=True))
             self._begin_anew()
-            self._launcher.launch(plan, self.draft_length.choose)
-            state = self._launcher.rows.state
-            assert state is not None
-            self._begin_anew()
+            try:
+                self._launcher.launch(plan, self.draft_length.choose)
+                state = self._launcher.rows.state
+                assert state is not None
+            finally:
+                self._begin_anew()
             variant = Variant.of([request.params for request in requests])
             return self._launcher.step(variant, config.num_speculative_tokens), state
 

@@ -41,6 +41,19 @@ def test_a_page_whose_drafters_latents_are_not_final_is_not_shared() -> None:
     assert of.stats.num_reused_tokens == 0
 
 
+def test_a_start_that_fails_leaves_no_row_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = engine(max_rows=2)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(of.model, "forward", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            of.start(PROMPTS[:2], 4, [SamplingParams()] * 2, [])
+    assert tokens(of) == tokens(engine())
+
+
 def test_more_prompts_than_rows_wait_for_their_turn() -> None:
     assert tokens(engine(max_rows=2)) == tokens(engine())
 
