@@ -59,7 +59,9 @@ def main(max_new_tokens: int = 64, *, compile: bool = True) -> None:
     model, tokenizer = load_model(SHIPPED_MODEL), load_tokenizer(SHIPPED_MODEL)
     text = tokenizer(Path(torch.__file__).with_name("functional.py").read_text()[:200_000], verbose=False)
     prompt = tokenizer("def norm(x: Tensor) -> Tensor:\n")["input_ids"]
-    bigrams = DrafterKind("bigrams", lambda settings: Bigrams(settings, text["input_ids"], model.vocab_size))
+    bigrams = DrafterKind(
+        "bigrams", lambda settings: Bigrams(settings, text["input_ids"], model.vocab_size).to(model.device)
+    )
     completions = []
     for k in (0, 3):
         engine = Engine(

@@ -1,6 +1,6 @@
 """What an engine is set to: one frozen object that the engine, the command and integrations share."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 from mla_compile.backend import resolve_settings
@@ -138,8 +138,9 @@ class EngineConfig:
             expected = f"at least {1 + self.pages_per_row}, for one row of max_model_len = {self.max_model_len} tokens"
             raise MLAError("num_pages", expected, num_pages)
         default_tokens = max(DEFAULT_TOKENS_PER_STEP, self.max_rows * (1 + k) + 512)
+        settings = {field.name: getattr(given, field.name) for field in fields(EngineConfig)}
         return FittedConfig(
-            **vars(given)
+            **settings
             | {
                 # Where nothing drafts, nothing is asked of the model.
                 "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
@@ -177,6 +178,21 @@ class FittedConfig(EngineConfig):
     num_pages: int
     max_tokens_per_step: int
     pages_per_grant: int
+
+
+def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineConfig:
+    """What a caller has given: a config, or its keyword arguments.
+
+    Raises:
+        MLAError: both, or something else.
+    """
+    if config is None:
+        return EngineConfig(**settings)
+    if not isinstance(config, EngineConfig):
+        raise MLAError("config", "an EngineConfig or None", type(config).__name__)
+    if settings:
+        raise MLAError("config", "None beside other settings", ", ".join(settings), "use dataclasses.replace")
+    return config
 
 
 def _check_model(model: object) -> None:

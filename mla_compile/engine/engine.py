@@ -17,7 +17,7 @@ import torch
 from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean
+from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean, config_of
 from mla_compile.engine.draft_length import AdaptiveLength, DraftLength, FixedLength
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
@@ -66,11 +66,7 @@ class Engine:
         Raises:
             MLAError: a bad argument, named.
         """
-        if config is not None and settings:
-            raise MLAError(
-                "config", "None beside other settings", ", ".join(settings), "use dataclasses.replace"
-            )
-        self.config = (config or EngineConfig(**settings)).fitted_to(model)
+        self.config = config_of(config, settings).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         policy = AdaptiveLength if self.config.adaptive_draft_length else FixedLength
         self.draft_length: DraftLength = policy(self.config.num_speculative_tokens)
@@ -356,12 +352,15 @@ class Engine:
         Args:
             prompts, max_new_tokens, sampling, stop_ids: see `stream`.
 
-        Raises `MLAError` as `stream` does, and while requests are under way.
+        Raises:
+            MLAError: as `stream` does; requests are under way.
         """
         with self._turn:
             self._check_idle("start")
             config = self.config
             requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
+            if len(requests) != len(prompts):
+                raise MLAError("n", "1, as each prompt is a row", f"{len(requests)} rows")
             if not 1 <= len(requests) <= config.max_rows:
                 raise MLAError("prompts", f"1 to max_rows = {config.max_rows} of them", len(requests))
             needed = len(requests) * config.pages_per_row

@@ -222,11 +222,12 @@ class Scheduler:
         if prompt_end is not None and report.error is None:
             self._commit(request, prompt_end)
         request.take(report, is_step=prompt_end is None)
-        if request.has_ended:
-            # Its last tokens are not registered: the MTP layer does not run for a row that has ended.
-            self._stop(request)
-        elif (num_cached := request.num_tokens - 1) % self.pool.page_size < len(report.tokens):
+        num_cached = request.num_tokens - 1
+        # The MTP layer does not run for a row that the device has ended, so its last tokens are not registered.
+        if report.active and num_cached % self.pool.page_size < len(report.tokens):
             self._commit(request, num_cached)  # else no page has become full
+        if request.has_ended:
+            self._stop(request)
 
     def _commit(self, request: Request, num_cached: int) -> None:
         # One that does not run has lost its pages. One that runs has not lost any since, as it waits for reports.

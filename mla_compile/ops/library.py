@@ -139,9 +139,12 @@ def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P,
         if not torch.compiler.is_compiling():
             declaration(*args, **kwargs)
         # By position, as nodes of a graph have them. What is left over in kwargs, the op refuses.
-        result: R = op(
-            *args, *(kwargs.pop(name, *default) for name, default in parameters[len(args) :]), **kwargs
-        )
+        rest: list[object] = []
+        for name, default in parameters[len(args) :]:
+            if name not in kwargs and not default:
+                raise TypeError(f"{declaration.__name__}() misses the argument {name!r}")
+            rest.append(kwargs.pop(name, *default))
+        result: R = op(*args, *rest, **kwargs)
         return result
 
     # Of its own, since Dynamo keeps compiled versions per code object and refuses a ninth.

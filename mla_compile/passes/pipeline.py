@@ -144,11 +144,11 @@ def _finish(name: str, gm: fx.GraphModule, known: set[fx.Node]) -> None:
 
 @contextmanager
 def _blamed(name: str, expected: str) -> Iterator[None]:
-    """Whatever goes wrong inside names the pass. An `MLAError` says itself what is wrong, and gets a note."""
+    """Whatever goes wrong inside names the pass. An `MLAError` says itself what is wrong."""
     try:
         yield
     except MLAError as failure:
-        failure.add_note(f"in pass {name}")
+        failure.args = (f"{failure} (in pass {name})",)  # Dynamo shows no notes
         raise
     except Exception as failure:
         mend = "mend it, or leave it out of options={'passes': [...]}"

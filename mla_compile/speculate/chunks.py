@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.segments import copied_to
-from mla_compile.packing import MIN_TOKENS, pack_batch
+from mla_compile.ops.segments import copied_to, prefill_segment
+from mla_compile.packing import MIN_TOKENS, padded_prompt_tokens
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_varying
 
@@ -83,21 +83,25 @@ class PromptChunks:
         def integers(values: list[int]) -> Tensor:
             return copied_to(device, torch.tensor(values, dtype=torch.int64, device="cpu"))
 
-        packed = pack_batch(
+        # `pack_batch` does as much for rows of any kind; where all prefill, its order costs copies and nothing else.
+        segment, positions = prefill_segment(
             [chunk.stop - chunk.start for chunk in chunks],
             [chunk.start for chunk in chunks],
             state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
-            integers(token_ids),
-            integers(next_token_ids),
-            has_sampled=[False] * len(chunks),
             page_size=page_size,
-            pad=pad,
+            num_tokens=padded_prompt_tokens(len(token_ids)) if pad else MIN_TOKENS,
         )
-        assert packed.batch.prefill is not None, "prompts that have not sampled"
-        last = integers(last_of_row)
-        mark_varying(last)
-        ids, next_ids = packed.tensors
-        return cls(ids, next_ids, packed.positions, packed.batch.prefill, last)
+        padding = [0] * (positions.shape[0] - len(token_ids))
+        packed = cls(
+            token_ids=integers(token_ids + padding),
+            next_token_ids=integers(next_token_ids + padding),
+            positions=positions,
+            segment=segment,
+            last_of_row=integers(last_of_row),
+        )
+        for tensor in (*packed.tensors(), segment.host_lens):
+            mark_varying(tensor)
+        return packed
 
     def tensors(self) -> list[Tensor]:
         """All but the host's copy of the lengths; the first dimension of each varies."""

@@ -217,7 +217,11 @@ class SpeculativeDecoder(nn.Module):
             if self.drafter is not None:
                 q_lens = torch.where(active, q_lens, 0)
                 verified = Verified(targets, accepted, count, hidden, num_cached, active, q_lens)
-                state.drafts[:, : self.k].copy_(self.drafter.draft(state, verified))
+                drafts = self.drafter.draft(state, verified)
+                if drafts.dim() != 2 or drafts.shape[1] != self.k or drafts.dtype != torch.int64:
+                    got = f"{drafts.dtype} {list(drafts.shape)}"
+                    raise MLAError("draft", f"int64 [rows, {self.k}] from the drafter", got)
+                state.drafts[:, : self.k].copy_(drafts)
             last_token = targets.gather(1, accepted[:, None].long())[:, 0]
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mla_compile import Engine, MLAError, SamplingParams
-from mla_compile.engine import Completion
+from mla_compile.engine import Completion, EngineConfig
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
-from mla_compile.speculate import PromptChunk, PromptChunks
+from mla_compile.speculate import DrafterKind, PromptChunk, PromptChunks
 from tests.engine.engines import engine
 from tests.models_for_tests import tiny_model
 
@@ -144,6 +144,46 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
         engine(decode_backend="triton")
     with pytest.raises(MLAError, match=r"^decode_backend: expected one of .*got 'fast'"):
         engine(decode_backend="fast")
+
+
+def test_a_row_that_is_started_is_a_prompt() -> None:
+    with pytest.raises(MLAError, match="^n: expected 1, as each prompt is a row, got 3 rows"):
+        engine().start(PROMPTS[:2], 4, [SamplingParams(), SamplingParams(n=2)], [])
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 1).long(), torch.zeros(1).long(), torch.zeros(1, 2)])
+def test_drafts_of_another_shape_or_dtype_are_refused(wrong: torch.Tensor) -> None:
+    class Wrong:
+        def fill(self, chunks: object, hidden: object) -> None:
+            pass
+
+        def draft(self, state: object, verified: object) -> torch.Tensor:
+            return wrong
+
+    mine = engine(2, max_rows=1, drafter=DrafterKind("wrong", lambda _: Wrong()))
+    with pytest.raises(MLAError, match=r"^draft: expected int64 \[rows, 2\] from the drafter, got torch\."):
+        mine.generate(PROMPTS[:1], max_new_tokens=4)
+
+
+def test_an_engine_may_have_the_config_of_another() -> None:
+    first = engine(2, max_rows=3)
+    for config in (first.config, replace(first.config, max_rows=2)):
+        assert tokens(Engine(tiny_model(), config)) == tokens(engine(0, tiny_model()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"config": {"max_rows": 2}}, "^config: expected an EngineConfig or None, got dict"),
+        (
+            {"config": EngineConfig(), "max_rows": 2},
+            "^config: expected None beside other settings, got max_rows",
+        ),
+    ],
+)
+def test_a_config_that_is_none_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MLAError, match=message):
+        Engine(tiny_model(), **settings)
 
 
 def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

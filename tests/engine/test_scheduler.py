@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 
 from mla_compile import MLAError
+from mla_compile.engine.detokenizer import Found
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
@@ -207,6 +208,24 @@ def test_a_second_turn_finds_the_first_one_s_pages() -> None:
     of.abort(request)
     of.add([1, 2, 3, 4, 5, 6, 7], max_len=30)
     assert chunks(of.plan()) == [(4, 3, True)]  # 5 tokens were in the cache
+
+
+def test_a_text_that_a_stop_string_ends_leaves_its_pages_to_the_next_turn() -> None:
+    class StopsAtOnce:
+        def feed(self, tokens: list[int]) -> Found:
+            return Found(1, "")
+
+    of = scheduler(k=1, page_size=2)
+    request = of.add([1, 2, 3], max_len=30)
+    of.plan()
+    of.update([goes_on(4)])
+    request.stop_strings = StopsAtOnce()
+    of.plan()
+    of.update([goes_on(5, 6)])
+    assert request.completion.finish_reason == "stop"
+    assert request.tokens == [1, 2, 3, 4, 5]
+    of.add([1, 2, 3, 4, 5, 6, 7], max_len=30)
+    assert chunks(of.plan()) == [(4, 3, True)]
 
 
 @pytest.mark.parametrize(
