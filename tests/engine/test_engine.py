@@ -147,7 +147,7 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
 
 
 def test_a_row_that_is_started_is_a_prompt() -> None:
-    with pytest.raises(MLAError, match="^n: expected 1, as each prompt is a row, got 3 rows"):
+    with pytest.raises(MLAError, match=r"^n: expected 1, as each prompt is a row, got 3 rows"):
         engine().start(PROMPTS[:2], 4, [SamplingParams(), SamplingParams(n=2)], [])
 
 
