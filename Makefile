@@ -28,7 +28,7 @@ help: ## show this
 demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
 	@$(VENV)/bin/mla-compile demo $(ARGS)
 
-test: $(VENV)/.dev ## run the tests that need no GPU and less than a minute each
+test: $(VENV)/.dev ## run the tests that need no GPU, a few minutes
 	@$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
 test-all: $(VENV)/.dev ## run every test that this machine can run
