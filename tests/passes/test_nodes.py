@@ -175,10 +175,10 @@ def test_calls_that_are_spelled_in_another_way_before_each_pass_are_rewritten_th
 
 def test_a_decode_call_by_keywords_is_reduced_as_one_by_position() -> None:
     case = decode_case([5, 3, 4])
+    others = {name: value for name, value in vars(case).items() if name != "q_latent"}
 
     def by_name(q_latent: Tensor, ids: Tensor) -> Tensor:
-        named = {**vars(case), "q_latent": q_latent}
-        return torch.ops.mla_compile.mla_decode(**named)[0].index_select(0, ids)
+        return torch.ops.mla_compile.mla_decode(q_latent=q_latent, **others)[0].index_select(0, ids)
 
     gm = compiled_graph(by_name, case.q_latent, torch.tensor([2, 0]))
     (decode,) = calls(gm.graph, decode_op)
