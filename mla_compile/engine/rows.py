@@ -4,7 +4,7 @@ Captured graphs know the addresses of a state's tensors, so there is one state f
 step, and requests move between them. All writes are ops on the stream of the steps: none of them waits for any.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -49,10 +49,6 @@ class Rows:
         self.state: DecodeState | None = None
         """In which the rows are; None before the first."""
         self.variant = Variant()
-
-    def __iter__(self) -> Iterator[Request]:
-        """The requests that have a row."""
-        return iter(self._row_of)
 
     def clear(self) -> None:
         """Forget all requests: the next one finds its state's rows inactive."""

@@ -1,7 +1,7 @@
 """The engine around the step: who owns its caches, odd arguments, chunks of prompts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.engine import Completion, EngineConfig
+from mla_compile.engine.config import EngineSettings
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
 from mla_compile.speculate import DrafterKind, PromptChunk, PromptChunks
@@ -163,6 +164,10 @@ def test_drafts_of_another_shape_or_dtype_are_refused(wrong: torch.Tensor) -> No
     mine = engine(2, max_rows=1, drafter=DrafterKind("wrong", lambda _: Wrong()))
     with pytest.raises(MLAError, match=r"^draft: expected int64 \[rows, 2\] from the drafter, got torch\."):
         mine.generate(PROMPTS[:1], max_new_tokens=4)
+
+
+def test_the_settings_that_an_engine_takes_are_those_of_its_config() -> None:
+    assert list(EngineSettings.__annotations__) == [field.name for field in fields(EngineConfig)]
 
 
 def test_an_engine_may_have_the_config_of_another() -> None:
