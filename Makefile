@@ -4,7 +4,9 @@
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-# --no-compile: byte code is made on first import, and only for what is imported; half a minute less.
+# --no-compile: byte code is made on first import, and only for what is imported; half a minute less. So it must be
+# kept, whatever the environment says (many container images forbid it): else each process compiles torch again, 6 s.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(RUN) -m pip install -qq --no-compile --no-input --disable-pip-version-check -c constraints.txt
 CODE := README.md $(wildcard mla_compile tests examples benchmarks docs)
 JOBS ?= 2

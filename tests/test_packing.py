@@ -324,8 +324,15 @@ class DeepSeek(nn.Module):
         return self.model.logits(self.model(ids, positions, batch))
 
 
-@pytest.mark.parametrize("module", [Model, DeepSeek])
-@pytest.mark.parametrize("order", ["as they are", "shuffled"])
+@pytest.mark.parametrize(
+    ("module", "order"),
+    [
+        (Model, "shuffled"),
+        (DeepSeek, "as they are"),
+        pytest.param(Model, "as they are", marks=pytest.mark.slow),
+        pytest.param(DeepSeek, "shuffled", marks=pytest.mark.slow),
+    ],
+)
 def test_any_batches_make_three_graphs(module: type[nn.Module], order: str) -> None:
     torch.compiler.reset()
     kinds = list(KINDS)

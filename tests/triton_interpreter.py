@@ -13,8 +13,8 @@ from pathlib import Path
 INTERPRETED = Path(__file__).parent / "ops" / "interpreted"
 
 
-def run_interpreted() -> None:
-    """Run the tests of `tests/ops/interpreted/`, all in one process; fails with their report."""
+def run_interpreted(marks: str) -> None:
+    """Run the tests of `tests/ops/interpreted/` that have these marks, in one process; fails with their report."""
     command = [
         sys.executable,
         "-m",
@@ -22,6 +22,8 @@ def run_interpreted() -> None:
         "-q",
         "-p",
         "no:cacheprovider",
+        "-m",
+        marks,
         *map(str, sorted(INTERPRETED.glob("*.py"))),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -60,10 +62,11 @@ def mend_interpreter() -> None:
         return [name for name, member in inspect.getmembers(language) if tl.core.is_builtin(member)]
 
     def patch_builtins(language, builder, scope):
-        for name in builtins_of(language):
-            member = getattr(language, name)
-            if tl.core.is_builtin(member):  # not patched yet
-                interpreter._patch_attr(language, name, member, builder, scope)
+        names = builtins_of(language)
+        if names and not tl.core.is_builtin(getattr(language, names[0])):
+            return  # all are patched: this kernel is called by another
+        for name in names:
+            interpreter._patch_attr(language, name, getattr(language, name), builder, scope)
 
     interpreter._patch_lang_tensor = patched
     interpreter._patch_builtin = patch_builtins

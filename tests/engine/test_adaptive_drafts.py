@@ -336,6 +336,7 @@ def check_that_lengths_compile_once(drafter: str, params: SamplingParams) -> Non
     assert compile_counters()["graphs"] == 2, "changing the length compiles nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lowering")
 def test_lengths_are_compiled_once_for_all_rows_and_checked_like_any_step() -> None:
     """Each step against its eager twin."""
@@ -345,16 +346,6 @@ def test_lengths_are_compiled_once_for_all_rows_and_checked_like_any_step() -> N
 @pytest.mark.usefixtures("lowering")
 def test_lengths_of_look_ups_in_sampled_and_penalised_texts_are_compiled_once_too() -> None:
     check_that_lengths_compile_once("ngram", KINDS["penalised"])
-
-
-def test_look_ups_in_sampled_and_penalised_texts_compile_with_inductor() -> None:
-    """Steps of one length, with log-probabilities, each against its eager twin."""
-    params, settings = KINDS["penalised"], {"max_rows": 2, "shadow_check_every": 1}
-    of = engine(1, one_layer_model(torch.float32), drafter="ngram", compile=True, **settings)
-    expected = engine(0).generate(PROMPTS, params, max_new_tokens=24)
-    for got, alone in zip(of.generate(PROMPTS, params, max_new_tokens=24), expected, strict=True):
-        assert got.token_ids == alone.token_ids
-        assert got.cumulative_logprob == pytest.approx(alone.cumulative_logprob, abs=1e-3)
 
 
 def test_an_adaptive_engine_stops_drafting_where_nothing_is_accepted(

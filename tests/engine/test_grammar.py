@@ -148,7 +148,9 @@ def guess(
 
 
 @pytest.mark.parametrize(
-    "sampling", [None, SAMPLED, MIXED, TOLD], ids=["greedy", "sampled", "mixed", "penalised"]
+    "sampling",
+    [None, pytest.param(SAMPLED, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), TOLD],
+    ids=["greedy", "sampled", "mixed", "penalised"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_text_follows_the_grammar_and_drafts_change_no_token(
@@ -213,6 +215,7 @@ def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
     assert ids(run(0, one, SamplingParams(temperature=2, seed=5, min_p=1))) == greedy
 
 
+@pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     [("ngram", None), pytest.param("mtp", TOLD, marks=pytest.mark.slow)],
@@ -256,7 +259,7 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
         assert in_waves == expected
 
 
-@pytest.mark.parametrize("pages", [17, 65])
+@pytest.mark.parametrize("pages", [17, pytest.param(65, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gap", [0, 1, 3])
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted(

@@ -95,7 +95,7 @@ def test_a_model_that_gives_nothing_but_nan_gives_no_token(k: int) -> None:
 
 
 @pytest.mark.parametrize("where", POISONS)
-@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+@pytest.mark.parametrize("drafter", ["mtp", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_only_the_requests_that_meet_nan_end_of_it(where: str, drafter: str) -> None:
     healthy = engine(0).generate(PROMPTS, MIXED, max_new_tokens=LENGTH)
     poison = middle(healthy[1])

@@ -47,7 +47,7 @@ def expected() -> list[list[int]]:
     return [alone(prompt, params) for prompt, params in zip(PROMPTS, MIXED)]
 
 
-@pytest.mark.parametrize("gap", [0, 1, pytest.param(2, marks=pytest.mark.slow), 5, 30])
+@pytest.mark.parametrize("gap", [0, 1, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 30))])
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_requests_that_arrive_over_time_have_the_tokens_that_they_have_alone(
@@ -144,7 +144,7 @@ def test_a_request_of_a_lower_priority_number_goes_first() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("steps", [0, 1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5))])
 def test_an_abort_ends_one_request_and_nothing_else(steps: int, lag: int, expected: list[list[int]]) -> None:
     mine = with_lag(engine(max_rows=2), lag)
     generations = [mine.add(p, s, max_new_tokens=20) for p, s in zip(PROMPTS, MIXED)]

@@ -89,6 +89,7 @@ def test_requests_over_time_are_served_side_by_side(
     assert "of them mixed" in out
 
 
+@pytest.mark.usefixtures("lowering")
 @runs("absorb_plain_mla")
 def test_plain_mla_gives_the_same_tokens_absorbed(
     example: ModuleType, capsys: pytest.CaptureFixture[str]

@@ -38,7 +38,7 @@ def test_drafts_are_those_of_the_checkpoints_mtp_layer(family, k, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(save_checkpoint(model, mtp, tmp_path), dtype=torch.float32)
     accelerate(loaded, num_speculative_tokens=k, compile=False)
     assert stock.greedy(loaded, prompts(), STEPS) == expected
-    for prompt, text in list(zip(prompts(), expected))[:2]:
+    for prompt, text in list(zip(prompts(), expected))[:1]:
         steps = first_positions(model, mtp, prompt, text, k)
         seen = observed_first_positions(loaded, prompt)
         assert seen[: len(steps)] == steps, "another draft was accepted, or a right one was not"

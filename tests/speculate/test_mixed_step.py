@@ -194,7 +194,7 @@ def serve(runner: Runner, requests: Sequence[Request], size: int, calls: int) ->
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5, 6)), 7])
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_prompts_in_chunks_beside_decode_rows_say_what_each_says_alone(
     model: MLAForCausalLM, oracle: FromScratch, k: int, size: int
 ) -> None:
@@ -464,6 +464,7 @@ def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
         SpeculativeDecoder(model, k, page_size=PAGE, sampled=True).mixed(state, chunks)
 
 
+@pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 3)), 1])
 def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
     model: MLAForCausalLM, k: int

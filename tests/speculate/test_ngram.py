@@ -119,7 +119,7 @@ def plain() -> list[list[int]]:
     return tokens(ngram_engine(without_mtp(), 0).generate(PROMPTS, MIXED, max_new_tokens=30))
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("k", [1, 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "settings",
     [

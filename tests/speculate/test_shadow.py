@@ -55,7 +55,7 @@ class Started:
         return "\n".join(lines)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3))])
 def test_healthy_eager_steps_pass(k: int) -> None:
     run_checked_streams(tiny_model(), k, steps=40, every=1, compile=False)
 
@@ -268,7 +268,9 @@ def test_every_nth_step_is_checked_from_the_first_on() -> None:
     assert len(steps) == 8 and calls == [1, 4, 7]
 
 
-@pytest.mark.parametrize("what", ["compiled", "compiled in place", "around a compiled model"])
+@pytest.mark.parametrize(
+    "what", ["compiled", pytest.param("compiled in place", marks=pytest.mark.slow), "around a compiled model"]
+)
 def test_whatever_is_compiled_is_checked_against_eager(what: str) -> None:
     started = Started()
     step = started.decoder

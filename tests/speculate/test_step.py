@@ -93,7 +93,16 @@ def test_greedy_tokens_are_those_of_a_forward_from_scratch_per_token(
     assert [c.token_ids for c in out] == continuations
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"top_k": 8, "top_p": 0.9},
+        pytest.param({"top_k": 5}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.7}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_sampled_tokens_are_the_same_for_every_number_of_drafts(model: MLAForCausalLM, params: dict) -> None:
     each = ((0.7, 1), (1.5, 2), (0.0, 3), (1.0, 2**62))
     sampling = [SamplingParams(temperature=temperature, seed=seed, **params) for temperature, seed in each]

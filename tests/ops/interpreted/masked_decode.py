@@ -24,7 +24,10 @@ def run(case: MaskedCase, **plan) -> None:
 
 
 @pytest.mark.parametrize("masked", MASKED)
-@pytest.mark.parametrize(("heads", "q_len"), [(4, 1), (4, 3), (9, 2)])
+@pytest.mark.parametrize(
+    ("heads", "q_len"),
+    [pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(4, 3, marks=pytest.mark.slow), (9, 2)],
+)
 def test_rows_of_all_lengths_equal_the_definition(heads: int, q_len: int, masked: str) -> None:
     case = masked_case([0, 1, 16, 17, 40], masked=masked, heads=heads, q_len=q_len, keys=40)
     run(case, tiles=SMALL, splits=2)

@@ -32,13 +32,17 @@ def test_tokens_and_choices_equal_the_definition(tokens: int, topk: int, dtype: 
     check_moe(case, moe_triton(*case.args()))
 
 
-@pytest.mark.parametrize("experts", [2, 300])
+@pytest.mark.parametrize("experts", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_all_tokens_on_one_expert_more_than_fit_a_tile(experts: int) -> None:
     case = moe_case(75, 2, experts=experts, among=1, hidden=16, intermediate=16)
     check_moe(case, moe_triton(*case.args()))
 
 
-@pytest.mark.parametrize("size", [(16, 16), (17, 33), (40, 8), (100, 70)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [(17, 33), *(pytest.param(size, marks=pytest.mark.slow) for size in ((16, 16), (40, 8), (100, 70)))],
+    ids=str,
+)
 def test_sizes_that_fill_no_tile(size: tuple[int, int]) -> None:
     case = moe_case(5, 2, hidden=size[0], intermediate=size[1])
     check_moe(case, moe_triton(*case.args(), gate_up=SMALL, down=SMALL))

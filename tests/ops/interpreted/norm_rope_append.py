@@ -13,8 +13,12 @@ from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton  # 
 from tests.kernel_cases import check_norm_rope_append, norm_rope_append_case  # noqa: E402
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("widths", [(512, 64), (256, 32), (48, 20)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize(
+    "widths", [(512, 64), pytest.param((256, 32), marks=pytest.mark.slow), (48, 20)], ids=str
+)
 def test_latents_go_to_their_slots_and_masked_ones_nowhere(
     widths: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -23,7 +23,9 @@ def check(chunks: list[tuple[int, int]], context_tokens: int = 64, **sizes: Any)
     check_prefill(case, prefill_triton(*prefill_args(case), tiles=TILES, context_tokens=context_tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize(
     "chunks",
     [
@@ -53,12 +55,14 @@ def test_the_widths_of_models(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("context_tokens", [1, 8, 20, 1000])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 def test_context_in_parts_of_every_size(context_tokens: int, page_size: int) -> None:
     check([(4, 19), (2, 5), (1, 0)], context_tokens, page_size=page_size)
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 16, 19, 20])
+@pytest.mark.parametrize(
+    "chunk", [5, 16, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (2, 19, 20))]
+)
 def test_chunks_of_a_prompt_equal_one_pass(chunk: int) -> None:
     for start in range(0, 20, chunk):
         check([(min(chunk, 20 - start), start)])
