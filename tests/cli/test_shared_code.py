@@ -63,7 +63,6 @@ def test_whoever_asks_gets_the_same_graph(run, long, compiled, tmp_path, monkeyp
     file.write_text('{"prompt": "hello"}\n{"prompt": "to be", "n": 2, "max_tokens": 5}\n')
     model = mla_compile.load_model(long)
     short = ("generate", "--model", long, "--max-new-tokens", 6)
-    assert asked(lambda: run(*short, "--prompt", "to be")) == {drafting}
     assert asked(lambda: run(*short, "--input", file)) == {drafting}
     assert asked(lambda: mla_compile.generate(["to be"] * 3, model=long, max_new_tokens=100)) == {drafting}
     assert asked(lambda: Engine(model, num_speculative_tokens=1).warm_up(stop_ids=[256])) == {drafting}

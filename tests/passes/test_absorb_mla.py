@@ -216,7 +216,7 @@ def per_token(positions: Tensor) -> Tensor:
     return torch.arange(KEYS) <= (positions * 2)[:, None, :, None]
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("q_len", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "visible",
     [
