@@ -19,7 +19,7 @@ from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.backends import DecodeCall, QueryLenSupport, describe_device, select_backend
-from mla_compile.ops.segments import copied_to, decode_segment, pad_table, prefill_segment
+from mla_compile.ops.segments import MIN_KEYS, copied_to, decode_segment, pad_table, prefill_segment
 from mla_compile.torch_internals import mark_varying
 
 MIN_TOKENS = 2
@@ -114,7 +114,10 @@ def pack_batch(
     if layout.prefill:
         lens, held, table = _rows(layout.prefill, query_lens, num_cached, block_table)
         num_tokens = padded_prompt_tokens(sum(lens)) if pad else MIN_TOKENS
-        prefill, _ = prefill_segment(lens, held, table, page_size=page_size, num_tokens=num_tokens)
+        num_keys = padded_keys(sum(lens), sum(held)) if pad else 0
+        prefill, _ = prefill_segment(
+            lens, held, table, page_size=page_size, num_tokens=num_tokens, num_keys=num_keys
+        )
     order, source, positions, last = _order(query_lens, num_cached, layout, decode, prefill)
     packed = PackedBatch(
         batch=MLABatch(decode, prefill),
@@ -181,6 +184,14 @@ def padded_prompt_tokens(count: int) -> int:
     """
     unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
     return -(-count // unit) * unit
+
+
+def padded_keys(new: int, cached: int) -> int:
+    """The least number of keys that is padded to with room for those of `new` tokens and of `cached` ones before them.
+
+    Cached keys are padded to a power of two, and to 512 at least.
+    """
+    return padded_prompt_tokens(new) + (max(512, 1 << (cached - 1).bit_length()) if cached else 0)
 
 
 def padded_rows(count: int) -> int:
@@ -254,7 +265,10 @@ def _mark(packed: PackedBatch) -> None:
         size = "tokens" if decode is None else "prefill tokens"
         mark(size, prefill.slot_mapping, least=MIN_TOKENS)
         mark("chunks", prefill.seq_lens, prefill.block_table, prefill.host_lens)
-        mark("chunks + 1", prefill.cu_seqlens_q)
+        mark("chunks + 1", prefill.cu_seqlens_q, least=2)
+        mark("chunks + 1", prefill.cu_seqlens_k, dim=1, least=2)
+        mark("parts", prefill.cu_seqlens_k, prefill.key_slots)
+        mark("keys", prefill.key_slots, dim=1, least=MIN_KEYS)
         mark("pages", prefill.block_table, dim=1, least=MIN_PAGES)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.ops.paging import accumulate_dtype, write_latents
 from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case
 
@@ -270,24 +270,17 @@ def check_moe(case: MoeCase, got: Tensor) -> None:
 
 
 def prefill_args(case: Case) -> tuple:
-    """Arguments of `mla_prefill`'s op for a case of prompt chunks only: what `mla_attention` makes of it."""
+    """Arguments of `mla_prefill`'s op for a case of prompt chunks only: what `mla_attention` makes of it.
+
+    The new latents are in its cache already.
+    """
     segment = case.batch.prefill
     assert segment is not None
-    k_nope = torch.einsum("tl,hnl->thn", case.kv_c, case.w_uk)
-    v = torch.einsum("tl,hlv->thv", case.kv_c, case.w_uv)
-    pages = segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.host_lens
-    return (
-        case.q_nope,
-        case.q_pe,
-        k_nope,
-        case.k_pe,
-        v,
-        case.kv_cache,
-        case.w_uk,
-        case.w_uv,
-        *pages,
-        case.softmax_scale,
-    )
+    kv_cache = case.kv_cache.clone()
+    write_latents(torch.cat([case.kv_c, case.k_pe], dim=-1), kv_cache, segment.slot_mapping)
+    query = torch.cat([case.q_nope, case.q_pe], dim=-1)
+    keys = segment.cu_seqlens_q, segment.cu_seqlens_k, segment.key_slots
+    return query, kv_cache, case.w_uk, case.w_uv, *keys, case.softmax_scale
 
 
 def check_prefill(case: Case, got: Tensor) -> None:

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_compile import MLAError, mla_append, mla_decode
+from mla_compile import MLAError, mla_append, mla_decode, prefill_segment
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
+from mla_compile.ops.implementations import Call
 from mla_compile.ops.kernels.plan import device_of
 from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
-from mla_compile.ops.prefill import prefill_op
-from tests.cases import make_case
+from mla_compile.ops.prefill import PREFILL
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -32,6 +32,8 @@ from tests.kernel_cases import (
     prefill_args,
 )
 from tests.ops.conformance import DecodeConformance, Subject
+from tests.ops.prefill_conformance import PrefillConformance, subject_of
+from tests.ops.prefill_conformance import Subject as PrefillSubject
 
 pytestmark = pytest.mark.gpu
 
@@ -275,24 +277,63 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"nope": 128, "rope": 64, "v": 128, "rank": 512},
-        {"nope": 192, "rope": 64, "v": 256, "rank": 512},
-        {"nope": 64, "rope": 32, "v": 64, "rank": 256},
-        {"nope": 6, "rope": 4, "v": 5, "rank": 16},
-    ],
-    ids=["V3", "GLM", "MiniCPM3", "odd"],
-)
-def test_prefill_of_ragged_chunks_with_context(sizes: dict[str, int], dtype: torch.dtype) -> None:
-    chunks = [(300, 0), (1, 700), (129, 64), (64, 33)]
-    case = make_case(prefill=chunks, heads=8, page_size=16, dtype=dtype, **sizes)
-    *tensors, host_lens, scale = prefill_args(case)
-    args = [*(x.cuda() for x in tensors), host_lens, scale]
-    assert is_triton("mla_prefill", *args)
-    check_prefill(case, prefill_op(*args))
+@pytest.fixture(scope="module", params=[row.name for row in PREFILL[:-1]])
+def prefill_subject(request: pytest.FixtureRequest) -> PrefillSubject:
+    subject = subject_of(request.param, device="cuda", dtype=torch.bfloat16)
+    if (reason := subject.row.why_not(Call(*describe_device(torch.device("cuda"))))) is not None:
+        pytest.skip(f"{subject.row.name} {reason}")
+    return subject
+
+
+class TestPrefill(PrefillConformance):
+    @pytest.fixture(scope="class")
+    def subject(self, prefill_subject: PrefillSubject) -> PrefillSubject:
+        return prefill_subject
+
+    @pytest.mark.parametrize("sizes", [{"nope": 128, "v": 128}, {"nope": 192, "v": 256}], ids=["V3", "GLM"])
+    def test_a_captured_call_serves_other_lengths(
+        self, subject: PrefillSubject, sizes: dict[str, int]
+    ) -> None:
+        """Within the same numbers of tokens, rows and keys; and a token's bits do not depend on the chunks."""
+        sizes = {"rope": 64, "rank": 512, "heads": 8, "page_size": 16} | sizes
+        first, second = ([(300, 0), (1, 700), (129, 64)], [(200, 500), (30, 30), (200, 234)])
+        args = [
+            x.cuda() if isinstance(x, torch.Tensor) else x for x in prefill_args(subject.case(first, **sizes))
+        ]
+        case = subject.case(second, **sizes)
+        other = prefill_args(case)
+        pages = max(args[1].shape[0], other[1].shape[0])
+        args[1] = torch.nn.functional.pad(args[1], (0, 0, 0, 0, 0, pages - args[1].shape[0]))
+        run = subject.row.load()
+        run(*args)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(*args)
+        for mine, given in zip(args, other, strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine[: len(given)].copy_(given)
+        graph.replay()
+        check_prefill(case, out)
+
+
+def test_flash_attention_gives_a_token_the_same_bits_in_chunks_of_any_size() -> None:
+    subject = subject_of("flash_attn", device="cuda", dtype=torch.bfloat16)
+    if (reason := subject.row.why_not(Call(*describe_device(torch.device("cuda"))))) is not None:
+        pytest.skip(f"flash_attn {reason}")
+    sizes = {"nope": 128, "rope": 64, "v": 128, "rank": 512, "heads": 16, "page_size": 16}
+    q, kv_cache, w_uk, w_uv, *_, scale = prefill_args(subject.case([(900, 0)], **sizes))
+    segment = subject.case([(900, 0)], **sizes).batch.prefill
+    assert segment is not None
+
+    def run(start: int, stop: int) -> torch.Tensor:
+        part, _ = prefill_segment([stop - start], [start], segment.block_table, page_size=16)
+        keys = part.cu_seqlens_q, part.cu_seqlens_k, part.key_slots
+        return subject.out((q[start:stop], kv_cache, w_uk, w_uv, *keys, scale))
+
+    whole = run(0, 900)
+    for size in (17, 100, 512):
+        chunks = [run(start, min(900, start + size)) for start in range(0, 900, size)]
+        assert torch.equal(torch.cat(chunks), whole), size
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

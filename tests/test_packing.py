@@ -416,7 +416,7 @@ def test_batches_of_all_numbers_of_rows_and_tokens_have_few_sizes() -> None:
 def test_a_batch_is_a_pytree_of_its_tensors() -> None:
     batch = packed_rows(KINDS[5], drafts=2).batch
     leaves = tree_leaves(batch)
-    assert len(leaves) == 9 and all(isinstance(leaf, Tensor) for leaf in leaves)
+    assert len(leaves) == 11 and all(isinstance(leaf, Tensor) for leaf in leaves)
     moved = tree_map(lambda tensor: tensor.clone(), batch)
     assert isinstance(moved, MLABatch)
     assert (moved.decode.q_len, moved.page_size) == (3, PAGE_SIZE)

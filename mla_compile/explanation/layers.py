@@ -14,7 +14,7 @@ from mla_compile.ops.attention import attention_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.effects import appended_cache
-from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, rows_of, value_of
+from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, rows_of, tensor_of, value_of
 from mla_compile.passes.provenance import module_path
 
 
@@ -42,11 +42,8 @@ class Prefill:
 
     chunks: str
     tokens: str
-    q_nope: str
-    q_pe: str
-    kv_c: str
-    k_nope: str
-    v: str
+    q: str
+    keys: str
     out: str
 
 
@@ -212,10 +209,10 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
         return None
     given = op_arguments(node)
     return Prefill(
-        chunks=shapes.rows(given["seq_lens"]),
-        tokens=shapes.rows(given["q_nope"]),
-        **{name: shapes.shape(given[name]) for name in ("q_nope", "q_pe", "k_nope", "v")},
-        kv_c=shapes.shape(_einsum_operand(given["k_nope"])),
+        chunks=shapes.size(tensor_of(given["cu_seqlens_q"]).shape[0] - 1),
+        tokens=shapes.rows(given["q"]),
+        q=shapes.shape(given["q"]),
+        keys=shapes.size(tensor_of(given["key_slots"]).shape[1]),
         out=shapes.shape(node),
     )
 

@@ -184,16 +184,13 @@ def _prefill(canvas: Canvas, top: float, layer: Layer) -> None:
     if prefill is None:
         _absent(canvas, top, PREFILL, "prefill")
         return
-    line, side = x + 60, x + width - 18
-    y = top + TOKENS + 52
-    canvas.arrow(side, y, side, top + ATTEND)
-    canvas.labels(side - 9, y + 22, f"q_nope {prefill.q_nope}", f"q_pe {prefill.q_pe}", anchor="end")
-    canvas.arrow(line, y, line, top + FIRST)
-    canvas.labels(line + 9, y + 58, f"kv_c {prefill.kv_c}")
-    canvas.box(x, top + FIRST, width - 46, 54, "prefill", "expand", "kv_c @ w_uk, kv_c @ w_uv")
+    line = x + 60
+    canvas.arrow(line, top + TOKENS + 52, line, top + FIRST)
+    canvas.box(x, top + FIRST, width - 46, 54, "prefill", "cat", "q_nope beside q_pe")
     canvas.arrow(line, top + FIRST + 54, line, top + ATTEND)
-    canvas.labels(line + 9, top + FIRST + 84, f"k_nope {prefill.k_nope}", f"v {prefill.v}")
-    canvas.box(x, top + ATTEND, width, 58, "prefill", "mla_prefill", "attends with keys per head")
+    canvas.labels(line + 9, top + FIRST + 92, f"q {prefill.q}")
+    keys = f"{prefill.keys} keys of kv_cache, expanded per head"
+    canvas.box(x, top + ATTEND, width, 58, "prefill", "mla_prefill", keys)
     canvas.arrow(line, top + ATTEND + 58, line, top + JOIN)
     canvas.labels(line + 9, top + LAST + 76, prefill.out)
 

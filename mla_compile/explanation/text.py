@@ -55,8 +55,7 @@ def _group(group: Group) -> Iterator[str]:
         yield f"           mla_decode   q_latent {decode.q_latent}, q_pe {decode.q_pe} -> {decode.q_latent}"
         yield f"           up-project   {decode.q_latent} @ w_uv {layer.w_uv} -> {decode.out}"
     if prefill:
-        yield f"  prefill  expand       kv_c {prefill.kv_c} -> k_nope {prefill.k_nope}, v {prefill.v}"
-        yield f"           mla_prefill  q_nope {prefill.q_nope}, q_pe {prefill.q_pe} -> {prefill.out}"
+        yield f"  prefill  mla_prefill  q {prefill.q}, {_count(prefill.keys, 'key')} expanded -> {prefill.out}"
     if decode and prefill:
         yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
 

@@ -18,7 +18,7 @@ from mla_compile.ops.prefill import prefill_op
     name="mla_attention",
     mutates="kv_cache",
     static="page_size",
-    tags=(torch.Tag.cudagraph_unsafe,),
+    tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is asked for by name may plan on the host
 )
 def _attention(
     q_nope: Tensor,
@@ -33,10 +33,9 @@ def _attention(
     decode_slot_mapping: Tensor | None,
     decode_q_lens: Tensor | None,
     prefill_cu_seqlens_q: Tensor | None,
-    prefill_seq_lens: Tensor | None,
-    prefill_block_table: Tensor | None,
     prefill_slot_mapping: Tensor | None,
-    prefill_host_lens: Tensor | None,
+    prefill_key_slots: Tensor | None,
+    prefill_cu_seqlens_k: Tensor | None,
     q_len: int,
     page_size: int,
     softmax_scale: float,
@@ -75,10 +74,9 @@ def lower_mla_attention(
     decode_slot_mapping: Tensor | None,
     decode_q_lens: Tensor | None,
     prefill_cu_seqlens_q: Tensor | None,
-    prefill_seq_lens: Tensor | None,
-    prefill_block_table: Tensor | None,
     prefill_slot_mapping: Tensor | None,
-    prefill_host_lens: Tensor | None,
+    prefill_key_slots: Tensor | None,
+    prefill_cu_seqlens_k: Tensor | None,
     q_len: int,
     page_size: int,
     softmax_scale: float,
@@ -94,14 +92,11 @@ def lower_mla_attention(
         append_op(kv_c, k_pe, kv_cache, torch.cat([decode_slot_mapping, prefill_slot_mapping]))
         decode_q_nope, prefill_q_nope = torch.split(q_nope, sizes)
         decode_q_pe, prefill_q_pe = torch.split(q_pe, sizes)
-        _, prefill_kv_c = torch.split(kv_c, sizes)
-        _, prefill_k_pe = torch.split(k_pe, sizes)
     else:
         slot_mapping = prefill_slot_mapping if decode_slot_mapping is None else decode_slot_mapping
         append_op(kv_c, k_pe, kv_cache, slot_mapping)
         decode_q_nope = prefill_q_nope = q_nope
         decode_q_pe = prefill_q_pe = q_pe
-        prefill_kv_c, prefill_k_pe = kv_c, k_pe
 
     outputs = []
     if decode_slot_mapping is not None:
@@ -119,22 +114,15 @@ def lower_mla_attention(
         )
         outputs.append(torch.einsum("thl,hlv->thv", latent_out, w_uv))
     if prefill_slot_mapping is not None:
-        k_nope = torch.einsum("tl,hnl->thn", prefill_kv_c, w_uk)
-        v = torch.einsum("tl,hlv->thv", prefill_kv_c, w_uv)
         outputs.append(
             prefill_op(
-                prefill_q_nope,
-                prefill_q_pe,
-                k_nope,
-                prefill_k_pe,
-                v,
+                torch.cat([prefill_q_nope, prefill_q_pe], dim=-1),
                 kv_cache,
                 w_uk,
                 w_uv,
                 prefill_cu_seqlens_q,
-                prefill_seq_lens,
-                prefill_block_table,
-                prefill_host_lens,
+                prefill_cu_seqlens_k,
+                prefill_key_slots,
                 softmax_scale,
             )
         )
@@ -183,10 +171,10 @@ def mla_attention(
     rows: tuple[Any, ...] = (None,) * 4
     if decode is not None:
         rows = decode.seq_lens, decode.block_table, decode.slot_mapping, decode.q_lens
-    chunks: tuple[Any, ...] = (None,) * 5
+    chunks: tuple[Any, ...] = (None,) * 4
     if prefill is not None:
-        table = prefill.block_table
-        chunks = prefill.cu_seqlens_q, prefill.seq_lens, table, prefill.slot_mapping, prefill.host_lens
+        slots, keys = prefill.slot_mapping, prefill.key_slots
+        chunks = prefill.cu_seqlens_q, slots, keys, prefill.cu_seqlens_k
     q_len, backend = (1, None) if decode is None else (decode.q_len, decode.backend)
     numbers = q_len, batch.page_size, softmax_scale, backend
     arguments: tuple[Any, ...] = (q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, *rows, *chunks, *numbers)

@@ -76,7 +76,7 @@ class Implementation:
         return reason
 
     def why_not_on(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
-        """The first reason why it cannot run on a device."""
+        """The first reason why it cannot run on a device, a package that is broken among them."""
         if self.device_types is not None and device_type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)}, got {device_type}"
         if capability is not None:
@@ -86,7 +86,7 @@ class Implementation:
         for package in self.packages:
             if not _installed(package):
                 return f"needs the Python package {package}, which is not installed"
-        return None
+        return _import_error(self.function)
 
     def why_not_given(self, facts: Mapping[str, object]) -> str | None:
         """The first reason why it cannot serve arguments of which these are the facts."""
@@ -163,8 +163,20 @@ def _imported(function: str) -> Callable[..., Any]:
 
 
 @functools.cache
+def _import_error(function: str) -> str | None:
+    try:
+        _imported(function)
+    except Exception as error:  # whatever a broken install raises
+        return f"does not import: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+@functools.cache
 def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # what it is a part of
+        return False
 
 
 def _sm(capability: tuple[int, int]) -> str:

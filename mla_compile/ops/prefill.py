@@ -1,27 +1,41 @@
-"""`mla_prefill`: expanded attention of ragged prompt chunks over their own tokens and their cached context."""
-
-from collections.abc import Iterator
-from typing import NamedTuple
+"""`mla_prefill`: expanded attention of ragged prompt chunks over all keys of their rows, cached and new."""
 
 import torch
 from torch import Tensor
 
+from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.implementations import FLOATS, SOME, reference, triton
+from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, reference, triton
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.paging import accumulate_dtype, gather_latents, longest_lens
-from mla_compile.ops.softmax import merge, softmax_weighted
+from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.ops.softmax import in_parts, merge, softmax_weighted
+from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (
+    Implementation(
+        "flash_attn",
+        "FlashAttention 4, over keys of whole texts",
+        "mla_compile.ops.kernels.flash_attn:prefill_flash_attn",
+        ("cuda",),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        packages=("triton", "flash_attn.cute"),
+        takes={
+            "dtype": HALF,
+            "tokens": SOME,
+            "heads": SOME,
+            "qk_head_dim": range(8, 257, 8),
+            "v_head_dim": range(8, 257, 8),
+        },
+    ),
     triton(
-        "the new tokens first, then their context a bounded part at a time",
+        "keys of whole texts, read by programs of one head",
         "mla_compile.ops.kernels.prefill:prefill_triton",
         takes={
             "dtype": FLOATS,
             "tokens": SOME,
             "heads": SOME,
-            "qk_nope_head_dim": range(1, 257),
-            "qk_rope_head_dim": range(1, 129),
+            "qk_head_dim": range(1, 385),
             "v_head_dim": range(1, 257),
         },
     ),
@@ -31,155 +45,114 @@ PREFILL = (
 
 @define_op(
     table=PREFILL,
-    facts=lambda q_nope, q_pe, v: {
-        "dtype": q_nope.dtype,
-        "tokens": q_nope.shape[0],
-        "heads": q_nope.shape[1],
-        "qk_nope_head_dim": q_nope.shape[2],
-        "qk_rope_head_dim": q_pe.shape[2],
-        "v_head_dim": v.shape[2],
+    facts=lambda q, w_uv: {
+        "dtype": q.dtype,
+        "tokens": q.shape[0],
+        "heads": q.shape[1],
+        "qk_head_dim": q.shape[2],
+        "v_head_dim": w_uv.shape[2],
     },
-    # It sizes its workspace from host_lens, so a captured replay would keep the first call's sizes.
-    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def mla_prefill(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
+    q: Tensor,
     kv_cache: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
     *,
     cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    host_lens: Tensor,
+    cu_seqlens_k: Tensor,
+    key_slots: Tensor,
     softmax_scale: float,
 ) -> Tensor:
     """Causal attention with keys and values expanded per head, exact for any chunking of a prompt.
 
-    New tokens attend to each other through `k_nope`, `k_pe`, `v`; the `seq_len - q_len` tokens before them are
-    read from pages in blocks, expanded with `w_uk`, `w_uv` and merged by log-sum-exp.
+    The latents of all keys, those of the new tokens too, are gathered from the cache and expanded with `w_uk` and
+    `w_uv`. A row's last query sees all its keys. Parts are joined by log-sum-exp.
 
     Args:
-        q_nope, k_nope: `[tokens, heads, qk_nope_head_dim]`, float.
-        q_pe: `[tokens, heads, qk_rope_head_dim]`; k_pe: `[tokens, qk_rope_head_dim]`.
-        v: `[tokens, heads, v_head_dim]`.
+        q: `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, float; the second part rotated.
         kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous.
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
-        seq_lens: int32 `[rows]`, context and chunk together; block_table: int32 `[rows, max_pages]`.
-        host_lens: int32 `[rows, 2]` on the CPU: query length, sequence length (sizes are read from it).
+        cu_seqlens_k, key_slots: see `PrefillSegment`.
         softmax_scale: multiplies the scores.
 
     Returns:
-        `[tokens, heads, v_head_dim]` in the dtype of `v`.
+        `[tokens, heads, v_head_dim]` in the dtype of `q`; 0 for a token that sees no key.
 
     Raises:
-        MLAError: an argument that is not so, named. Lengths are checked where they are on the CPU.
+        MLAError: an argument that is not so, named. Lengths and slots are checked where they are on the CPU.
     """
     sizes = validate.Layouts()
     sizes.floats(
-        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
-        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        k_nope=(k_nope, "tokens, heads, qk_nope_head_dim"),
-        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
-        v=(v, "tokens, heads, v_head_dim"),
+        q=(q, "tokens, heads, qk_head_dim"),
         w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
         w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
-        kv_cache=(kv_cache, validate.PAGED),
+        kv_cache=(kv_cache, "num_pages, page_size, width"),
     )
-    validate.prefill_rows(sizes, cu_seqlens_q, seq_lens, block_table, host_lens, q_nope)
-    validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-    validate.chunk_lengths("", host_lens, cu_seqlens_q, seq_lens, q_nope.shape[0], block_table, kv_cache)
-    return empty(v, v.shape)
+    _, nope, rank = w_uk.shape
+    if statically_known_true(q.shape[2] - nope != kv_cache.shape[2] - rank):
+        expected = (
+            f"{nope} + {kv_cache.shape[2] - rank} columns, those of w_uk and the keys rotated in kv_cache"
+        )
+        raise MLAError("q", expected, list(q.shape))
+    validate.prefill_keys(sizes, cu_seqlens_q, cu_seqlens_k, key_slots, q)
+    validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], kv_cache)
+    return empty(q, (*q.shape[:2], w_uv.shape[2]))
 
 
 prefill_op = torch.ops.mla_compile.mla_prefill.default
 
 
 KEY_BLOCK = 512
-"""Keys attended at a time: it bounds the workspace, scores being `[rows, heads, max_q, KEY_BLOCK]`."""
-
-
-class _KeyBlock(NamedTuple):
-    """One block of keys: k `[rows, heads, n, qk]`, v `[rows, heads, n, v]`, visible `[rows, 1, max_q or 1, n]`."""
-
-    k: Tensor
-    v: Tensor
-    visible: Tensor
+"""Keys attended at a time: it bounds the workspace, scores being `[heads, tokens, KEY_BLOCK]`."""
 
 
 def prefill_torch(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
+    q: Tensor,
     kv_cache: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
     cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    host_lens: Tensor,
+    cu_seqlens_k: Tensor,
+    key_slots: Tensor,
     softmax_scale: float,
 ) -> Tensor:
-    """`mla_prefill` in plain torch: every device, every dtype, and the kernel's twin."""
-    tokens = q_nope.shape[0]
+    """`mla_prefill` in plain torch: every device, every dtype, and the kernels' twin. Nothing is read on the host."""
+    tokens, heads, _ = q.shape
     if tokens == 0:
-        return v.new_empty(v.shape)
-    accumulate = accumulate_dtype(q_nope.dtype)
-    max_q, max_context = longest_lens(host_lens)
-    q_lens = cu_seqlens_q.diff()
-    offset = torch.arange(max_q, device=q_nope.device)
-    # Ragged -> padded: row r's token j is packed token cu[r] + j; positions past its end repeat the last token.
-    packed = (cu_seqlens_q[:-1, None] + offset).clamp(max=tokens - 1)
+        return q.new_empty(tokens, heads, w_uv.shape[2])
+    dtype, rank = accumulate_dtype(q.dtype), w_uk.shape[2]
+    query = q.transpose(0, 1).to(dtype) * softmax_scale
+    w_uk, w_uv, flat = w_uk.to(dtype), w_uv.to(dtype), kv_cache.view(-1, kv_cache.shape[2])
+    token = torch.arange(tokens, device=q.device)
+    row = _row_of(token, cu_seqlens_q)
+    to_end = cu_seqlens_q[row + 1] - 1 - token
 
-    def padded(x: Tensor) -> Tensor:
-        """`[tokens, heads, n]` -> `[rows, heads, max_q, n]`."""
-        return x[packed].transpose(1, 2).to(accumulate)
+    def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
+        slots, sums = key_slots[part], cu_seqlens_k[part]
+        out = lse = None
+        # The last key that each token sees.
+        last = sums[row + 1] - 1 - (to_end if causal else 0)
+        for start in range(0, len(slots), KEY_BLOCK):
+            block = slots[start : start + KEY_BLOCK]
+            key = torch.arange(start, start + len(block), device=q.device)
+            visible = (key >= sums[row][:, None]) & (key <= last[:, None])
+            latents = flat.index_select(0, block.clamp(min=0)).to(dtype)
+            # 0 x NaN is NaN: whoever sees a latent that is no number is told so below, and nobody else.
+            finite = latents.isfinite().all(1)
+            latents.masked_fill_(~finite[:, None], 0)
+            keys = torch.cat([latents[:, :rank] @ w_uk.mT, latents[:, rank:].expand(heads, -1, -1)], dim=-1)
+            scores = (query @ keys.mT).masked_fill_(~visible, -torch.inf)
+            found = softmax_weighted(scores, latents[:, :rank] @ w_uv)
+            found[0].masked_fill_((visible & ~finite).any(1)[:, None], torch.nan)
+            out, lse = found if out is None or lse is None else merge(out, lse, *found)
+        assert out is not None and lse is not None
+        return out, lse
 
-    query = padded(torch.cat([q_nope, q_pe], dim=-1)) * softmax_scale
-
-    def new_tokens() -> Iterator[_KeyBlock]:
-        key = padded(torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], dim=-1))
-        # Zeros past a row's end, where its neighbour's values stand, not only masked scores: 0 x NaN is NaN.
-        value = padded(v).masked_fill_((offset >= q_lens[:, None])[:, None, :, None], 0)
-        for start in range(0, max_q, KEY_BLOCK):
-            index = offset[start : start + KEY_BLOCK]
-            visible = (index <= offset[:, None]) & (index < q_lens[:, None, None])
-            block = slice(start, start + KEY_BLOCK)
-            yield _KeyBlock(key[:, :, block], value[:, :, block], visible[:, None])
-
-    def context() -> Iterator[_KeyBlock]:
-        page_size, rank = kv_cache.shape[1], w_uk.shape[2]
-        lens = seq_lens - q_lens
-        last = -(-max_context // page_size)
-        step = max(1, KEY_BLOCK // page_size)
-        for start in range(0, last, step):
-            stop = min(last, start + step)
-            latents = gather_latents(kv_cache, block_table, start, stop, lens).to(accumulate)[:, None]
-            nope = latents[..., :rank] @ w_uk.to(accumulate).mT
-            rope = latents[..., rank:].expand(-1, nope.shape[1], -1, -1)
-            position = torch.arange(start * page_size, stop * page_size, device=lens.device)
-            visible = (position < lens[:, None])[:, None, None]
-            value = latents[..., :rank] @ w_uv.to(accumulate)
-            yield _KeyBlock(torch.cat([nope, rope], dim=-1), value, visible)
-
-    out = lse = None
-    for source in (new_tokens(), context()):
-        for block in source:
-            part, part_lse = _attend(query, block)
-            out, lse = (part, part_lse) if out is None or lse is None else merge(out, lse, part, part_lse)
-    assert out is not None
-    token = torch.arange(tokens, device=q_nope.device, dtype=cu_seqlens_q.dtype)
-    row = torch.searchsorted(cu_seqlens_q[1:], token, right=True).clamp(max=seq_lens.shape[0] - 1)
-    return out[row, :, (token - cu_seqlens_q[row]).clamp(max=max_q - 1)].to(v.dtype)
+    return in_parts(attend, key_slots.shape[0]).transpose(0, 1).to(q.dtype).contiguous()
 
 
-def _attend(query: Tensor, block: _KeyBlock) -> tuple[Tensor, Tensor]:
-    scores = (query @ block.k.mT).masked_fill_(~block.visible, -torch.inf)
-    return softmax_weighted(scores, block.v)
+def _row_of(token: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    row = torch.searchsorted(cu_seqlens_q[1:], token.to(torch.int32), right=True)
+    return row.clamp(max=cu_seqlens_q.shape[0] - 2)

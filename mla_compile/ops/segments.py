@@ -44,11 +44,13 @@ def prefill_segment(
     *,
     page_size: int,
     num_tokens: int = 0,
+    num_keys: int = 0,
 ) -> tuple[PrefillSegment, Tensor]:
     """Prompt chunks of `chunk_lens` tokens after the `num_cached` tokens that each row already holds.
 
     num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. Where the chunks have more already,
         nothing is padded.
+    num_keys: pad to so many keys that are read, likewise.
 
     Returns the segment and the tokens' positions, int64 `[tokens]`, on the device of `block_table`.
 
@@ -57,6 +59,7 @@ def prefill_segment(
     """
     validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
     validate.whole_number("num_tokens", num_tokens, 0)
+    validate.whole_number("num_keys", num_keys, 0)
     capacity = block_table.shape[1] * page_size
     device, count = block_table.device, sum(chunk_lens)
     padding = [min(capacity, rest) for rest in range(num_tokens - count, 0, -capacity)]
@@ -71,10 +74,49 @@ def prefill_segment(
     positions = index + (seq_lens - q_lens)[row_of_token]
     slots = slots_of(block_table[row_of_token], positions[:, None], page_size).flatten()
     slots[count:] = -1
+    # Chunks of nobody see no key: page 0 holds anything.
+    given = torch.nn.functional.pad(torch.tensor([num_cached, chunk_lens], device="cpu"), (0, len(padding)))
+    key_slots, cu_seqlens_k = _keys(given[0], given[1], block_table, page_size=page_size, num_keys=num_keys)
     # No field may be a view of another: Dynamo would guard on their common base, and compile anew for each batch.
     host_lens = torch.stack([host[0], host[1]], dim=1)
-    segment = PrefillSegment(cu_seqlens_q, seq_lens.clone(), block_table, slots, host_lens, page_size)
+    segment = PrefillSegment(
+        cu_seqlens_q, seq_lens.clone(), block_table, slots, key_slots, cu_seqlens_k, host_lens, page_size
+    )
     return segment, positions
+
+
+MIN_KEYS = 2
+"""A part has at least so many: then torch knows that its parts lie apart."""
+MAX_KEYS = 65_536
+"""Keys that are expanded at a time: it bounds the workspace, 0.7 GB for 16 heads of DeepSeek-V3 in bfloat16."""
+
+
+def _keys(
+    context: Tensor, new: Tensor, block_table: Tensor, *, page_size: int, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """`key_slots` and `cu_seqlens_k` of rows with so many tokens before this call and in it, int64 `[rows]`, CPU."""
+    if int((context + new).sum()) <= MAX_KEYS:
+        starts, stops = torch.zeros_like(context)[None], (context + new)[None]
+    else:  # the context one row after the other, cut every MAX_KEYS keys; then all new tokens
+        ends = context.cumsum(0)
+        first = torch.arange(0, int(ends[-1]), MAX_KEYS, device="cpu")[:, None]
+        starts, stops = (
+            (at - (ends - context)).clamp(min=0).minimum(context) for at in (first, first + MAX_KEYS)
+        )
+        starts, stops = torch.cat([starts, context[None]]), torch.cat([stops, (context + new)[None]])
+    lens = stops - starts
+    cu_seqlens_k = torch.nn.functional.pad(lens.cumsum(1, dtype=torch.int32), (1, 0))
+    width = max(num_keys, MIN_KEYS, int(cu_seqlens_k[:, -1].max()))
+    device, parts, rows = block_table.device, len(lens), lens.shape[1]
+    row = torch.arange(rows, device="cpu").repeat(parts).repeat_interleave(lens.flatten())
+    part = torch.arange(parts, device="cpu").repeat_interleave(lens.sum(1))
+    place = torch.arange(len(row), device="cpu") - (lens.sum(1).cumsum(0) - lens.sum(1))[part]
+    position = starts[part, row] + place - cu_seqlens_k[part, row]
+    row, position, place = copied_to(device, torch.stack([row, position, part * width + place]))
+    pages = block_table[row, position // page_size].long()
+    key_slots = torch.full((parts * width,), -1, device=device)
+    key_slots[place] = pages * page_size + position % page_size
+    return key_slots.view(parts, width).clone(), copied_to(device, cu_seqlens_k)
 
 
 def pad_table(block_table: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

@@ -1,5 +1,7 @@
 """Softmax over sets of keys: weighted values with their log-sum-exp, and how two sets join."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,3 +42,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     lse = torch.logaddexp(lse_a, lse_b)
     base = lse.masked_fill(lse == -torch.inf, 0)
     return out_a * (lse_a - base).exp()[..., None] + out_b * (lse_b - base).exp()[..., None], lse
+
+
+def in_parts(attend: Callable[[int, bool], tuple[Tensor, Tensor]], parts: int) -> Tensor:
+    """Attention over keys in `parts`, which `attend` computes one at a time: out `[..., n]` and lse `[...]`.
+
+    It is told the part, and whether that is the last one, in which a token sees nothing behind it. Where there are
+    more, out is joined in float32.
+    """
+    out, lse = attend(0, parts == 1)
+    for part in range(1, parts):
+        out, lse = merge(out.to(lse.dtype), lse, *attend(part, part == parts - 1))
+    return out

@@ -238,6 +238,32 @@ def prefill_rows(
         raise MLAError(f"{sizes.prefix}host_lens", "a CPU tensor", host_lens.device, mend)
 
 
+def prefill_keys(
+    sizes: Layouts, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_slots: Tensor, like: Tensor
+) -> None:
+    sizes.check("cu_seqlens_q", cu_seqlens_q, "rows_and_1", dtype=torch.int32, like=like)
+    sizes.check("cu_seqlens_k", cu_seqlens_k, "parts, rows_and_1", dtype=torch.int32, like=like)
+    sizes.check("key_slots", key_slots, "parts, keys", dtype=torch.int64, like=like)
+
+
+def key_ranges(
+    prefix: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_slots: Tensor, tokens: int, kv_cache: Tensor
+) -> None:
+    """Prefix sums do not fall and end within what they count; key slots are those of the cache."""
+    if not is_readable(key_slots) or key_slots.numel() == 0:
+        return
+    for name, sums, end in (
+        ("cu_seqlens_q", cu_seqlens_q[None], tokens),
+        ("cu_seqlens_k", cu_seqlens_k, key_slots.shape[1]),
+    ):
+        if bool((sums[:, 0] != 0).any() | (sums.diff() < 0).any() | (sums[:, -1] > end).any()):
+            raise MLAError(prefix + name, f"prefix sums from 0 that end at {end} at most", sums.tolist())
+    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
+    low, high = (int(x) for x in key_slots.aminmax())
+    if low < -1 or high >= num_slots:
+        raise MLAError(f"{prefix}key_slots", f"-1, or slots in [0, {num_slots})", f"[{low}, {high}]")
+
+
 def is_readable(x: Tensor) -> bool:
     """Whether values may be read: on the CPU, outside of a compile."""
     return x.device.type == "cpu" and not is_fake(x)
@@ -353,6 +379,8 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
         row = torch.arange(len(lens), device="cpu").repeat_interleave(lens)
         index = torch.arange(tokens, device="cpu") - cu_seqlens_q[row]
         _slots_follow(prefix, prefill, (ends - lens)[row] + index, row)
+    prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
+    key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
 
 
 def _slots_follow(

@@ -25,7 +25,6 @@ from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op, serves
-from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.cone import Cone, cut
 from mla_compile.passes.effects import live_nodes, memory, writer_between
 from mla_compile.passes.emit import inline
@@ -85,14 +84,11 @@ class _Search:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.live = live_nodes(graph)
-        self.prefilled = {_cache(node) for node in calls(graph, prefill_op)}
         self.norms: dict[str, Norm | str] = {}
         self.rotations: dict[str, Rotation | str] = {}
 
     def match(self, append: fx.Node) -> _Match | str:
         """What is appended, or why it is not what the op computes."""
-        if _cache(append) in self.prefilled:
-            return "the attention of prompt chunks reads the latents again"
         reason = None
         for source in islice(_sources(append), _MOST_SOURCES):
             found = self._match(append, source)
@@ -151,7 +147,7 @@ def _remembered(known: dict[str, Any], cone: Cone, recognise: Any) -> Any:
 
 
 def _cache(node: fx.Node) -> fx.Node:
-    """The cache that an append or a prefill is given."""
+    """The cache that an append is given."""
     cache: fx.Node = op_arguments(node)["kv_cache"]
     return cache
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.segments import copied_to, prefill_segment
-from mla_compile.packing import MIN_TOKENS, padded_prompt_tokens
+from mla_compile.ops.segments import MIN_KEYS, copied_to, prefill_segment
+from mla_compile.packing import MIN_TOKENS, padded_keys, padded_prompt_tokens
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_varying
 
@@ -90,6 +90,7 @@ class PromptChunks:
             state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
             page_size=page_size,
             num_tokens=padded_prompt_tokens(len(token_ids)) if pad else MIN_TOKENS,
+            num_keys=padded_keys(len(token_ids), sum(chunk.start for chunk in chunks)) if pad else 0,
         )
         padding = [0] * (positions.shape[0] - len(token_ids))
         packed = cls(
@@ -101,6 +102,8 @@ class PromptChunks:
         )
         for tensor in (*packed.tensors(), segment.host_lens):
             mark_varying(tensor)
+        for tensor in (segment.key_slots, segment.cu_seqlens_k):
+            mark_varying(tensor, 1)
         return packed
 
     def tensors(self) -> list[Tensor]:
@@ -109,6 +112,7 @@ class PromptChunks:
         return [
             *(self.token_ids, self.next_token_ids, self.positions, self.last_of_row),
             *(segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.slot_mapping),
+            *(segment.key_slots, segment.cu_seqlens_k),
         ]
 
     @property
@@ -134,4 +138,7 @@ class PromptChunks:
         torch._check(segment.block_table.shape[0] == chunks)
         torch._check(segment.host_lens.shape[0] == chunks)
         torch._check(segment.cu_seqlens_q.shape[0] == chunks + 1)
+        torch._check(segment.cu_seqlens_k.shape[1] == chunks + 1)
+        torch._check(segment.cu_seqlens_k.shape[0] == segment.key_slots.shape[0])
+        torch._check(segment.key_slots.shape[1] >= MIN_KEYS)
         torch._check(self.last_of_row.shape[0] == rows)

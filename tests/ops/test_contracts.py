@@ -31,7 +31,7 @@ ops = torch.ops.mla_compile
 def attention_args(case: Case) -> tuple:
     d, p = case.batch.decode, case.batch.prefill
     decode = (d.seq_lens, d.block_table, d.slot_mapping, d.q_lens) if d else (None,) * 4
-    prefill = (p.cu_seqlens_q, p.seq_lens, p.block_table, p.slot_mapping, p.host_lens) if p else (None,) * 5
+    prefill = (p.cu_seqlens_q, p.slot_mapping, p.key_slots, p.cu_seqlens_k) if p else (None,) * 4
     return (
         *case.args()[:7],
         *decode,
@@ -59,20 +59,14 @@ def decode_kwargs(case: Case) -> dict:
 
 def prefill_kwargs(case: Case) -> dict:
     p = case.batch.prefill
-    tokens, heads, nope = case.q_nope.shape
     return {
-        "q_nope": case.q_nope,
-        "q_pe": case.q_pe,
-        "k_nope": torch.randn(tokens, heads, nope),
-        "k_pe": case.k_pe,
-        "v": torch.randn(tokens, heads, case.w_uv.shape[2]),
+        "q": torch.cat([case.q_nope, case.q_pe], dim=-1),
         "kv_cache": case.kv_cache,
         "w_uk": case.w_uk,
         "w_uv": case.w_uv,
         "cu_seqlens_q": p.cu_seqlens_q,
-        "seq_lens": p.seq_lens,
-        "block_table": p.block_table,
-        "host_lens": p.host_lens,
+        "cu_seqlens_k": p.cu_seqlens_k,
+        "key_slots": p.key_slots,
         "softmax_scale": 0.2,
     }
 
@@ -182,21 +176,20 @@ BAD_METADATA = {
 }
 BAD_PREFILL = {
     "w_uk of other heads": ("w_uk", changed("w_uk", lambda x: x[:-1])),
-    "w_uk of another nope width": ("w_uk", changed("w_uk", lambda x: x[:, :-1])),
+    "w_uk of another nope width": ("q", changed("w_uk", lambda x: x[:, :-1])),
     "w_uv of another latent width": ("w_uv", changed("w_uv", lambda x: x[:, :-1])),
-    "k_nope of another width": ("k_nope", changed("k_nope", lambda x: x[..., :-1])),
-    "v of fewer tokens": ("v", changed("v", lambda x: x[:-1])),
-    "k_pe of another width": ("k_pe", changed("k_pe", lambda x: x[:, :-1])),
-    "cu_seqlens_q without the first 0": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x[1:])),
-    "host_lens on a device": ("host_lens", changed("host_lens", lambda x: x.to("meta"))),
-    "cu_seqlens_q that host_lens contradict": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x + 1)),
-    "seq_lens that host_lens contradict": ("seq_lens", changed("seq_lens", lambda x: x - 1)),
-    "host_lens of one column": ("host_lens", changed("host_lens", lambda x: x[:, :1])),
-    "host_lens of other tokens": ("host_lens", changed("host_lens", lambda x: x + 1)),
-    "sequences shorter than their queries": (
-        "host_lens",
-        changed("host_lens", lambda x: x * torch.tensor([1, 0], dtype=torch.int32)),
-    ),
+    "q without its rotated part": ("q", changed("q", lambda x: x[..., :-1])),
+    "q of other heads": ("w_uk", changed("q", lambda x: x[:, :-1])),
+    "cu_seqlens_q without the first 0": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x + 1)),
+    "cu_seqlens_q of more tokens": ("cu_seqlens_q", changed("cu_seqlens_q", lambda x: x * 2)),
+    "cu_seqlens_k of other rows": ("cu_seqlens_k", changed("cu_seqlens_k", lambda x: x[:, 1:])),
+    "cu_seqlens_k of more keys": ("cu_seqlens_k", changed("cu_seqlens_k", lambda x: x * 2)),
+    "cu_seqlens_k that fall": ("cu_seqlens_k", changed("cu_seqlens_k", lambda x: x.flip(1) - x[:, -1:])),
+    "int64 cu_seqlens_k": ("cu_seqlens_k", changed("cu_seqlens_k", lambda x: x.long())),
+    "key_slots of other parts": ("key_slots", changed("key_slots", lambda x: x.repeat(2, 1))),
+    "int32 key_slots": ("key_slots", changed("key_slots", lambda x: x.int())),
+    "a slot that the cache does not have": ("key_slots", changed("key_slots", lambda x: x + 10_000)),
+    "key_slots on another device": ("key_slots", changed("key_slots", lambda x: x.to("meta"))),
 }
 
 

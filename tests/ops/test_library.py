@@ -36,8 +36,8 @@ SCHEMAS = {
         "(Tensor q_latent, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? mask, float softmax_scale) -> Tensor"
     ),
     "mla_prefill": (
-        "(Tensor q_nope, Tensor q_pe, Tensor k_nope, Tensor k_pe, Tensor v, Tensor kv_cache, Tensor w_uk, Tensor w_uv, "
-        "Tensor cu_seqlens_q, Tensor seq_lens, Tensor block_table, Tensor host_lens, float softmax_scale) -> Tensor"
+        "(Tensor q, Tensor kv_cache, Tensor w_uk, Tensor w_uv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        "Tensor key_slots, float softmax_scale) -> Tensor"
     ),
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
@@ -46,13 +46,13 @@ SCHEMAS = {
     "mla_attention": (
         "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
         "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "
-        "Tensor? prefill_cu_seqlens_q, Tensor? prefill_seq_lens, Tensor? prefill_block_table, "
-        "Tensor? prefill_slot_mapping, Tensor? prefill_host_lens, SymInt q_len, int page_size, float softmax_scale, "
-        "str? decode_backend=None) -> Tensor"
+        "Tensor? prefill_cu_seqlens_q, Tensor? prefill_slot_mapping, Tensor? prefill_key_slots, "
+        "Tensor? prefill_cu_seqlens_k, SymInt q_len, int page_size, float softmax_scale, str? decode_backend=None) "
+        "-> Tensor"
     ),
 }
 """What saved graphs and passes rely on."""
-NOT_CAPTURED = {"mla_prefill", "mla_attention"}
+NOT_CAPTURED = {"mla_attention"}
 
 
 def test_schemas_are_what_graphs_and_passes_rely_on() -> None:

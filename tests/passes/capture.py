@@ -139,4 +139,7 @@ def make_inputs(
             for tensor in vars(segment).values():
                 if isinstance(tensor, Tensor):
                     mark_unbacked(tensor, 0)
+        if prefill is not None:
+            mark_unbacked(prefill.key_slots, 1)
+            mark_unbacked(prefill.cu_seqlens_k, 1)
     return x, MLABatch(decode, prefill)

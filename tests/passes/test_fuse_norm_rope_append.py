@@ -364,10 +364,8 @@ def test_a_norm_that_rounds_more_often_than_the_op_is_left(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("batch", [{"chunks": (5, 2)}, DECODE | {"chunks": (4,)}], ids=["prefill", "mixed"])
-def test_prompt_chunks_read_their_latents_again(batch: dict, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
-        assert not is_fused(compare(Author(upcast, halves), batch))
-    assert "prompt chunks reads the latents again" in caplog.text
+def test_the_latents_of_prompt_chunks_are_appended_likewise(batch: dict) -> None:
+    assert is_fused(compare(Author(upcast, halves), batch))
 
 
 def test_on_the_cpu_inductor_does_better() -> None:

@@ -55,18 +55,18 @@ def test_a_batch_of_mtp_rows_is_decode_whatever_its_query_length(q_len: int) -> 
 
 
 def test_a_batch_of_prompt_chunks_has_no_decode_segment() -> None:
-    assert counts(split(3, **PREFILL)) == {"mla_append": 3, "mla_prefill": 3, "split": 6}
+    assert counts(split(3, **PREFILL)) == {"mla_append": 3, "mla_prefill": 3, "cat": 3, "split": 6}
 
 
 def test_a_mixed_batch_has_one_append_and_one_cat_of_two_segments_a_layer() -> None:
     gm = split(2, **DECODE, **PREFILL)
-    joined_slots = 1
+    joined_slots, queries = 1, 2
     assert counts(gm) == {
         "mla_append": 2,
         "mla_decode": 2,
         "mla_prefill": 2,
-        "cat": 2 + joined_slots,
-        "split": 4 + 4 * 2,  # the model's own; q_nope, q_pe, kv_c and k_pe of each layer
+        "cat": 2 + joined_slots + queries,
+        "split": 4 + 2 * 2,  # the model's own; q_nope and q_pe of each layer
     }
 
 
@@ -79,17 +79,14 @@ def test_segments_have_the_shapes_of_their_own_tokens() -> None:
     gm = split(**DECODE, **PREFILL)
     decode, prefill, append = (nodes_of(gm, f"mla_{name}")[0] for name in ("decode", "prefill", "append"))
     assert [shape(n) for n in decode.args[:2]] == [(12, HEADS, RANK), (12, HEADS, ROPE)]
-    assert [shape(n) for n in prefill.args[:5]] == [
-        *((7, HEADS, NOPE), (7, HEADS, ROPE)),
-        *((7, HEADS, NOPE), (7, ROPE), (7, HEADS, V)),
-    ]
+    assert shape(prefill.args[0]) == (7, HEADS, NOPE + ROPE) and shape(prefill) == (7, HEADS, V)
     assert [shape(append.args[i]) for i in (0, 1, 3)] == [(19, RANK), (19, ROPE), (19,)]
 
 
 def test_split_sizes_are_numbers_where_static_and_sizes_of_metadata_where_not() -> None:
     static = split(**DECODE, **PREFILL)
     sizes = [node.args[1] for node in nodes_of(static, "split") if node.target is torch.split]
-    assert sizes == [[12, 7]] * 4
+    assert sizes == [[12, 7]] * 2
 
     dynamic = split(**DECODE, **PREFILL, unbacked=True)
     for node in nodes_of(dynamic, "split"):

@@ -1,6 +1,7 @@
 """Recurrent layers between MLA layers (Kimi-Linear): their states, one for each row, and tokens laid out in rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.integrations.transformers.cache import PagedLatentCache
+from mla_compile.ops.segments import prefill_segment
 from mla_compile.torch_internals import mark_cache
 
 Run = Callable[[Tensor, Tensor, MLABatch], Tensor]
@@ -59,14 +61,10 @@ class RecurrentStates:
         places = _places(segment.block_table)
         for row, (q_len, seq_len) in enumerate(segment.host_lens.tolist()):
             tokens, one = slice(start, start + q_len), slice(row, row + 1)
-            part = PrefillSegment(
-                cu_seqlens_q=segment.cu_seqlens_q.new_tensor([0, q_len]),
-                seq_lens=segment.seq_lens[one],
-                block_table=segment.block_table[one],
-                slot_mapping=segment.slot_mapping[tokens],
-                host_lens=segment.host_lens[one],
-                page_size=segment.page_size,
+            part, _ = prefill_segment(
+                [q_len], [seq_len - q_len], segment.block_table[one], page_size=segment.page_size
             )
+            part = replace(part, slot_mapping=segment.slot_mapping[tokens])
             if seq_len == q_len:
                 self._clear()
             else:

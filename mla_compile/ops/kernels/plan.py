@@ -100,13 +100,13 @@ class PrefillTiles:
     stages: int
 
 
-def nope_blocks(nope: int) -> tuple[int, int]:
-    """Two blocks that hold `qk_nope_head_dim`, the second may be 0: one of GLM's 192 would be a third empty."""
-    head = max(16, 1 << (nope.bit_length() - 1))
-    return head, power_of_two(nope - head) if nope > head else 0
+def qk_blocks(qk: int) -> tuple[int, int]:
+    """Two blocks that hold a head's query, the second may be 0: one of DeepSeek's 192 would be a quarter empty."""
+    head = max(16, 1 << (qk.bit_length() - 1))
+    return head, power_of_two(qk - head) if qk > head else 0
 
 
-def prefill_tiles(nope: int, rope: int, value: int, dtype: torch.dtype, device: Device) -> PrefillTiles:
+def prefill_tiles(qk: int, value: int, dtype: torch.dtype, device: Device) -> PrefillTiles:
     """The widest tiles whose queries and one to three tiles of keys and values fit shared memory.
 
     With GLM's widths the widest spill, and are quicker all the same than any that do not.
@@ -115,7 +115,7 @@ def prefill_tiles(nope: int, rope: int, value: int, dtype: torch.dtype, device: 
     """
     if dtype == torch.float32:
         return PrefillTiles(queries=16, keys=16, warps=4, stages=1)
-    qk, v = sum(nope_blocks(nope)) + power_of_two(rope), power_of_two(value)
+    qk, v = sum(qk_blocks(qk)), power_of_two(value)
     room = 220_000 if device.capability[0] == 9 else 96_000
     warps = 8 if v > 128 else 4  # that hold `[64, v]` in float32 in registers
 

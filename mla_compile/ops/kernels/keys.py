@@ -1,0 +1,105 @@
+"""Keys and values of prompt chunks, expanded per head from the paged latents: what the prefill kernels share."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.plan import power_of_two
+
+
+@triton.jit
+def gather_kernel(
+    kv_cache,  # [slots, RANK + ROPE], contiguous
+    key_slots,  # int64 [keys], contiguous; -1 for padding
+    cu_seqlens_k,  # int32 [rows + 1]
+    latents,  # [places, RANK], contiguous
+    rotated,  # [places, heads, ROPE], any strides but the last
+    cu_places,  # int32 [rows + 1], written; lens: int32 [rows], written
+    lens,
+    places,
+    rows,
+    heads,
+    key_stride,
+    head_stride,
+    GAP: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy latents out of their pages, and the rotated keys to every head; zeros where there is no key."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (n < places)[:, None]
+    r = tl.arange(0, ROWS_BLOCK)
+    ends = tl.load(cu_seqlens_k + 1 + r, mask=r < rows, other=2**30) + r * GAP
+    row = tl.sum((n[:, None] >= ends[None, :] + GAP).to(tl.int32), 1)
+    end = tl.load(cu_seqlens_k + 1 + row, mask=row < rows, other=0) + row * GAP
+    if tl.program_id(0) == 0:
+        start = tl.load(cu_seqlens_k + r, mask=r <= rows, other=0)
+        tl.store(cu_places + r, start + r * GAP, mask=r <= rows)
+        tl.store(lens + r, ends - r * GAP - start, mask=r < rows)
+    slot = tl.load(key_slots + n - row * GAP, mask=n < end, other=-1)
+    live = (slot >= 0)[:, None]
+    at = kv_cache + slot[:, None] * (RANK + ROPE)
+    place = n.to(tl.int64)[:, None]
+    c = tl.arange(0, RANK_BLOCK)[None, :]
+    found = tl.load(at + c, mask=live & (c < RANK), other=0.0)
+    tl.store(latents + place * RANK + c, found, mask=inside & (c < RANK))
+    p = tl.arange(0, ROPE_BLOCK)[None, :]
+    found = tl.load(at + RANK + p, mask=live & (p < ROPE), other=0.0)
+    for head in range(heads):
+        tl.store(rotated + place * key_stride + head * head_stride + p, found, mask=inside & (p < ROPE))
+
+
+class ExpandedKeys(NamedTuple):
+    """key `[places, heads, qk_nope_head_dim + qk_rope_head_dim]`, value `[places, heads, v_head_dim]`; where each row's
+    places begin, the next one's behind it, int32 `[rows + 1]`, and how many of them are keys, int32 `[rows]`."""
+
+    key: Tensor
+    value: Tensor
+    cu_places: Tensor
+    lens: Tensor
+
+
+def expanded_keys(
+    kv_cache: Tensor, key_slots: Tensor, cu_seqlens_k: Tensor, w_uk: Tensor, w_uv: Tensor, *, gap: int = 0
+) -> ExpandedKeys:
+    """Keys and values of a part, see `PrefillSegment`, with `gap` places of zeros behind every row's.
+
+    The product with `w_uk` is written where the keys are wanted, beside their rotated part.
+    """
+    (heads, nope, rank), rows = w_uk.shape, cu_seqlens_k.shape[0] - 1
+    places, rope = key_slots.shape[0] + rows * gap, kv_cache.shape[2] - rank
+    latents = kv_cache.new_empty((places, rank))
+    key = kv_cache.new_empty((places, heads, nope + rope))
+    value = kv_cache.new_empty((places, heads, w_uv.shape[2]))
+    cu_places, lens = torch.empty_like(cu_seqlens_k), cu_seqlens_k.new_empty(rows)
+    gather_kernel[(triton.cdiv(places, 16),)](
+        kv_cache,
+        key_slots,
+        cu_seqlens_k,
+        latents,
+        key[..., nope:],
+        cu_places,
+        lens,
+        places,
+        rows,
+        heads,
+        *key.stride()[:2],
+        GAP=gap,
+        RANK=rank,
+        ROPE=rope,
+        RANK_BLOCK=power_of_two(rank),
+        ROPE_BLOCK=power_of_two(rope),
+        ROWS_BLOCK=power_of_two(rows + 1),
+        BLOCK=16,
+    )
+    of_head = latents.expand(heads, -1, -1)
+    torch.bmm(of_head, w_uk.transpose(1, 2), out=key[..., :nope].transpose(0, 1))
+    torch.bmm(of_head, w_uv, out=value.transpose(0, 1))
+    return ExpandedKeys(key, value, cu_places, lens)
