@@ -133,6 +133,7 @@ class PromptChunks:
         segment = self.segment
         tokens, chunks = self.token_ids.shape[0], segment.seq_lens.shape[0]
         torch._check(tokens >= MIN_TOKENS)
+        torch._check(chunks >= 1)
         for tensor in (self.next_token_ids, self.positions, segment.slot_mapping):
             torch._check(tensor.shape[0] == tokens)
         torch._check(segment.block_table.shape[0] == chunks)

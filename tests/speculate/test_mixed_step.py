@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from mla_compile import MLABatch, MLAError
@@ -20,7 +20,13 @@ from mla_compile.passes.effects import live_nodes
 from mla_compile.passes.nodes import op_name
 from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
-from mla_compile.torch_internals import capture_graph, compile_counters, mark_varying, with_own_code
+from mla_compile.torch_internals import (
+    capture_graph,
+    compile_counters,
+    know_least_sizes,
+    mark_varying,
+    with_own_code,
+)
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, one_layer_model, poison_caches
 from tests.passes.capture import nodes_of, shape
@@ -558,3 +564,23 @@ def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAF
     with pytest.raises(MLAError, match="chunks: expected those of a state of 2 rows, got 3"):
         runner.mixed(runner.state, chunks)
     assert all(layer is not None and layer.isnan().all() for layer in model.caches())
+
+
+def test_torch_can_compare_the_strides_of_all_that_a_mixed_step_is_given(model: MLAForCausalLM) -> None:
+    """As torch 2.11 does with a CUDA graph's inputs; what it cannot compare is an error."""
+    compared = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        know_least_sizes(example_inputs)
+        for node in gm.graph.find_nodes(op="placeholder"):
+            value = node.meta["example_value"]
+            if isinstance(value, Tensor):
+                assert not any(stride == 0 for stride in value.stride())
+                compared.append(sorted(value.stride()))
+        return gm.forward
+
+    runner = Runner(model, 1, 2)
+    runner.mixed = torch.compile(with_own_code(runner.decoder.mixed), backend=backend, fullgraph=True)
+    runner.admit(0, Request(PROMPTS[0]))
+    runner.run([(0, 0, 2)])
+    assert any(len(strides) == 2 and "u" in str(strides) for strides in compared), "key_slots among them"
