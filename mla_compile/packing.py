@@ -116,7 +116,11 @@ def pack_batch(
         num_tokens = padded_prompt_tokens(sum(lens)) if pad else MIN_TOKENS
         num_keys = padded_keys(sum(lens), sum(held)) if pad else 0
         prefill, _ = prefill_segment(
-            lens, held, table, page_size=page_size, num_tokens=num_tokens, num_keys=num_keys
+            *(lens, held, table),
+            page_size=page_size,
+            num_tokens=num_tokens,
+            num_chunks=padded_rows(len(lens) + 1) if pad else 0,
+            num_keys=num_keys,
         )
     order, source, positions, last = _order(query_lens, num_cached, layout, decode, prefill)
     packed = PackedBatch(

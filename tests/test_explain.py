@@ -55,10 +55,10 @@ nodes after each pass
   mla_attention         3                     -
   mla_decode            -                     3
   mla_prefill           -                     3
-  cat                   -                     4
-  einsum                -                    12
-  getitem              12                    33
-  split                 6                    18
+  cat                   -                     7
+  einsum                -                     6
+  getitem              12                    27
+  split                 6                    12
 """
     assert text == expected
 

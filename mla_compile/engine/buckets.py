@@ -30,7 +30,7 @@ class Bucket:
     step: "greedy" or "sampled", with what else is compiled in ("greedy, penalties, 5 logprobs"); "mixed, greedy" with
         prompts; where tokens are chosen on the host its halves, "verify" and "advance, greedy", ....
     num_stop_ids: places for stop ids in a row, which are compiled in.
-    prompt_tokens: of a mixed step, padding included.
+    prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
     num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
     num_bytes: by which its recording made the graphs' memory pool and the driver's own memory grow. A bucket fits in
         the pool of a larger one that was recorded before it. Of the driver's memory only what the whole device uses
@@ -47,6 +47,8 @@ class Bucket:
     q_len: int
     num_stop_ids: int
     prompt_tokens: int = 0
+    prompt_chunks: int = 0
+    prompt_keys: int = 0
     num_graphs: int = 0
     num_bytes: int = 0
     compile_seconds: float = 0.0
@@ -90,12 +92,14 @@ class CaptureReport:
 
     def __str__(self) -> str:
         width = max(18, *(len(bucket.step) + 1 for bucket in self.buckets), 0)
-        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
+        form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>8}{:>8}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
         names = (
             "step",
             "rows",
             "q_len",
             "prompt",
+            "chunks",
+            "keys",
             "stop ids",
             "compile s",
             "capture s",
@@ -105,12 +109,13 @@ class CaptureReport:
         )
         lines = [form.format(*names)]
         for bucket in self.buckets:
-            shape = bucket.step, bucket.rows, bucket.q_len, bucket.prompt_tokens, bucket.num_stop_ids
-            lines.append(form.format(*shape, *_costs(bucket), bucket.outcome))
+            shape = bucket.step, bucket.rows, bucket.q_len
+            prompts = bucket.prompt_tokens, bucket.prompt_chunks, bucket.prompt_keys
+            lines.append(form.format(*shape, *prompts, bucket.num_stop_ids, *_costs(bucket), bucket.outcome))
         captured = sum(bucket.num_graphs > 0 for bucket in self.buckets)
         limit = "" if self.budget is None else f", budget {self.budget / MIB:.1f} MiB"
         outcome = self.why_not or f"{captured} of {len(self.buckets)} captured{limit}"
-        return "\n".join([*lines, form.format("total", "", "", "", "", *_costs(self), outcome)])
+        return "\n".join([*lines, form.format("total", *[""] * 6, *_costs(self), outcome)])
 
 
 def _costs(of: Bucket | CaptureReport) -> tuple[str, str, int, str]:

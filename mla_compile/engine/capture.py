@@ -19,7 +19,7 @@ from mla_compile.torch_internals import (
 )
 from mla_compile.waits import told
 
-_Shape = tuple[int, int, int]
+_Shape = tuple[int, int, int, int, int]
 """Rows, places for stop ids, prompt tokens."""
 
 CALLS_TO_RECORD = 2
@@ -48,7 +48,7 @@ class Captures:
         self._device = device
         self._budget = budget
         self._why_not = why_not
-        self._buckets: dict[tuple[str, int, int, int, int], Bucket] = {}
+        self._buckets: dict[tuple[str, int, *_Shape], Bucket] = {}
         self._known: list[dict[_Shape, Callable[..., Any]]] = []
         self.num_unusual = 0
         """Calls that compiled or recorded, or were measured: their time says nothing of others'."""
@@ -74,7 +74,7 @@ class Captures:
         own = choose_rows(count, self.sizes, recorded, spent=False)
         rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent())
         if rows != own:
-            padded = self._bucket(step, q_len, (own, num_stop_ids, 0))
+            padded = self._bucket(step, q_len, (own, num_stop_ids, 0, 0, 0))
             padded.padded_to, padded.why_not = rows, SPENT
         return rows
 
@@ -97,10 +97,10 @@ class Captures:
         @functools.wraps(step)
         def run(state: DecodeState, *args: Any) -> Any:
             rows, num_stop_ids = state.stop_ids.shape
-            prompt_tokens = 0
+            sizes = (0, 0, 0)
             if args and isinstance(args[0], PromptChunks) and not self._why_not:
-                prompt_tokens = len(args[0].token_ids)
-            shape = rows, num_stop_ids, prompt_tokens  # all that tells one bucket of this step from another
+                sizes = args[0].sizes
+            shape = rows, num_stop_ids, *sizes  # all that tells one bucket of this step from another
             if (call := known.get(shape)) is not None:
                 return call(state, *args)
             bucket = self._bucket(name, q_len, shape)
@@ -120,8 +120,8 @@ class Captures:
             if bucket.why_not:
                 known[shape] = uncaptured
             elif calls[shape] >= CALLS_TO_RECORD:
-                # A mixed step is more than its graphs: its prefill calls run between them.
-                known[shape] = step if prompt_tokens else self._replaying(step, state)
+                # A mixed step's chunks have to be copied to where its graph expects them.
+                known[shape] = step if any(sizes) else self._replaying(step, state)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
 
@@ -144,9 +144,9 @@ class Captures:
         return sum(bucket.num_bytes for bucket in self._buckets.values()) >= self._budget
 
     def _bucket(self, step: str, q_len: int, shape: _Shape) -> Bucket:
-        rows, num_stop_ids, prompt_tokens = shape
-        key = step, q_len, *shape
-        return self._buckets.setdefault(key, Bucket(step, rows, q_len, num_stop_ids, prompt_tokens))
+        rows, num_stop_ids, tokens, chunks, keys = shape
+        bucket = Bucket(step, rows, q_len, num_stop_ids, tokens, chunks, keys)
+        return self._buckets.setdefault((step, q_len, *shape), bucket)
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         """Call, and add what it cost to the bucket's sums."""

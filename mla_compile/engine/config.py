@@ -64,12 +64,11 @@ class EngineConfig:
             512 more than `max_rows` decode rows take.
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
         compile: False runs everything eagerly.
-        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture them
-            around prefill attention. Their prompts are padded to one of a few sizes, each recorded when it is met. That
+        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
+            them. Their prompts are padded to one of a few sizes, each recorded when it is met. That
             takes as long as compiling the step, and eager steps cost the host several times what they cost the device,
             so it pays in what serves for long.
-        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, several for one
-            with prompts.
+        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
             `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or

@@ -2,7 +2,7 @@
 
      before                               after
 ┌─────────────┐         ┌──────────── tokens of the batch ────────────┐
-│  tokens     │           absorb         mla_append           expand
+│  tokens     │           absorb         mla_append            cat
 ├─────────────┤             │                │                   │
 │mla_attention│         mla_decode <──── kv_cache ──────> mla_prefill
 └─────────────┘         up-project                               │

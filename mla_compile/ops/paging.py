@@ -77,12 +77,6 @@ def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> 
     return max(1, -(-longest // page_size))
 
 
-def longest_lens(host_lens: Tensor) -> tuple[int, int]:
-    """The tokens of the longest chunk and those of the longest context, by `PrefillSegment.host_lens`."""
-    lens = host_lens.tolist()
-    return max(n for n, _ in lens), max(end - n for n, end in lens)
-
-
 def check_capacity(name: str, longest: int, columns: int, page_size: int) -> None:
     """Raises `MLAError` for a row that its `columns` pages cannot hold."""
     if longest > columns * page_size:

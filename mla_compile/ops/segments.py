@@ -44,13 +44,14 @@ def prefill_segment(
     *,
     page_size: int,
     num_tokens: int = 0,
+    num_chunks: int = 0,
     num_keys: int = 0,
 ) -> tuple[PrefillSegment, Tensor]:
     """Prompt chunks of `chunk_lens` tokens after the `num_cached` tokens that each row already holds.
 
     num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. Where the chunks have more already,
         nothing is padded.
-    num_keys: pad to so many keys that are read, likewise.
+    num_chunks: pad to so many chunks, with empty ones of nobody; num_keys: to so many keys that are read. Likewise.
 
     Returns the segment and the tokens' positions, int64 `[tokens]`, on the device of `block_table`.
 
@@ -59,10 +60,12 @@ def prefill_segment(
     """
     validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
     validate.whole_number("num_tokens", num_tokens, 0)
+    validate.whole_number("num_chunks", num_chunks, 0)
     validate.whole_number("num_keys", num_keys, 0)
     capacity = block_table.shape[1] * page_size
     device, count = block_table.device, sum(chunk_lens)
     padding = [min(capacity, rest) for rest in range(num_tokens - count, 0, -capacity)]
+    padding += [0] * (num_chunks - len(chunk_lens) - len(padding))
     block_table = pad_table(block_table, rows=len(padding))
     lens = [*chunk_lens, *padding]
     ends = [*(c + n for c, n in zip(chunk_lens, num_cached, strict=True)), *padding]

@@ -1,4 +1,4 @@
-"""Normalise, rotate and append the new latents of a decode step in one launch.
+"""Normalise, rotate and append the new latents of a step in one launch.
 
     before                                                        after
 
@@ -8,8 +8,8 @@
 Norm and rotation are found by what they compute, not by how they are written: the operations between the projection
 and the append are cut out (`cone.py`), run on a few random tokens, and compared with the formulas (`recognise.py`).
 
-Not in a graph with prompt chunks, whose attention reads the latents again; and only where the op has a kernel: on the
-CPU, Inductor fuses norm and rotation with what is around them, which the op's torch code would give up.
+Only where the op has a kernel: on the CPU, Inductor fuses norm and rotation with what is around them, which the op's
+torch code would give up.
 
 The log, `TORCH_LOGS="+mla_compile"`, says what was fused, and why every other append was not.
 """

@@ -4,7 +4,7 @@
 
     q, kv ──> mla_attention ──> o     kv ──> mla_append ──> (cache)
                                       q ──> split ─┬─> absorb (w_uk) ──> mla_decode ──> w_uv ──┐
-                                                   └─> expand (w_uk, w_uv) ──> mla_prefill ────┴─> cat ──> o
+                                                   └─> cat ──> mla_prefill (w_uk, w_uv) ───────┴─> cat ──> o
 
 A segment that the batch lacks (its metadata is None) is not built, and then there is no split and no cat. One
 append, one query projection before and one `o_proj` after serve both segments. Absorbing and up-projecting are

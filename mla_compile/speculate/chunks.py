@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops.segments import MIN_KEYS, copied_to, prefill_segment
-from mla_compile.packing import MIN_TOKENS, padded_keys, padded_prompt_tokens
+from mla_compile.packing import MIN_TOKENS, padded_keys, padded_prompt_tokens, padded_rows
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_varying
 
@@ -90,6 +90,7 @@ class PromptChunks:
             state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
             page_size=page_size,
             num_tokens=padded_prompt_tokens(len(token_ids)) if pad else MIN_TOKENS,
+            num_chunks=padded_rows(len(chunks) + 1) if pad else 0,
             num_keys=padded_keys(len(token_ids), sum(chunk.start for chunk in chunks)) if pad else 0,
         )
         padding = [0] * (positions.shape[0] - len(token_ids))
@@ -114,6 +115,12 @@ class PromptChunks:
             *(segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.slot_mapping),
             *(segment.key_slots, segment.cu_seqlens_k),
         ]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tokens, chunks and keys, padding included: a CUDA graph serves chunks of the same sizes."""
+        keys = self.segment.key_slots
+        return len(self.token_ids), len(self.segment.seq_lens), keys.numel()
 
     @property
     def begins(self) -> Tensor:

@@ -214,16 +214,18 @@ def test_the_report_reads_as_a_table() -> None:
             "greedy", 8, 4, 8, num_graphs=2, num_bytes=6 << 20, compile_seconds=31.5, capture_seconds=0.0421
         ),
         Bucket("greedy", 4, 4, 8, padded_to=8, why_not="the budget is spent"),
-        Bucket("mixed, greedy", 8, 4, 16, 640, why_not="the budget is spent"),
+        Bucket("mixed, greedy", 8, 4, 16, 640, 2, 1152, why_not="the budget is spent"),
     ]
     assert str(CaptureReport(buckets, 1 << 20, None)).splitlines() == [
-        "step               rows  q_len  prompt  stop ids  compile s  capture s  graphs       MiB  outcome",
-        "greedy                8      4       0         8      31.50      0.042       2       6.0  captured",
-        "greedy                4      4       0         8       0.00      0.000       0       0.0  "
+        "step               rows  q_len  prompt  chunks    keys  stop ids  compile s  capture s  graphs       MiB  "
+        "outcome",
+        "greedy                8      4       0       0       0         8      31.50      0.042       2       6.0  "
+        "captured",
+        "greedy                4      4       0       0       0         8       0.00      0.000       0       0.0  "
         "padded to 8 rows: the budget is spent",
-        "mixed, greedy         8      4     640        16       0.00      0.000       0       0.0  "
+        "mixed, greedy         8      4     640       2    1152        16       0.00      0.000       0       0.0  "
         "uncaptured: the budget is spent",
-        "total                                                 31.50      0.042       2       6.0  "
+        "total                                                                 31.50      0.042       2       6.0  "
         "1 of 3 captured, budget 1.0 MiB",
     ]
 

@@ -199,7 +199,7 @@ def is_an_extra(words: list[str], _: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for word in words[2:]:
         if word != "-e":
-            found = re.fullmatch(r"(?:\.|mla-compile)(?:\[([\w,]+)\])?", word)
+            found = re.fullmatch(r"(?:\.|mla-compile)(?:\[([\w,-]+)\])?", word)
             assert found, f"{word} is not this project"
             assert project["optional-dependencies"].keys() >= set(filter(None, (found[1] or "").split(",")))
 

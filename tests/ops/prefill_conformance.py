@@ -127,8 +127,10 @@ class PrefillConformance:
             (
                 torch.cat([q, q[:4]]),
                 *(kv_cache, w_uk, w_uv),
-                torch.cat([cu_seqlens_q, cu_seqlens_q[-1:] + 4]),
-                torch.cat([cu_seqlens_k, cu_seqlens_k[:, -1:]], dim=1),
+                torch.cat(
+                    [cu_seqlens_q, cu_seqlens_q[-1:] + 4, cu_seqlens_q[-1:] + 4]
+                ),  # one with tokens, one empty
+                torch.cat([cu_seqlens_k, *[cu_seqlens_k[:, -1:]] * 2], dim=1),
                 torch.nn.functional.pad(key_slots, (0, 300), value=-1),
                 scale,
             )

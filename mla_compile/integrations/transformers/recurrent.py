@@ -60,6 +60,8 @@ class RecurrentStates:
         hidden, start = [], 0
         places = _places(segment.block_table)
         for row, (q_len, seq_len) in enumerate(segment.host_lens.tolist()):
+            if q_len == 0:  # padding
+                continue
             tokens, one = slice(start, start + q_len), slice(row, row + 1)
             part, _ = prefill_segment(
                 [q_len], [seq_len - q_len], segment.block_table[one], page_size=segment.page_size
