@@ -90,14 +90,15 @@ def prefill_segment(
 
 MIN_KEYS = 2
 """A part has at least so many: then torch knows that its parts lie apart."""
-MAX_KEYS = 65_536
-"""Keys that are expanded at a time: it bounds the workspace, 0.7 GB for 16 heads of DeepSeek-V3 in bfloat16."""
+MAX_KEYS = 32_768
+"""Keys that are expanded at a time: it bounds the workspace, 0.34 GB for 16 heads of DeepSeek-V3 in bfloat16."""
 
 
 def _keys(
     context: Tensor, new: Tensor, block_table: Tensor, *, page_size: int, num_keys: int
 ) -> tuple[Tensor, Tensor]:
     """`key_slots` and `cu_seqlens_k` of rows with so many tokens before this call and in it, int64 `[rows]`, CPU."""
+    # Where each row's keys of each part start and stop, `[parts, rows]`.
     if int((context + new).sum()) <= MAX_KEYS:
         starts, stops = torch.zeros_like(context)[None], (context + new)[None]
     else:  # the context one row after the other, cut every MAX_KEYS keys; then all new tokens
