@@ -110,17 +110,19 @@ def _keys(
         starts, stops = torch.cat([starts, context[None]]), torch.cat([stops, (context + new)[None]])
     lens = stops - starts
     cu_seqlens_k = torch.nn.functional.pad(lens.cumsum(1, dtype=torch.int32), (1, 0))
-    width = max(num_keys, MIN_KEYS, int(cu_seqlens_k[:, -1].max()))
-    device, parts, rows = block_table.device, len(lens), lens.shape[1]
-    row = torch.arange(rows, device="cpu").repeat(parts).repeat_interleave(lens.flatten())
-    part = torch.arange(parts, device="cpu").repeat_interleave(lens.sum(1))
-    place = torch.arange(len(row), device="cpu") - (lens.sum(1).cumsum(0) - lens.sum(1))[part]
-    position = starts[part, row] + place - cu_seqlens_k[part, row]
-    row, position, place = copied_to(device, torch.stack([row, position, part * width + place]))
-    pages = block_table[row, position // page_size].long()
-    key_slots = torch.full((parts * width,), -1, device=device)
-    key_slots[place] = pages * page_size + position % page_size
-    return key_slots.view(parts, width).clone(), copied_to(device, cu_seqlens_k)
+    counts = cu_seqlens_k[:, -1].tolist()
+    device, flat, total = block_table.device, lens.flatten(), sum(counts)
+    # A key's position is its index among all keys, plus what is the same for all of its row in its part.
+    rows = torch.arange(lens.shape[1], device="cpu").repeat(len(lens))
+    given = torch.stack([flat, rows, starts.flatten() - flat.cumsum(0) + flat])
+    flat, rows, shifts = copied_to(device, given)
+    row, shift = (torch.repeat_interleave(x, flat, output_size=total) for x in (rows, shifts))
+    position = torch.arange(total, device=device) + shift
+    slots = block_table[row, position // page_size].long() * page_size + position % page_size
+    key_slots = torch.full((len(lens), max(num_keys, MIN_KEYS, *counts)), -1, device=device)
+    for part, keys in zip(key_slots, slots.split(counts)):
+        part[: len(keys)] = keys
+    return key_slots, copied_to(device, cu_seqlens_k)
 
 
 def pad_table(block_table: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
