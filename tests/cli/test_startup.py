@@ -16,7 +16,7 @@ import mla_compile
 COMMAND = [sys.executable, "-c", "from mla_compile.cli import main; main()"]
 HEAVY = ("torch", "transformers", "numpy", "safetensors")
 GOOD = '{"prompt": "hello"}\n'
-NUM_INTERRUPTS = int(os.environ.get("MLA_INTERRUPTS", "3"))
+NUM_INTERRUPTS = int(os.environ.get("MLA_INTERRUPTS", "2"))
 ROOT = Path(mla_compile.__file__).parents[1]
 
 IMPORTS = f"""
