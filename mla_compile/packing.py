@@ -113,14 +113,8 @@ def pack_batch(
         )
     if layout.prefill:
         lens, held, table = _rows(layout.prefill, query_lens, num_cached, block_table)
-        num_tokens = padded_prompt_tokens(sum(lens)) if pad else MIN_TOKENS
-        num_keys = padded_keys(sum(lens), sum(held)) if pad else 0
         prefill, _ = prefill_segment(
-            *(lens, held, table),
-            page_size=page_size,
-            num_tokens=num_tokens,
-            num_chunks=padded_rows(len(lens) + 1) if pad else 0,
-            num_keys=num_keys,
+            lens, held, table, page_size=page_size, **prompt_padding(lens, held, pad=pad)
         )
     order, source, positions, last = _order(query_lens, num_cached, layout, decode, prefill)
     packed = PackedBatch(
@@ -190,16 +184,20 @@ def padded_prompt_tokens(count: int) -> int:
     return -(-count // unit) * unit
 
 
-def padded_keys(new: int, cached: int) -> int:
-    """The least number of keys that is padded to with room for those of `new` tokens and of `cached` ones before them.
+def prompt_padding(chunk_lens: Sequence[int], num_cached: Sequence[int], *, pad: bool) -> dict[str, int]:
+    """The sizes that `prefill_segment` pads chunks to: few, as a CUDA graph is recorded for each; the least without.
 
-    Cached keys are padded to a power of two, and to 512 at least.
+    Chunks are padded to a power of two, with room for one of padding; cached keys too, to 512 at least.
     """
-    return padded_prompt_tokens(new) + (max(512, 1 << (cached - 1).bit_length()) if cached else 0)
+    if not pad:
+        return {"num_tokens": MIN_TOKENS}
+    tokens, cached = padded_prompt_tokens(sum(chunk_lens)), sum(num_cached)
+    num_keys = tokens + (max(512, 1 << (cached - 1).bit_length()) if cached else 0)
+    return {"num_tokens": tokens, "num_chunks": padded_rows(len(chunk_lens) + 1), "num_keys": num_keys}
 
 
 def padded_rows(count: int) -> int:
-    """The power of two that a number of decode rows is padded to, >= 1."""
+    """The power of two that a number of rows is padded to, >= 1."""
     return 1 << (count - 1).bit_length()
 
 

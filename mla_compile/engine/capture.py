@@ -20,7 +20,7 @@ from mla_compile.torch_internals import (
 from mla_compile.waits import told
 
 _Shape = tuple[int, int, int, int, int]
-"""Rows, places for stop ids, prompt tokens."""
+"""Rows, places for stop ids; tokens, chunks and keys of prompts."""
 
 CALLS_TO_RECORD = 2
 """Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""

@@ -65,9 +65,9 @@ class EngineConfig:
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
         compile: False runs everything eagerly.
         compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
-            them. Their prompts are padded to one of a few sizes, each recorded when it is met. That
-            takes as long as compiling the step, and eager steps cost the host several times what they cost the device,
-            so it pays in what serves for long.
+            them. Their prompts are padded to one of a few sizes, each recorded when it is met. That takes as long as
+            compiling the step, and eager steps cost the host several times what they cost the device, so it pays in
+            what serves for long.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or

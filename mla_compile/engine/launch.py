@@ -57,8 +57,8 @@ class Launcher:
     """Launches the steps that plans ask for.
 
     A step is one compiled call where all rows decode, captured if it can be. With prompt chunks in it it runs eagerly,
-    or compiled and captured, its prompts padded to one of a few sizes. Where tokens are chosen
-    on the host it is a call for each half.
+    or compiled and captured, its prompts padded to one of a few sizes. Where tokens are chosen on the host it is a call
+    for each half.
 
     Args:
         model: with the caches that `config` asks for.

@@ -218,7 +218,7 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
 
 
 def _einsum_operand(node: fx.Node) -> fx.Node:
-    """What `absorb` or `expand` multiplied; the node itself where a pass has fused that away.
+    """What `absorb` multiplied; the node itself where a pass has fused that away.
 
     A pass may have put ops of one input in between, a clamp say.
     """

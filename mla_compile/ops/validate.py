@@ -227,11 +227,8 @@ def _differs(size: int, expected: int) -> bool:
     return statically_known_true(size != expected) and statically_known_true(size != 1)
 
 
-def prefill_rows(
-    sizes: Layouts, cu_seqlens_q: Tensor, seq_lens: Tensor, table: Tensor, host_lens: Tensor, like: Tensor
-) -> None:
+def prefill_rows(sizes: Layouts, seq_lens: Tensor, table: Tensor, host_lens: Tensor, like: Tensor) -> None:
     sizes.rows(table, like=like, seq_lens=seq_lens)
-    sizes.check("cu_seqlens_q", cu_seqlens_q, "rows + 1", dtype=torch.int32, like=like)
     sizes.check("host_lens", host_lens, "rows, 2", dtype=torch.int32)
     if host_lens.device.type != "cpu":
         mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
@@ -241,8 +238,8 @@ def prefill_rows(
 def prefill_keys(
     sizes: Layouts, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_slots: Tensor, like: Tensor
 ) -> None:
-    sizes.check("cu_seqlens_q", cu_seqlens_q, "rows_and_1", dtype=torch.int32, like=like)
-    sizes.check("cu_seqlens_k", cu_seqlens_k, "parts, rows_and_1", dtype=torch.int32, like=like)
+    sizes.check("cu_seqlens_q", cu_seqlens_q, "rows + 1", dtype=torch.int32, like=like)
+    sizes.check("cu_seqlens_k", cu_seqlens_k, "parts, rows + 1", dtype=torch.int32, like=like)
     sizes.check("key_slots", key_slots, "parts, keys", dtype=torch.int64, like=like)
 
 
@@ -369,7 +366,8 @@ def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> Non
 def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
     sizes = Layouts(prefix)
     cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
-    prefill_rows(sizes, cu_seqlens_q, seq_lens, table, prefill.host_lens, kv_cache)
+    prefill_rows(sizes, seq_lens, table, prefill.host_lens, kv_cache)
+    prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
     lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
     sizes.slots(prefill.slot_mapping, kv_cache)
     tokens = prefill.slot_mapping.shape[0]
@@ -379,7 +377,6 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
         row = torch.arange(len(lens), device="cpu").repeat_interleave(lens)
         index = torch.arange(tokens, device="cpu") - cu_seqlens_q[row]
         _slots_follow(prefix, prefill, (ends - lens)[row] + index, row)
-    prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
     key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
 
 

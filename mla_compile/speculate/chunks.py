@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops.segments import MIN_KEYS, copied_to, prefill_segment
-from mla_compile.packing import MIN_TOKENS, padded_keys, padded_prompt_tokens, padded_rows
+from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_varying
 
@@ -84,14 +84,13 @@ class PromptChunks:
             return copied_to(device, torch.tensor(values, dtype=torch.int64, device="cpu"))
 
         # `pack_batch` does as much for rows of any kind; where all prefill, its order costs copies and nothing else.
+        lens, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
         segment, positions = prefill_segment(
-            [chunk.stop - chunk.start for chunk in chunks],
-            [chunk.start for chunk in chunks],
+            lens,
+            starts,
             state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
             page_size=page_size,
-            num_tokens=padded_prompt_tokens(len(token_ids)) if pad else MIN_TOKENS,
-            num_chunks=padded_rows(len(chunks) + 1) if pad else 0,
-            num_keys=padded_keys(len(token_ids), sum(chunk.start for chunk in chunks)) if pad else 0,
+            **prompt_padding(lens, starts, pad=pad),
         )
         padding = [0] * (positions.shape[0] - len(token_ids))
         packed = cls(
