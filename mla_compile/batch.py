@@ -47,8 +47,8 @@ class PrefillSegment:
     block_table: int32 `[rows, max_pages]`.
     slot_mapping: int64 `[tokens]`; -1 writes nowhere.
     key_slots: the slots of all keys that the chunks see, the new ones too, row after row, int64 `[parts, keys]`; -1 for
-        padding. Keys are expanded a part at a time: there is one part, but for contexts of very many tokens. Then the
-        last part has the new tokens, and the others the context.
+        padding. Keys are expanded a part at a time. There is one part, but for contexts of very many tokens: then each
+        of the others has many tokens of one row's context, and the last one all that is left.
     cu_seqlens_k: prefix sums of the rows' keys in each part, int32 `[parts, rows + 1]`. A row of padding has none.
     host_lens: int32 `[rows, 2]` on the CPU: a chunk's length and its `seq_lens`.
     page_size: tokens a page, those of the cache that the pages and slots belong to.

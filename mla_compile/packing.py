@@ -19,7 +19,14 @@ from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.backends import DecodeCall, QueryLenSupport, describe_device, select_backend
-from mla_compile.ops.segments import MIN_KEYS, copied_to, decode_segment, pad_table, prefill_segment
+from mla_compile.ops.segments import (
+    MAX_KEYS,
+    MIN_KEYS,
+    copied_to,
+    decode_segment,
+    pad_table,
+    prefill_segment,
+)
 from mla_compile.torch_internals import mark_varying
 
 MIN_TOKENS = 2
@@ -175,25 +182,41 @@ def classify(
     )
 
 
-def padded_prompt_tokens(count: int) -> int:
-    """The least size that prompts are padded to with room for `count` tokens; 0 for none.
+def padded_prompt_tokens(count: int, most: int | None = None) -> int:
+    """The least size that prompts are padded to with room for `count` tokens, `most` being one; 0 for none.
 
     Each size is captured by itself. There are few, four for a factor of two, and below 128 the multiples of 16.
     """
     unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
-    return -(-count // unit) * unit
+    size = -(-count // unit) * unit
+    return most if most is not None and count <= most < size else size
 
 
-def prompt_padding(chunk_lens: Sequence[int], num_cached: Sequence[int], *, pad: bool) -> dict[str, int]:
+def fitting_prompt_tokens(room: int) -> int:
+    """The largest size that prompts are padded to that is not above `room`; `room` itself below all of them."""
+    unit = max(16, 1 << (room.bit_length() - 3)) if room > 16 else 16
+    return room // unit * unit or room
+
+
+def prompt_padding(
+    chunk_lens: Sequence[int], num_cached: Sequence[int], *, pad: bool, most: int | None = None
+) -> dict[str, int]:
     """The sizes that `prefill_segment` pads chunks to: few, as a CUDA graph is recorded for each; the least without.
 
-    Chunks are padded to a power of two, with room for one of padding; cached keys too, to 512 at least.
+    Chunks are padded to a power of four, with room for one of padding; keys, where some are cached, to a power of two.
+    most: see `padded_prompt_tokens`.
     """
     if not pad:
         return {"num_tokens": MIN_TOKENS}
-    tokens, cached = padded_prompt_tokens(sum(chunk_lens)), sum(num_cached)
-    num_keys = tokens + (max(512, 1 << (cached - 1).bit_length()) if cached else 0)
-    return {"num_tokens": tokens, "num_chunks": padded_rows(len(chunk_lens) + 1), "num_keys": num_keys}
+    count = sum(chunk_lens)
+    tokens = padded_prompt_tokens(count, most)
+    keys = tokens
+    if any(num_cached):
+        keys = max(1024, padded_rows(count + sum(cached % MAX_KEYS for cached in num_cached)))
+    chunks = 4
+    while chunks <= len(chunk_lens):
+        chunks *= 4
+    return {"num_tokens": tokens, "num_chunks": chunks, "num_keys": keys}
 
 
 def padded_rows(count: int) -> int:

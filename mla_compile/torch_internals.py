@@ -99,15 +99,19 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
     )
 
 
-def mark_state_tensor(tensor: torch.Tensor) -> None:
-    """Tell the compiler that a tensor stays where it is (a replay copies nothing) and that its rows vary.
+def mark_state_tensor(tensor: torch.Tensor, varying: int = 1) -> None:
+    """Tell the compiler that a tensor stays where it is (a replay copies nothing) and that its first sizes vary.
 
     The other sizes are fixed: left to itself, Dynamo would make them symbols once it has seen two of them.
+
+    varying: how many vary.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
-    mark_varying(tensor)
-    for dim in range(1, tensor.dim()):
-        torch._dynamo.mark_static(tensor, dim)
+    for dim in range(tensor.dim()):
+        if dim < varying:
+            mark_varying(tensor, dim)
+        else:
+            torch._dynamo.mark_static(tensor, dim)
 
 
 def mark_varying(tensor: torch.Tensor, dim: int = 0, *, size: str | None = None, least: int = 0) -> None:

@@ -42,6 +42,18 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def compiled_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile steps with prompts where they record no CUDA graphs too."""
+    monkeypatch.setattr("mla_compile.engine.launch._compiles_mixed", lambda model, why_not_captured: True)
+
+
+@pytest.fixture
+def eager_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines run steps with prompts eagerly, for tests of the others: half of what there is to compile."""
+    monkeypatch.setattr("mla_compile.engine.launch._compiles_mixed", lambda model, why_not_captured: False)
+
+
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def lowering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `backend="mla"` ends with, for tests that are about the graph and its inputs, not about generated code.

@@ -16,6 +16,7 @@ from mla_compile import (
 )
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import Engine
+from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.torch_internals import compile_counters, last_cuda_graph, recorded_cuda_graphs
@@ -132,6 +133,7 @@ def generate(engine: Engine, rows: int, params: SamplingParams, tokens: int) -> 
     return [c.token_ids for c in out]
 
 
+@pytest.mark.usefixtures("eager_mixed_steps")
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str
 )
@@ -166,6 +168,7 @@ def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
     return captured, Engine(tiny_model(torch.float64).cuda(), compile=False, **sizes)
 
 
+@pytest.mark.usefixtures("eager_mixed_steps")
 def test_another_number_of_drafts_is_another_recorded_graph_and_the_tokens_stay() -> None:
     captured, plain = fresh_engines(3, adaptive_draft_length=True)
     with_policy(captured, AnyLength(3))
@@ -183,7 +186,8 @@ def test_another_number_of_drafts_is_another_recorded_graph_and_the_tokens_stay(
 
 
 def outcomes(engine: Engine) -> dict[int, str]:
-    return {bucket.rows: bucket.outcome for bucket in engine.capture_report().buckets}
+    buckets = engine.capture_report().buckets
+    return {bucket.rows: bucket.outcome for bucket in buckets if not bucket.prompt_tokens}
 
 
 @pytest.mark.parametrize(
@@ -210,11 +214,13 @@ def test_beyond_the_budget_batches_are_padded_or_uncaptured_and_the_tokens_stay(
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) == sum(bucket.num_graphs for bucket in report.buckets)
     assert not any(recorded), f"tensors copied on each replay: {recorded}"
-    assert compile_counters()["graphs"] == 1, "what runs uncaptured is the same compiled code"
+    assert compile_counters()["graphs"] == 2, "what runs uncaptured is the same compiled code"
+    assert any(bucket.prompt_tokens and bucket.num_graphs for bucket in report.buckets) == (budget != 0)
     assert (report.num_bytes > 0) == (report.capture_seconds > 0) == (budget != 0)
     assert report.compile_seconds > 0
 
 
+@pytest.mark.usefixtures("eager_mixed_steps")
 @pytest.mark.parametrize("budget", [None, 1])
 def test_a_warmed_up_engine_records_nothing_more(budget: int | None) -> None:
     captured, plain = fresh_engines(3, capture_budget=budget)
@@ -243,6 +249,39 @@ def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget() -> None:
     assert verify == {2: "captured", 4: SPENT, 1: "padded to 2 rows: the budget is spent"}
 
 
+def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured() -> None:
+    def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: object) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
+    captured, plain = fresh_engines(2, max_tokens_per_step=48)
+    prompts = [[1 + (5 * row + j) % 20 for j in range(30)] for row in range(4)]
+    expected = [c.token_ids for c in plain.generate(prompts, max_new_tokens=30)]
+    for _ in range(3):
+        poison_caches(captured.model)
+        *_, out = captured.stream(prompts, max_new_tokens=30, choose=choose)
+        assert [c.token_ids for c in out] == expected
+    buckets = captured.capture_report().buckets
+    mixed = [bucket for bucket in buckets if bucket.step == "mixed, verify"]
+    assert mixed and all(bucket.num_graphs == 1 and bucket.prompt_tokens for bucket in mixed)
+    advance = [bucket for bucket in buckets if bucket.step.startswith("advance")]
+    assert advance and all(bucket.num_graphs == 1 for bucket in advance)
+
+
+def test_prompts_that_are_read_in_parts_run_uncaptured_and_the_tokens_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("ops.segments", "packing", "engine.config", "engine.capture"):
+        monkeypatch.setattr(f"mla_compile.{module}.MAX_KEYS", 64)
+    captured, plain = fresh_engines(2, max_tokens_per_step=56)
+    prompts = [[1 + (5 * row + j) % 20 for j in range(150)] for row in range(2)]
+    expected = [c.token_ids for c in plain.generate(prompts, max_new_tokens=30)]
+    for _ in range(3):
+        poison_caches(captured.model)
+        assert [c.token_ids for c in captured.generate(prompts, max_new_tokens=30)] == expected
+    outcome = {b.prompt_keys > 64: b.outcome for b in captured.capture_report().buckets if b.prompt_tokens}
+    assert outcome[False] == "captured" and outcome[True] == f"uncaptured: {LONG}"
+
+
 @pytest.mark.parametrize(("k", "dtype"), [(1, torch.float32), (3, torch.float64)], ids=str)
 def test_thousands_of_captured_steps_do_what_eager_ones_do(k: int, dtype: torch.dtype) -> None:
     torch.compiler.reset()
@@ -263,12 +302,11 @@ def test_weights_that_moved_between_streams_are_noticed() -> None:
                 parameter.data = parameter.data * 0.9  # elsewhere, while a recorded graph knows the old place
 
 
-@pytest.mark.parametrize("compile_mixed", [False, True], ids=["mixed steps eager", "mixed steps compiled"])
-def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(compile_mixed: bool) -> None:
+def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone() -> None:
     """The third time nothing is compiled or recorded, and a wait of the host for the device would be an error."""
     lengths = (3, 90, 4, 17, 150, 1, 40, 5, 33, 8)
     prompts = [[1 + (7 * i + 3 * j * j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
-    captured, plain = fresh_engines(3, compile_mixed=compile_mixed, max_tokens_per_step=48)
+    captured, plain = fresh_engines(3, max_tokens_per_step=48)
     expected = [plain.generate([prompt], max_new_tokens=60)[0].token_ids for prompt in prompts]
     poison_caches(captured.model)
     for mode in ("default", "default", "error"):
@@ -286,7 +324,6 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(compile_
             torch.cuda.set_sync_debug_mode("default")
         assert [generation.completion.token_ids for generation in generations] == expected
         assert captured.stats.num_mixed_steps > mixed + 5
-    in_parts = [bucket for bucket in captured.capture_report().buckets if bucket.prompt_tokens]
-    assert bool(in_parts) is compile_mixed
-    for bucket in in_parts:
-        assert bucket.num_graphs > len(captured.model.layers), f"recorded around the prefill calls: {bucket}"
+    buckets = [bucket for bucket in captured.capture_report().buckets if bucket.prompt_tokens]
+    assert len(buckets) > 3 and all(bucket.num_graphs == 1 for bucket in buckets), "a mixed step is one graph"
+    assert not any(recorded_cuda_graphs(torch.cuda.current_device())), "no tensor is copied on a replay"

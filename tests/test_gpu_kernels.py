@@ -1,5 +1,6 @@
 """Every decode backend and the other Triton kernels on a CUDA device, at the sizes of real models, against float64."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
+from mla_compile.ops.prefill_metadata import prefill_metadata_torch
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -30,6 +32,7 @@ from tests.kernel_cases import (
     moe_case,
     norm_rope_append_case,
     prefill_args,
+    prefill_metadata_args,
 )
 from tests.ops.conformance import DecodeConformance, Subject
 from tests.ops.prefill_conformance import PrefillConformance, subject_of
@@ -387,6 +390,15 @@ def test_decode_metadata_equals_the_torch_code_to_the_bit(ragged: bool, q_len: i
     assert is_triton("mla_decode_metadata", *tensors, q_len, page_size)
     got = mla_decode_metadata(*tensors, q_len=q_len, page_size=page_size)
     expected = decode_metadata_torch(*tensors, q_len, page_size)
+    assert all(map(torch.equal, got, expected)) and [x.dtype for x in got] == [x.dtype for x in expected]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prefill_metadata_equals_the_torch_code_to_the_bit(seed: int) -> None:
+    args = prefill_metadata_args(random.Random(seed), "cuda")
+    assert is_triton("mla_prefill_metadata", *args)
+    got = torch.ops.mla_compile.mla_prefill_metadata(*args)
+    expected = prefill_metadata_torch(*args)
     assert all(map(torch.equal, got, expected)) and [x.dtype for x in got] == [x.dtype for x in expected]
 
 

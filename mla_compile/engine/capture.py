@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
+from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import DecodeState, PromptChunks
 from mla_compile.torch_internals import (
     compile_seconds,
@@ -27,6 +28,7 @@ CALLS_TO_RECORD = 2
 
 SPENT = "the budget is spent"
 FAILED = "its last call failed"
+LONG = f"prompts of more than {MAX_KEYS:,} keys, whose kernels take longer than the host does"
 REFUSED = "torch recorded no graph; TORCH_LOGS=cudagraphs tells why"
 
 
@@ -37,7 +39,7 @@ class Captures:
         max_rows: of the largest bucket.
         device: of the states.
         budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
-            code uncaptured; None for no limit.
+            code uncaptured. Those with prompts, which come first, take no more than half of it. None for no limit.
         why_not: why nothing can be captured here; None where it can.
     """
 
@@ -72,7 +74,7 @@ class Captures:
             if bucket.why_not is None and (bucket.step, bucket.q_len, bucket.num_stop_ids) == kind
         }  # or about to be: most of the memory is taken by the warm-up
         own = choose_rows(count, self.sizes, recorded, spent=False)
-        rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent())
+        rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent(of_prompts=False))
         if rows != own:
             padded = self._bucket(step, q_len, (own, num_stop_ids, 0, 0, 0))
             padded.padded_to, padded.why_not = rows, SPENT
@@ -83,9 +85,9 @@ class Captures:
         first calls measured.
 
         It is called with a `DecodeState` and what else `step` takes, a mixed step's `PromptChunks` first. Once a
-        bucket's graph is recorded, and it is the whole of a call, the graph is replayed without the compiled step until
-        `check_again`: Dynamo's guards and torch's checks take longer than the launch. What the model does on the host
-        is not repeated then.
+        bucket's graph is recorded, and it is the whole of a call, a call with the same arguments replays it without the
+        compiled step until `check_again`: Dynamo's guards and torch's checks take longer than the launch. What the
+        model does on the host is not repeated then.
         """
         uncaptured = step if self._why_not else _recording(step, False)
         captured = _recording(step, True)
@@ -105,7 +107,8 @@ class Captures:
                 return call(state, *args)
             bucket = self._bucket(name, q_len, shape)
             if not calls[shape] or bucket.why_not == FAILED:
-                bucket.why_not = self._why_not or (SPENT if self._is_spent() else None)
+                bucket.why_not = self._why_not or (LONG if sizes[2] > MAX_KEYS else None)
+                bucket.why_not = bucket.why_not or (SPENT if self._is_spent(of_prompts=any(sizes)) else None)
             call = uncaptured if bucket.why_not else captured
             before = compile_seconds()
             if calls[shape] < CALLS_TO_RECORD:
@@ -120,28 +123,33 @@ class Captures:
             if bucket.why_not:
                 known[shape] = uncaptured
             elif calls[shape] >= CALLS_TO_RECORD:
-                # A mixed step's chunks have to be copied to where its graph expects them.
-                known[shape] = step if any(sizes) else self._replaying(step, state)
+                known[shape] = self._replaying(step, state, *args)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
 
         return run
 
-    def _replaying(self, step: Callable[..., Any], state: DecodeState) -> Callable[..., Any]:
-        """The step, past all checks on this state if all that it does is to replay the graph that it just ran."""
+    def _replaying(self, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        """The step, past all checks of these arguments if all that it does is to replay the graph that it just ran."""
         graph = last_cuda_graph(self._device)
         if graph is None:
             return step
 
-        def run(given: DecodeState, *args: Any) -> Any:
-            return graph.replay() if given is state else step(given, *args)
+        def run(*given: Any) -> Any:
+            same = all(mine is theirs for mine, theirs in zip(args, given, strict=True))
+            return graph.replay() if same else step(*given)
 
         return run
 
-    def _is_spent(self) -> bool:
+    def _is_spent(self, *, of_prompts: bool) -> bool:
+        """Whether no further bucket is recorded, of steps with prompts or of others."""
         if self._budget is None or self._why_not is not None:
             return False
-        return sum(bucket.num_bytes for bucket in self._buckets.values()) >= self._budget
+        prompts = sum(bucket.num_bytes for bucket in self._buckets.values() if bucket.prompt_tokens)
+        others = sum(bucket.num_bytes for bucket in self._buckets.values() if not bucket.prompt_tokens)
+        if of_prompts and 2 * prompts >= self._budget:
+            return True
+        return others + min(prompts, self._budget / 2) >= self._budget
 
     def _bucket(self, step: str, q_len: int, shape: _Shape) -> Bucket:
         rows, num_stop_ids, tokens, chunks, keys = shape

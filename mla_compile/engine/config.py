@@ -7,6 +7,7 @@ from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
+from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import DrafterKind, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.speculate.step import check_num_drafts
@@ -34,7 +35,6 @@ class EngineSettings(TypedDict, total=False):
     max_tokens_per_step: int | None
     prefix_caching: bool
     compile: bool
-    compile_mixed: bool
     mode: str | None
     shadow_check_every: int | None
     decode_backend: str | None
@@ -64,19 +64,17 @@ class EngineConfig:
             512 more than `max_rows` decode rows take.
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
         compile: False runs everything eagerly.
-        compile_mixed: compile steps with prompts in them too, when they are first met or by `warm_up`, and capture
-            them. Their prompts are padded to one of a few sizes, each recorded when it is met. That takes as long as
-            compiling the step, and eager steps cost the host several times what they cost the device, so it pays in
-            what serves for long.
-        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step.
+        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, one with prompts
+            in it too. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers), steps
+            with prompts run eagerly: they are few, and compiling them takes as long as compiling the others.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
             `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
             run.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none; further
-            numbers of prompt tokens run uncaptured. 0 captures nothing. None for no limit: there are few numbers of
-            either, and graphs share memory.
+            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. Steps with
+            prompts take no more than half of it; further sizes of prompts run uncaptured. 0 captures nothing. None for
+            no limit: there are few sizes of either, and graphs share memory.
 
     Raises:
         MLAError: a bad argument, named.
@@ -92,7 +90,6 @@ class EngineConfig:
     max_tokens_per_step: int | None = None
     prefix_caching: bool = True
     compile: bool = True
-    compile_mixed: bool = False
     mode: str | None = "reduce-overhead"
     shadow_check_every: int | None = None
     decode_backend: str | None = None
@@ -106,7 +103,7 @@ class EngineConfig:
         for name in ("num_pages", "max_tokens_per_step", "shadow_check_every"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        for name in ("adaptive_draft_length", "prefix_caching", "compile", "compile_mixed"):
+        for name in ("adaptive_draft_length", "prefix_caching", "compile"):
             check_boolean(name, getattr(self, name))
         budget = self.capture_budget
         if budget is not None and (type(budget) is not int or budget < 0):
@@ -159,8 +156,6 @@ class EngineConfig:
         for name in ("num_pages", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
-        if self.compile_mixed:
-            raise MLAError("compile_mixed", "False for a model with recurrent layers", self.compile_mixed)
         return replace(
             self, prefix_caching=False, max_tokens_per_step=self.max_rows * (1 + self.max_model_len)
         )
@@ -177,6 +172,16 @@ class FittedConfig(EngineConfig):
     num_pages: int
     max_tokens_per_step: int
     pages_per_grant: int
+
+    @property
+    def max_keys_per_step(self) -> int | None:
+        """See `Scheduler`."""
+        return MAX_KEYS if self.pages_per_grant == 1 else None
+
+    @property
+    def prompt_tokens_per_step(self) -> int:
+        """Of prompts, in a step that has all rows: steps with fewer rows have as many where prompts are long."""
+        return self.max_tokens_per_step - self.max_rows * (1 + self.num_speculative_tokens)
 
 
 def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineConfig:

@@ -302,10 +302,10 @@ class Engine:
     ) -> CaptureReport:
         """Compile the step for a kind of sampling, and record it for all numbers of rows and of drafts.
 
-        A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. With
-        `compile_mixed` the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose
-        tokens the host chooses, of grammars say, are compiled when they are first met. The rows are inactive ones: they
-        read no cache and write none.
+        A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. Where CUDA graphs
+        are recorded the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose tokens
+        the host chooses, of grammars say, are compiled when they are first met. The rows are inactive ones: they read
+        no cache and write none.
 
         Args:
             sampling: of the kind; greedy by default.

@@ -56,9 +56,9 @@ class Launch:
 class Launcher:
     """Launches the steps that plans ask for.
 
-    A step is one compiled call where all rows decode, captured if it can be. With prompt chunks in it it runs eagerly,
-    or compiled and captured, its prompts padded to one of a few sizes. Where tokens are chosen on the host it is a call
-    for each half.
+    A step is one compiled call, captured if it can be, the prompts in it padded to one of a few sizes. Where no CUDA
+    graph is recorded, steps with prompts run eagerly: compiling them would take longer than it saves. Where tokens are
+    chosen on the host a step is a call for each half.
 
     Args:
         model: with the caches that `config` asks for.
@@ -84,13 +84,13 @@ class Launcher:
             for length in lengths
         }
         why_not = _why_not_captured(config, self._device)
-        self._compiles_mixed = config.compile and config.compile_mixed
-        self._pads_prompts = self._compiles_mixed and why_not is None
+        self._compiles_mixed = _compiles_mixed(model, why_not)
         self._captures = Captures(
             config.max_rows, device=self._device, budget=config.capture_budget, why_not=why_not
         )
         self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
+        self._chunks: dict[tuple[int, ...], PromptChunks] = {}
         self.rows = Rows(self._state_for, pages_per_grant=config.pages_per_grant, device=self._device)
         """The rows of the requests that run."""
 
@@ -105,7 +105,7 @@ class Launcher:
         state = self.rows.prepare(plan)
         variant, sampled = self.rows.variant, plan.sampled
         on_host = any(request.is_chosen_on_host for request in sampled)
-        chunks = self._packed(plan, state, pad=self._pads_prompts and not on_host) if plan.chunks else None
+        chunks = self._packed(plan, state) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
         length = choose_length(bucket)
         unusual = self._captures.num_unusual
@@ -150,12 +150,10 @@ class Launcher:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             begun = PromptChunk(0, [0, 0], 0, 1)
-            chunks = PromptChunks.pack(
-                [begun], state, page_size=self._config.page_size, pad=self._pads_prompts
-            )
+            chunks = PromptChunks.pack([begun], state, page_size=self._config.page_size, pad=True)
             chunks.segment.slot_mapping.fill_(-1)  # it is nobody's
             for length in lengths:
-                self._mixed(variant, length)(state, chunks)
+                self._mixed(variant, length)(state, self._kept(chunks))
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()
@@ -205,9 +203,22 @@ class Launcher:
             )
         return self._states[key]
 
-    def _packed(self, plan: Plan, state: DecodeState, *, pad: bool) -> PromptChunks:
+    def _packed(self, plan: Plan, state: DecodeState) -> PromptChunks:
         chunks = [PromptChunk(self.rows[c.request], c.request.tokens, c.start, c.end) for c in plan.chunks]
-        return PromptChunks.pack(chunks, state, page_size=self._config.page_size, pad=pad)
+        pad, page_size = self._compiles_mixed, self._config.page_size
+        packed = PromptChunks.pack(
+            chunks, state, page_size=page_size, pad=pad, most=self._config.prompt_tokens_per_step
+        )
+        return self._kept(packed) if pad else packed
+
+    def _kept(self, chunks: PromptChunks) -> PromptChunks:
+        """The same, always in the same place for chunks of these sizes: captured graphs know its addresses."""
+        key = *chunks.last_of_row.shape, *chunks.sizes
+        if key in self._chunks:
+            self._chunks[key].take(chunks)
+        else:
+            self._chunks[key] = chunks.kept()
+        return self._chunks[key]
 
     def _run_in_halves(
         self,
@@ -219,16 +230,19 @@ class Launcher:
     ) -> None:
         """A step whose tokens the host has a say in, between its halves."""
         decoder = self._decoders[variant.sampled, length]
-        if chunks is not None:
-            logits, hidden = decoder.verify(state, chunks)
-            decoder.advance(state, self._choose(decoder, state, logits, plan), hidden, chunks)
-            return
-        logits, hidden = self._call(VERIFY, decoder, decoder.verify)(state)
+        if chunks is None:
+            begins = torch.zeros_like(state.active)
+            logits, hidden = self._call(VERIFY, decoder, decoder.verify)(state)
+        else:
+            begins, compile = chunks.begins, self._compiles_mixed
+            logits, hidden = self._call(f"mixed, {VERIFY}", decoder, decoder.verify, compile=compile)(
+                state, chunks
+            )
         targets = self._choose(decoder, state, logits, plan)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
-        for given in (targets, hidden):
+        for given in (targets, hidden, begins):
             mark_varying(given)
-        self._call(f"advance, {variant.name}", decoder, decoder.advance)(state, targets, hidden)
+        self._call(f"advance, {variant.name}", decoder, decoder.advance)(state, targets, hidden, begins)
 
     def _choose(self, decoder: SpeculativeDecoder, state: DecodeState, logits: Tensor, plan: Plan) -> Tensor:
         """The target's tokens, int64 `[rows, k + 1]`: among those that grammars allow, or those of a `TokenChooser`."""
@@ -251,6 +265,12 @@ class Launcher:
                     has_token = targets[index, :n] != NO_TOKEN
                     targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)
         return targets
+
+
+def _compiles_mixed(model: ServedModel, why_not_captured: str | None) -> bool:
+    """Whether steps with prompts in them are compiled, and their prompts padded."""
+    # Uncaptured, they would save less than compiling takes. Recurrent layers take lengths on the host.
+    return why_not_captured is None and not model.is_recurrent
 
 
 def _why_not_captured(config: FittedConfig, device: torch.device) -> str | None:

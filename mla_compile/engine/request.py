@@ -109,9 +109,9 @@ class Request:
     num_samples: int = 0
 
     @property
-    def tokens(self) -> list[int]:
-        """The prompt and what is known to follow it, a copy."""
-        return [*self.prompt, *self.completion.token_ids]
+    def tokens(self) -> Sequence[int]:
+        """The prompt and what is known to follow it."""
+        return [*self.prompt, *self.completion.token_ids] if self.completion.token_ids else self.prompt
 
     @property
     def num_tokens(self) -> int:

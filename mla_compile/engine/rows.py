@@ -113,7 +113,7 @@ class Rows:
         ]
         prompts = [(row, token) for row, request in texts for token in set(request.prompt)]
         emitted = [(row, token) for row, request in texts for token in request.completion.token_ids]
-        columns = [
+        columns: list[Sequence[int]] = [
             inactive,
             at,
             [request.max_len for request in admitted],

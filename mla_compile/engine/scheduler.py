@@ -24,6 +24,7 @@ from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
 from mla_compile.errors import MLAError
+from mla_compile.packing import fitting_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Scheduler:
     """Shares rows, pages and the tokens of a step among requests, first come first served within a priority.
 
     - Nobody is admitted before those who rank higher, and only with pages for the whole prompt and the step after it.
-    - Decode rows come first in every step; prompts share what is left of its tokens in the order of their ranks.
+    - Decode rows come first in every step; prompts share what is left of its tokens in the order of their ranks. One
+      that does not fit is cut to a size that CUDA graphs are recorded for.
     - When a decode row needs a page and none is free, the lowest-ranking running request gives all of its pages back
       and waits again at its rank, to prefill its prompt and what it has emitted. The highest-ranking one never does,
       so there is always progress. A waiting request takes nothing from running ones.
@@ -99,13 +101,21 @@ class Scheduler:
         num_speculative_tokens: drafts per step, k >= 0.
         max_rows: requests that run at once.
         max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`.
+        max_keys_per_step: that prompts see in the part of their texts that a step reads in one piece, and where texts
+            are cut (see `prefill_segment`); None for prompts that run in one piece.
 
     Raises:
         MLAError: a bad argument, named.
     """
 
     def __init__(
-        self, pages: PagePool, *, num_speculative_tokens: int, max_rows: int, max_tokens_per_step: int
+        self,
+        pages: PagePool,
+        *,
+        num_speculative_tokens: int,
+        max_rows: int,
+        max_tokens_per_step: int,
+        max_keys_per_step: int | None = None,
     ) -> None:
         k = num_speculative_tokens
         if k < 0:
@@ -117,6 +127,7 @@ class Scheduler:
             raise MLAError("max_tokens_per_step", expected, max_tokens_per_step)
         self.q_len, self.max_rows = 1 + k, max_rows
         self.max_tokens_per_step = max_tokens_per_step
+        self._max_keys = max_keys_per_step
         self.pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
@@ -136,8 +147,13 @@ class Scheduler:
             lookahead=config.drafter.lookahead if k > 0 else 0,
             keeps_prefixes=config.prefix_caching,
         )
-        most = config.max_tokens_per_step
-        return cls(pool, num_speculative_tokens=k, max_rows=config.max_rows, max_tokens_per_step=most)
+        return cls(
+            pool,
+            num_speculative_tokens=k,
+            max_rows=config.max_rows,
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_keys_per_step=config.max_keys_per_step,
+        )
 
     @property
     def num_pages_in_use(self) -> int:
@@ -251,9 +267,12 @@ class Scheduler:
         return len(self._running) == num_running
 
     def _plan_chunks(self, plan: Plan, *, may_admit: bool) -> None:
-        budget = self.max_tokens_per_step - self.q_len * len(plan.decodes)
+        room = self.max_tokens_per_step - self.q_len * len(plan.decodes)
+        # Prompts that are cut are cut to a size that they would be padded to.
+        full = max(fitting_prompt_tokens(room), self.max_tokens_per_step - self.q_len * self.max_rows)
+        tokens, keys = 0, self._max_keys
         prefilling = deque(request for request in self._running if not request.is_decoding)
-        while budget > 0:
+        while tokens < full:
             head = self._waiting[0] if may_admit and self._waiting else None
             if head is not None and (not prefilling or _rank(head) < _rank(prefilling[0])):
                 may_admit = self._admit(plan, head)
@@ -265,9 +284,16 @@ class Scheduler:
             else:
                 break
             start, left = request.num_cached, request.num_tokens - request.num_cached
-            chunk = Chunk(request, start, min(budget, left), left <= budget)
+            length = left if left <= room - tokens else full - tokens
+            if keys is not None and self._max_keys is not None:
+                cached = start % self._max_keys
+                length = min(length, keys - cached)
+                if length <= 0:
+                    break  # the first one always finds room
+                keys -= cached + length
+            chunk = Chunk(request, start, length, length == left)
             plan.chunks.append(chunk)
-            budget -= chunk.length
+            tokens += length
             request.num_cached = chunk.end
             request.is_decoding = chunk.is_last
             request.num_steps += 1

@@ -8,6 +8,7 @@ from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
+from mla_compile.ops.prefill_metadata import mla_prefill_metadata
 from mla_compile.ops.segments import decode_segment, prefill_segment
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "mla_masked_decode",
     "mla_norm_rope_append",
     "mla_prefill",
+    "mla_prefill_metadata",
     "moe_experts",
     "prefill_segment",
 ]

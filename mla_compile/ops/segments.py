@@ -1,6 +1,6 @@
 """Builders of segments, for rows whose kind is known; `pack_batch` makes a whole batch of rows of both kinds.
 
-They compute what follows from `num_cached` with torch ops only. `decode_segment` may run inside a compiled step.
+`decode_segment` may run inside a compiled step.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.decode_metadata import mla_decode_metadata
-from mla_compile.ops.paging import slots_of
+from mla_compile.ops.prefill_metadata import prefill_metadata_op
 
 
 def decode_segment(
@@ -63,27 +63,27 @@ def prefill_segment(
     validate.whole_number("num_chunks", num_chunks, 0)
     validate.whole_number("num_keys", num_keys, 0)
     capacity = block_table.shape[1] * page_size
-    device, count = block_table.device, sum(chunk_lens)
-    padding = [min(capacity, rest) for rest in range(num_tokens - count, 0, -capacity)]
+    padding = [min(capacity, rest) for rest in range(num_tokens - sum(chunk_lens), 0, -capacity)]
     padding += [0] * (num_chunks - len(chunk_lens) - len(padding))
-    block_table = pad_table(block_table, rows=len(padding))
     lens = [*chunk_lens, *padding]
     ends = [*(c + n for c, n in zip(chunk_lens, num_cached, strict=True)), *padding]
-    host = torch.tensor([lens, ends], dtype=torch.int32, device="cpu")
-    q_lens, seq_lens = copied_to(device, host)
-    row_of_token = copied_to(device, torch.arange(len(lens), device="cpu").repeat_interleave(host[0]))
-    cu_seqlens_q = torch.nn.functional.pad(q_lens.cumsum(0), (1, 0)).to(torch.int32)
-    index = torch.arange(row_of_token.shape[0], device=device) - cu_seqlens_q[row_of_token]
-    positions = index + (seq_lens - q_lens)[row_of_token]
-    slots = slots_of(block_table[row_of_token], positions[:, None], page_size).flatten()
-    slots[count:] = -1
-    # Chunks of nobody see no key: page 0 holds anything.
-    given = torch.nn.functional.pad(torch.tensor([num_cached, chunk_lens], device="cpu"), (0, len(padding)))
-    key_slots, cu_seqlens_k = _keys(given[0], given[1], block_table, page_size=page_size, num_keys=num_keys)
+    # Of each part, where the keys of each row begin and end. Padding sees none: page 0 holds anything.
+    whole = [
+        (row, at) for row, cached in enumerate(num_cached) for at in range(MAX_KEYS, cached + 1, MAX_KEYS)
+    ]
+    bounds = [_alone(row, bound, len(lens)) for row, at in whole for bound in (at - MAX_KEYS, at)]
+    rest, no_keys = [cached - cached % MAX_KEYS for cached in num_cached], [0] * len(padding)
+    bounds += [*rest, *no_keys], [*ends[: len(rest)], *no_keys]
+    num_keys = max(num_keys, MIN_KEYS, sum(bounds[-1]) - sum(rest), MAX_KEYS if whole else 0)
+    table = pad_table(block_table, rows=len(padding))
+    host = torch.tensor([lens, ends, *bounds], dtype=torch.int32, device="cpu")
+    cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k = prefill_metadata_op(
+        copied_to(block_table.device, host), table, sum(lens), num_keys, page_size
+    )
     # No field may be a view of another: Dynamo would guard on their common base, and compile anew for each batch.
     host_lens = torch.stack([host[0], host[1]], dim=1)
     segment = PrefillSegment(
-        cu_seqlens_q, seq_lens.clone(), block_table, slots, key_slots, cu_seqlens_k, host_lens, page_size
+        cu_seqlens_q, seq_lens, table, slots, key_slots, cu_seqlens_k, host_lens, page_size
     )
     return segment, positions
 
@@ -91,38 +91,13 @@ def prefill_segment(
 MIN_KEYS = 2
 """A part has at least so many: then torch knows that its parts lie apart."""
 MAX_KEYS = 32_768
-"""Keys that are expanded at a time: it bounds the workspace, 0.34 GB for 16 heads of DeepSeek-V3 in bfloat16."""
+"""A row's keys are expanded so many at a time, which bounds the workspace: 0.34 GB for 16 heads of DeepSeek-V3 in
+bfloat16. They are cut at the multiples of it, so that which keys are a part does not depend on who is beside them."""
 
 
-def _keys(
-    context: Tensor, new: Tensor, block_table: Tensor, *, page_size: int, num_keys: int
-) -> tuple[Tensor, Tensor]:
-    """`key_slots` and `cu_seqlens_k` of rows with so many tokens before this call and in it, int64 `[rows]`, CPU."""
-    # Where each row's keys of each part start and stop, `[parts, rows]`.
-    if int((context + new).sum()) <= MAX_KEYS:
-        starts, stops = torch.zeros_like(context)[None], (context + new)[None]
-    else:  # the context one row after the other, cut every MAX_KEYS keys; then all new tokens
-        ends = context.cumsum(0)
-        first = torch.arange(0, int(ends[-1]), MAX_KEYS, device="cpu")[:, None]
-        starts, stops = (
-            (at - (ends - context)).clamp(min=0).minimum(context) for at in (first, first + MAX_KEYS)
-        )
-        starts, stops = torch.cat([starts, context[None]]), torch.cat([stops, (context + new)[None]])
-    lens = stops - starts
-    cu_seqlens_k = torch.nn.functional.pad(lens.cumsum(1, dtype=torch.int32), (1, 0))
-    counts = cu_seqlens_k[:, -1].tolist()
-    device, flat, total = block_table.device, lens.flatten(), sum(counts)
-    # A key's position is its index among all keys, plus what is the same for all of its row in its part.
-    rows = torch.arange(lens.shape[1], device="cpu").repeat(len(lens))
-    given = torch.stack([flat, rows, starts.flatten() - flat.cumsum(0) + flat])
-    flat, rows, shifts = copied_to(device, given)
-    row, shift = (torch.repeat_interleave(x, flat, output_size=total) for x in (rows, shifts))
-    position = torch.arange(total, device=device) + shift
-    slots = block_table[row, position // page_size].long() * page_size + position % page_size
-    key_slots = torch.full((len(lens), max(num_keys, MIN_KEYS, *counts)), -1, device=device)
-    for part, keys in zip(key_slots, slots.split(counts)):
-        part[: len(keys)] = keys
-    return key_slots, copied_to(device, cu_seqlens_k)
+def _alone(row: int, value: int, rows: int) -> list[int]:
+    """A value for one of the rows, 0 for the others."""
+    return [value if i == row else 0 for i in range(rows)]
 
 
 def pad_table(block_table: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

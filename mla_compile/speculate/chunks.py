@@ -1,8 +1,8 @@
 """Prompt chunks that a mixed step prefills beside its decode rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from mla_compile.errors import MLAError
 from mla_compile.ops.segments import MIN_KEYS, copied_to, prefill_segment
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
-from mla_compile.torch_internals import mark_varying
+from mla_compile.torch_internals import mark_state_tensor, mark_varying
 
 
 class PromptChunk(NamedTuple):
@@ -50,11 +50,18 @@ class PromptChunks:
 
     @classmethod
     def pack(
-        cls, chunks: Sequence[PromptChunk], state: DecodeState, *, page_size: int, pad: bool = False
+        cls,
+        chunks: Sequence[PromptChunk],
+        state: DecodeState,
+        *,
+        page_size: int,
+        pad: bool = False,
+        most: int | None = None,
     ) -> "PromptChunks":
         """Chunks of rows of `state`, whose block tables are read now.
 
         pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few of them should occur.
+        most: a number of tokens that occurs often, so that chunks of so many are not padded to more.
 
         The host does not wait for the device. The tensors are marked for the compiler: their numbers of tokens, chunks
         and rows vary.
@@ -76,35 +83,47 @@ class PromptChunks:
                 expected = f"0 <= start < stop <= {len(prompt)} tokens"
                 raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
             token_ids += prompt[start:stop]
-            next_token_ids += [*prompt[start + 1 : stop + 1], 0][: stop - start]
+            next_token_ids += prompt[start + 1 : stop + 1]
             if stop == len(prompt):
+                next_token_ids.append(0)
                 last_of_row[row] = len(token_ids) - 1
-
-        def integers(values: list[int]) -> Tensor:
-            return copied_to(device, torch.tensor(values, dtype=torch.int64, device="cpu"))
-
-        # `pack_batch` does as much for rows of any kind; where all prefill, its order costs copies and nothing else.
         lens, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
+        sizes = prompt_padding(lens, starts, pad=pad, most=most)
+        padding = [0] * (sizes["num_tokens"] - len(token_ids))
+        # Split into copies: no tensor may be a view of another, see `prefill_segment`.
+        columns = [chunk.row for chunk in chunks], token_ids + padding, next_token_ids + padding, last_of_row
+        host = torch.tensor([value for column in columns for value in column], device="cpu")
+        given = torch.ops.aten.split_with_sizes_copy(
+            copied_to(device, host), [len(column) for column in columns]
+        )
+        # `pack_batch` does as much for rows of any kind; where all prefill, its order costs copies and nothing else.
         segment, positions = prefill_segment(
-            lens,
-            starts,
-            state.block_table.index_select(0, integers([chunk.row for chunk in chunks])),
-            page_size=page_size,
-            **prompt_padding(lens, starts, pad=pad),
+            lens, starts, state.block_table.index_select(0, given[0]), page_size=page_size, **sizes
         )
-        padding = [0] * (positions.shape[0] - len(token_ids))
-        packed = cls(
-            token_ids=integers(token_ids + padding),
-            next_token_ids=integers(next_token_ids + padding),
-            positions=positions,
-            segment=segment,
-            last_of_row=integers(last_of_row),
-        )
+        packed = cls(given[1], given[2], positions, segment, given[3])
         for tensor in (*packed.tensors(), segment.host_lens):
             mark_varying(tensor)
         for tensor in (segment.key_slots, segment.cu_seqlens_k):
             mark_varying(tensor, 1)
         return packed
+
+    def kept(self) -> "PromptChunks":
+        """A copy whose tensors stay where they are, as a `DecodeState`'s do; `take` changes what they hold."""
+        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
+            segment = replace(self.segment, **_clones(self.segment))
+            kept = PromptChunks(**_clones(self), segment=segment)
+        for tensor in kept.tensors():
+            mark_state_tensor(tensor, varying=tensor.dim() if tensor is not segment.block_table else 1)
+        mark_varying(segment.host_lens)
+        return kept
+
+    def take(self, other: "PromptChunks") -> None:
+        """Become chunks of the same sizes."""
+        pairs = list(zip(self.tensors(), other.tensors(), strict=True))
+        for dtype in (torch.int64, torch.int32):  # one launch for each
+            mine, theirs = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
+            torch._foreach_copy_(mine, theirs)
+        self.segment.host_lens.copy_(other.segment.host_lens)
 
     def tensors(self) -> list[Tensor]:
         """All but the host's copy of the lengths; the first dimension of each varies."""
@@ -149,3 +168,9 @@ class PromptChunks:
         torch._check(segment.cu_seqlens_k.shape[0] == segment.key_slots.shape[0])
         torch._check(segment.key_slots.shape[1] >= MIN_KEYS)
         torch._check(self.last_of_row.shape[0] == rows)
+
+
+def _clones(of: "PromptChunks | PrefillSegment") -> dict[str, Any]:
+    """Copies of the tensors among its fields, by their names."""
+    values = ((field.name, getattr(of, field.name)) for field in fields(of))
+    return {name: value.clone() for name, value in values if isinstance(value, Tensor)}

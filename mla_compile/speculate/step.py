@@ -112,7 +112,7 @@ class SpeculativeDecoder(nn.Module):
         What that position reads and gives comes from the chunk; all that follows treats rows alike.
         """
         logits, hidden = self.verify(state, chunks)
-        self.advance(state, self.choose_targets(state, logits), hidden, chunks)
+        self.advance(state, self.choose_targets(state, logits), hidden, chunks.begins)
 
     def verify(self, state: DecodeState, chunks: PromptChunks | None = None) -> tuple[Tensor, Tensor]:
         """The first half of a step: run the last token and the drafts, and prompt chunks if there are any.
@@ -184,20 +184,21 @@ class SpeculativeDecoder(nn.Module):
             return torch.where(can_choose(logits), targets, NO_TOKEN)
 
     def advance(
-        self, state: DecodeState, targets: Tensor, hidden: Tensor, chunks: PromptChunks | None = None
+        self, state: DecodeState, targets: Tensor, hidden: Tensor, begins: Tensor | None = None
     ) -> None:
         """The second half: accept, draft, move on.
 
         targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`; -1 where there is none.
-        hidden: from `verify`. chunks: those of `verify`.
+        hidden: from `verify`. begins: of the chunks that `verify` was given, bool `[rows]`; None for no row.
         """
         with torch.no_grad():
             rows, q_len = state.num_rows(), self.k + 1
             torch._check(targets.shape[0] == rows)
             torch._check(hidden.shape[0] == rows * q_len)
-            if chunks is not None:
-                chunks.check_sizes(rows)
-            q_lens = self._query_lens(state, state.active, chunks)
+            q_lens = self._query_lens(state, state.active)
+            if begins is not None:
+                torch._check(begins.shape[0] == rows)
+                q_lens = torch.where(begins, q_lens.clamp(max=1), q_lens)
             num_verified = (q_lens - 1).clamp(min=0)
             # Behind the first position without a token nothing counts.
             num_chosen = (targets != NO_TOKEN).to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
@@ -231,14 +232,11 @@ class SpeculativeDecoder(nn.Module):
             report = torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1)
             state.report[:, : report.shape[1]].copy_(report)
 
-    def _query_lens(self, state: DecodeState, active: Tensor, chunks: PromptChunks | None = None) -> Tensor:
-        """How many of a row's k + 1 positions count, int32 `[rows]`: of a row that begins with `chunks`, one."""
+    def _query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
+        """How many of a row's k + 1 positions count, int32 `[rows]`; of a row that has just begun one does."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
-        q_lens = torch.where(active, torch.minimum(room.clamp(0, self.k + 1), state.num_drafts + 1), 0)
-        if chunks is None:
-            return q_lens
-        return torch.where(chunks.begins, q_lens.clamp(max=1), q_lens)
+        return torch.where(active, torch.minimum(room.clamp(0, self.k + 1), state.num_drafts + 1), 0)
 
     def _count_emitted(self, state: DecodeState, tokens: Tensor, count: Tensor) -> None:
         """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, where the state has counts."""

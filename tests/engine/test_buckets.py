@@ -267,7 +267,7 @@ def test_prompts_are_padded_to_few_sizes() -> None:
     assert all(len(set(sizes[n : 2 * n])) == 4 for n in (128, 256, 512, 1024, 2048))
 
 
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
 @pytest.mark.parametrize("longest", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longest: int) -> None:
     """Of each number of drafts, in one chunk or several, with rows to spare or none."""
@@ -275,7 +275,7 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longes
     prompts = [[1, 2, 3], [4], [5] * 30, [6, 7], [8] * 12]
     model = one_layer_model(torch.float32)
     expected = engine(0, model).generate(prompts, max_new_tokens=12)
-    mine = engine(longest, model, compile=True, compile_mixed=True, **drafts)
+    mine = engine(longest, model, compile=True, **drafts)
     policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
     with_policy(mine, policy)
     torch._dynamo.utils.counters.clear()

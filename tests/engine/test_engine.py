@@ -108,7 +108,6 @@ def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
         {"capture_budget": 1e9},
         {"adaptive_draft_length": "yes"},
         {"prefix_caching": "no"},
-        {"compile_mixed": 1},
     ):
         with pytest.raises(MLAError, match=next(iter(bad))):
             Engine(mine.model, **bad)
@@ -210,6 +209,7 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_mixed_steps")
 def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
     """Prompts in chunks beside rows that decode, in two variants of the step."""
     prompts, penalised = [*PROMPTS, [1] * 20], SamplingParams(frequency_penalty=0.5, logprobs=2)
@@ -219,7 +219,6 @@ def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
             max_rows=3,
             max_tokens_per_step=15,
             compile=compile,
-            compile_mixed=compile,
         )
         for compile in (False, True)
     )

@@ -46,7 +46,7 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
         lambda of, **kwargs: Engine(**kwargs).generate([[1]], max_new_tokens=1),
         {"max_rows": 2, "max_model_len": 16, "page_size": 4, "compile": False},
         "model num_speculative_tokens drafter adaptive_draft_length num_pages max_tokens_per_step prefix_caching "
-        "tokenizer compile_mixed mode shadow_check_every decode_backend capture_budget",
+        "tokenizer mode shadow_check_every decode_backend capture_budget",
     ),
     "from_json_schema": (
         lambda _, **kwargs: Grammar.from_json_schema(**kwargs),

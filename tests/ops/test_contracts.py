@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from mla_compile import (
     prefill_segment,
 )
 from mla_compile.ops.decode_metadata import mla_decode_metadata
+from mla_compile.ops.prefill_metadata import mla_prefill_metadata
 from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case, make_case, relative_error
-from tests.kernel_cases import metadata_args
+from tests.kernel_cases import metadata_args, prefill_metadata_args
 
 ops = torch.ops.mla_compile
 
@@ -104,6 +106,11 @@ def test_prefill_keeps_its_contract() -> None:
 @pytest.mark.parametrize("ragged", [False, True], ids=["all", "ragged"])
 def test_decode_metadata_keeps_its_contract(ragged: bool) -> None:
     opcheck(ops.mla_decode_metadata.default, metadata_args(3, 4, ragged=ragged))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefill_metadata_keeps_its_contract(seed: int) -> None:
+    opcheck(ops.mla_prefill_metadata.default, prefill_metadata_args(random.Random(seed)))
 
 
 def test_append_with_no_valid_slot_leaves_the_cache_alone() -> None:
@@ -333,6 +340,25 @@ def test_decode_metadata_that_cannot_be_is_refused(build: Callable, name: str, c
     kwargs = {"num_cached": num_cached, "block_table": block_table, "q_lens": q_lens}
     with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):
         build(**change({**kwargs, "q_len": q_len, "page_size": page_size}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("page_size", {"page_size": 0}),
+        ("lens", {"lens": torch.zeros(4, 3, dtype=torch.int32)}),
+        ("lens", {"lens": torch.zeros(2, 2, dtype=torch.int32)}),
+        ("lens", {"lens": torch.zeros(4, 2)}),
+        ("block_table", {"block_table": torch.zeros(2, 3)}),
+    ],
+)
+def test_prefill_metadata_that_cannot_be_is_refused(name: str, change: dict[str, Any]) -> None:
+    tensors = {
+        "lens": torch.zeros(4, 2, dtype=torch.int32),
+        "block_table": torch.zeros(2, 3, dtype=torch.int32),
+    }
+    with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):
+        mla_prefill_metadata(**{**tensors, "tokens": 4, "keys": 4, "page_size": 4, **change})
 
 
 def test_decode_segments_that_cannot_be_are_refused_while_compiling_too() -> None:

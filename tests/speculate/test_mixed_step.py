@@ -382,7 +382,7 @@ def test_tokens_may_be_chosen_between_the_halves_of_a_mixed_step(model: MLAForCa
     chunks = runner.chunks([(1, 0, 7)])
     logits, hidden = runner.decoder.verify(runner.state, chunks)
     targets = runner.decoder.choose_targets(runner.state, logits, allowed)
-    runner.decoder.advance(runner.state, targets, hidden, chunks)
+    runner.decoder.advance(runner.state, targets, hidden, chunks.begins)
     assert runner.state.last_token[1] == 17
     runner.note([True, True, False])
     said = runner.said.pop(1)
@@ -504,9 +504,10 @@ def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> 
     def mixed(state: DecodeState, chunks: PromptChunks) -> None:
         logits, hidden = verify(state, chunks)
         targets = decoder.choose_targets(state, logits)
-        for tensor in (targets, hidden):
+        begins = chunks.begins
+        for tensor in (targets, hidden, begins):
             mark_varying(tensor)
-        advance(state, targets, hidden, chunks)
+        advance(state, targets, hidden, begins)
 
     runner.mixed = mixed
     serve(runner, [Request(prompt) for prompt in PROMPTS[:3]], 2, 8)

@@ -191,10 +191,10 @@ def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_mixed_steps")
 def test_mixed_steps_compile() -> None:
     eager, compiled = (
-        ngram_engine(repeating(torch.float32), 2, max_rows=2, compile=compile, compile_mixed=compile)
-        for compile in (False, True)
+        ngram_engine(repeating(torch.float32), 2, max_rows=2, compile=compile) for compile in (False, True)
     )
     expected = eager.generate(PROMPTS, max_new_tokens=20)
     poison_caches(compiled.model)
