@@ -149,7 +149,7 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         is_new = isinstance(machine, tuple) and machine >= (8, 0)
         expected = is_new and installed and KERNEL_SERVES[op](*args)
         assert selection.chosen.name == ("triton" if expected else "reference"), f"seed {seed}"
-        kernels = ["flash_attn"] * (op == "mla_prefill") + ["triton"]
+        kernels = ["absorbed", "flash_attn"] * (op == "mla_prefill") + ["triton"]
         assert [name for name, _ in selection.passed_over] == (kernels[:-1] if expected else kernels)
         assert all(", got " in reason or "not installed" in reason for _, reason in selection.passed_over)
 

@@ -93,13 +93,13 @@ def absorbed_kernel(
     acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
     key_slots += first_key
     key = start + tl.arange(0, BLOCK_N)
-    slot = tl.load(key_slots + key, mask=key < stop, other=-1)
+    slot = tl.load(key_slots + key, mask=key < stop, other=-1).to(tl.int32)
     for n0 in range(start, stop, BLOCK_N):
         key = n0 + tl.arange(0, BLOCK_N)
         live = slot >= 0
-        latent = kv_cache + slot[:, None] * (RANK + ROPE)
+        latent = kv_cache + slot.to(tl.int64)[:, None] * (RANK + ROPE)
         # One tile ahead, so that the latents' addresses are known when their turn comes.
-        slot = tl.load(key_slots + key + BLOCK_N, mask=key + BLOCK_N < stop, other=-1)
+        slot = tl.load(key_slots + key + BLOCK_N, mask=key < stop - BLOCK_N, other=-1).to(tl.int32)
         top, total, acc = attend_latents(
             q, qp, latent, live, key, bounds, scale, top, total, acc,
             RANK, ROPE, RANK_BLOCK, ROPE_BLOCK,
