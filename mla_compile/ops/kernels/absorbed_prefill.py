@@ -67,9 +67,10 @@ def absorbed_kernel(
     r = first + tl.arange(0, BLOCK_R)
     token = r // HEADS
     inside = token < q_len
-    bounds = tl.where(inside, keys, 0)
+    seen = keys
     if CAUSAL:
-        bounds = tl.where(inside, keys - (q_len - 1 - token), 0)
+        seen = keys - (q_len - 1 - token)
+    bounds = tl.where(inside, seen, 0)
     start, stop = split_of(keys, split, splits, BLOCK_N, MIN_KEYS)
 
     query = first_q.to(tl.int64) + token
@@ -93,6 +94,7 @@ def absorbed_kernel(
     acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
     key_slots += first_key
     key = start + tl.arange(0, BLOCK_N)
+    # Any slot is an int32, of which a tile needs half the registers.
     slot = tl.load(key_slots + key, mask=key < stop, other=-1).to(tl.int32)
     for n0 in range(start, stop, BLOCK_N):
         key = n0 + tl.arange(0, BLOCK_N)
