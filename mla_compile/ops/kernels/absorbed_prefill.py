@@ -26,7 +26,7 @@ from mla_compile.ops.kernels.softmax import LOG2_E, attend_latents, combine, spl
 from mla_compile.ops.softmax import in_parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def absorbed_kernel(
     q_latent,  # [tokens, HEADS, RANK], any strides but the last
     q_pe,  # [tokens, HEADS, ROPE], likewise
