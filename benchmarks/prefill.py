@@ -4,9 +4,10 @@
 
 Each result is checked against float64 in the same run before it is timed. Times are of replayed CUDA graphs, medians,
 in microseconds, over copies of the inputs in turn. All that `mla_prefill` does counts: gathering the latents of all
-keys, expanding them, attention. The floor is those products at the rate that a large cuBLAS product sustains, measured
-in the same run. `sdpa` is torch's own attention where it serves, on chunks of one length without context, whose queries
-and keys are joined and expanded already; `sdpa_expanded` does that too.
+keys, expanding them, attention, or absorbed attention over the latents. The floor is the fewer flops of the two ways,
+at the rate that a large cuBLAS product sustains, measured in the same run, or what the memory needs for latents and
+weights where that is longer. `sdpa` is torch's own attention where it serves, on chunks of one length without context,
+whose queries and keys are joined and expanded already; `sdpa_expanded` does that too.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.decode import product_rate
-from benchmarks.kernels import relative_error
+from benchmarks.kernels import BYTES_PER_US, relative_error
 from benchmarks.reporting import add_row
 from mla_compile import prefill_segment
 from mla_compile.ops.implementations import Call, describe_device
@@ -34,7 +35,8 @@ from mla_compile.ops.prefill import PREFILL, prefill_torch
 RANK, ROPE, PAGE = 512, 64, 64
 MODELS = {"V3, 16 heads": (16, 128, 128), "V3, 128 heads": (128, 128, 128), "GLM": (20, 192, 256)}
 # Above: heads, qk_nope_head_dim, v_head_dim; below: rows, new tokens and cached tokens of each.
-CASES = [(1, 4096, 0), (8, 1024, 0), (1, 256, 0), (4, 512, 4096), (1, 512, 16384)]
+CHUNKS = [(1, 4096, 0), (8, 1024, 0), (1, 256, 0), (4, 512, 4096), (1, 512, 16384)]
+SHORT_EXTENDS = [(1, 16, 8192), (4, 32, 4096)]
 REPLAYS = 30
 
 
@@ -99,12 +101,19 @@ def median_us(calls: list[Callable[[], Tensor]]) -> float:
     return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in times)
 
 
-def measure(model: str, rows: int, new: int, cached: int, flops_per_us: float) -> dict[str, Any]:
+def floor_us(model: str, rows: int, new: int, cached: int, flops_per_us: float) -> float:
     heads, nope, v = MODELS[model]
+    tokens, keys = rows * new, rows * (cached + new)
     pairs = rows * (new * cached + new * (new + 1) // 2)
-    flops = 2 * heads * (pairs * (nope + ROPE + v) + rows * (cached + new) * RANK * (nope + v))
+    expanded = 2 * heads * (pairs * (nope + ROPE + v) + keys * RANK * (nope + v))
+    absorbed = 2 * heads * (pairs * (2 * RANK + ROPE) + tokens * RANK * (nope + v))
+    read = 2 * (keys * (RANK + ROPE) + heads * RANK * (nope + v))
+    return max(min(expanded, absorbed) / flops_per_us, read / BYTES_PER_US)
+
+
+def measure(model: str, rows: int, new: int, cached: int, flops_per_us: float) -> dict[str, Any]:
     title = f"{model}: {rows} x {new} after {cached}"
-    row: dict[str, Any] = {"case": title, "floor": round(flops / flops_per_us, 1)}
+    row: dict[str, Any] = {"case": title, "floor": round(floor_us(model, rows, new, cached, flops_per_us), 1)}
     copies = [inputs(model, rows, new, cached) for _ in range(3)]
     want = prefill_torch(
         *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in copies[0])
@@ -132,7 +141,7 @@ def main() -> None:
         print("flash-attn-4 is not installed: pip install mla-compile[flash-attn]")
     report: dict[str, Any] = {"machine": machine, "product_TFLOP_per_s": round(rate / 1e6), "rows": []}
     print(json.dumps(report))
-    for model, case in product(MODELS, CASES):
+    for model, case in product(MODELS, CHUNKS + SHORT_EXTENDS):
         add_row(report, measure(model, *case, rate), output)
         torch.cuda.empty_cache()
 

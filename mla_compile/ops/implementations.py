@@ -23,6 +23,12 @@ SOME = range(1, 2**63 - 1)
 """Every size but 0."""
 UNIT = range(1, 2)
 
+
+def at_least(least: int) -> range:
+    """Every size from `least` on."""
+    return range(least, SOME.stop)
+
+
 Taken = range | tuple[object, ...]
 """The values of a fact that an implementation takes."""
 
@@ -189,8 +195,8 @@ def in_words(taken: Taken) -> str:
         return ", ".join(map(_word, taken))
     if taken == ANY:
         return "any"
-    if taken == SOME:
-        return "1 or more"
+    if taken == at_least(taken.start):
+        return f"{taken.start} or more"
     if len(taken) == 1:
         return str(taken[0])
     return f"{taken[0]}..{taken[-1]}" + (f" by {taken.step}" if taken.step > 1 else "")

@@ -1,17 +1,47 @@
-"""`mla_prefill`: expanded attention of ragged prompt chunks over all keys of their rows, cached and new."""
+"""`mla_prefill`: attention of ragged prompt chunks over all keys of their rows, cached and new."""
 
 import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, reference, triton
+from mla_compile.ops.implementations import (
+    FLOATS,
+    HALF,
+    SOME,
+    Implementation,
+    at_least,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.ops.softmax import in_parts, merge, softmax_weighted
 from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (
+    # Expanding a key costs `2 * rank * (nope + v)` flops a head, whoever attends to it. Absorbed, a token spends
+    # `2 * (2 * rank - nope - v)` more on each key that it sees, and has its own two products with w_uk and w_uv. So
+    # with many keys a token, absorbed attention has fewer flops up to `rank * (nope + v) / (2 * rank - nope - v)`
+    # tokens of a row: 171 with DeepSeek-V3's widths, 398 with GLM's. That is at one rate for all products. Expansion
+    # runs at that of cuBLAS, but writes and reads `nope + rope + v` elements a head for each latent it reads.
+    # The bounds lie below these: the tokens may all be one row's.
+    Implementation(
+        "absorbed",
+        "absorbed attention over the latents, for few tokens after long texts",
+        "mla_compile.ops.kernels.absorbed_prefill:prefill_absorbed",
+        ("cuda",),
+        min_capability=(8, 0),
+        packages=("triton",),
+        takes={
+            "dtype": FLOATS,
+            "tokens": range(1, 65),
+            "keys per token": at_least(8),
+            "heads": SOME,
+            "kv_lora_rank": range(1, 513),
+            "qk_rope_head_dim": range(1, 129),
+        },
+    ),
     Implementation(
         "flash_attn",
         "FlashAttention 4, over keys of whole texts",
@@ -45,12 +75,15 @@ PREFILL = (
 
 @define_op(
     table=PREFILL,
-    facts=lambda q, w_uv: {
+    facts=lambda q, kv_cache, w_uv, key_slots: {
         "dtype": q.dtype,
         "tokens": q.shape[0],
+        "keys per token": key_slots.numel() // max(1, q.shape[0]),
         "heads": q.shape[1],
         "qk_head_dim": q.shape[2],
         "v_head_dim": w_uv.shape[2],
+        "kv_lora_rank": w_uv.shape[1],
+        "qk_rope_head_dim": kv_cache.shape[2] - w_uv.shape[1],
     },
 )
 def mla_prefill(
@@ -64,10 +97,11 @@ def mla_prefill(
     key_slots: Tensor,
     softmax_scale: float,
 ) -> Tensor:
-    """Causal attention with keys and values expanded per head, exact for any chunking of a prompt.
+    """Causal attention over all keys of each row, exact for any chunking of a prompt.
 
-    The latents of all keys, those of the new tokens too, are gathered from the cache and expanded with `w_uk` and
-    `w_uv`. A row's last query sees all its keys. Parts are joined by log-sum-exp.
+    The latents of all keys, those of the new tokens too, are read from the cache. Keys and values are these, expanded
+    per head with `w_uk` and `w_uv`; few tokens after many keys attend over the latents instead. A row's last query
+    sees all its keys. Parts are joined by log-sum-exp.
 
     Args:
         q: `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, float; the second part rotated.

@@ -69,7 +69,11 @@ def test_env_says_of_every_op_who_serves_it_here_and_why_the_faster_ones_do_not(
         assert {row[-2] for row in kernels} == {"does not work: runs on cuda, got cpu"}
     limits = {tuple(row[:-2]): row[-1] for row in kernels}
     widths = "qk_head_dim: 8..256 by 8; v_head_dim: 8..256 by 8"
-    assert limits["mla_prefill", "flash_attn"] == f"dtype: float16, bfloat16; {widths}"
+    absorbed = limits["mla_prefill", "absorbed"].split("; ")
+    assert [limit.partition(": ")[0] for limit in absorbed[:3]] == ["dtype", "tokens", "keys per token"]
+    assert absorbed[2].endswith(" or more")
+    assert absorbed[3:] == ["kv_lora_rank: 1..512", "qk_rope_head_dim: 1..128"]
+    assert limits["flash_attn",] == f"dtype: float16, bfloat16; {widths}"
     assert limits["triton",] == "dtype: float16, bfloat16, float32; qk_head_dim: 1..384; v_head_dim: 1..256"
 
 

@@ -42,6 +42,8 @@ class Subject:
             "dtype": given["dtype"],
             "qk_head_dim": given["nope"] + given["rope"],
             "v_head_dim": given["v"],
+            "kv_lora_rank": given["rank"],
+            "qk_rope_head_dim": given["rope"],
         }
         if (reason := self.row.why_not_given(facts)) is not None:
             pytest.skip(f"{self.row.name} {reason}")

@@ -154,7 +154,7 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         is_new = isinstance(machine, tuple) and machine >= (8, 0)
         expected = is_new and installed and KERNEL_SERVES[op](*args)
         assert selection.chosen.name == ("triton" if expected else "reference"), f"seed {seed}"
-        kernels = ["flash_attn"] * (op == "mla_prefill") + ["triton"]
+        kernels = ["absorbed", "flash_attn"] * (op == "mla_prefill") + ["triton"]
         assert [name for name, _ in selection.passed_over] == (kernels[:-1] if expected else kernels)
         assert all(", got " in reason or "not installed" in reason for _, reason in selection.passed_over)
 
@@ -223,6 +223,49 @@ def test_who_serves_a_decode_call(
     args = fake(case.args(), machine)
     call = backends.decode_call(args[0], args[1], args[2], args[5], args[6], captured=True)
     assert backends.select_backend(call).chosen.name == expected
+
+
+def prefill_of(tokens: int, keys: int, parts: int = 1) -> tuple[Any, ...]:
+    """Arguments of `mla_prefill` with DeepSeek-V3's widths, for the choice alone."""
+    half = {"dtype": torch.bfloat16}
+    sums, slots = torch.empty(parts, 2, dtype=torch.int32), torch.empty(parts, keys, dtype=torch.int64)
+    weights = torch.empty(16, 128, 512, **half), torch.empty(16, 512, 128, **half)
+    return (
+        torch.empty(tokens, 16, 192, **half),
+        torch.empty(2, 64, 576, **half),
+        *weights,
+        sums[0],
+        sums,
+        slots,
+        1.0,
+    )
+
+
+def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    on((9, 0), monkeypatch)
+    monkeypatch.setattr(implementations, "_installed", lambda package: True)
+    monkeypatch.setattr(implementations, "_import_error", lambda function: None)
+    takes = library.tables["mla_prefill"][0].takes
+    most, least = takes["tokens"].stop - 1, takes["keys per token"].start
+
+    def chosen(*sizes: int) -> str:
+        return choose("mla_prefill", fake(prefill_of(*sizes), (9, 0))).chosen.name
+
+    assert chosen(16, 8208) == chosen(1, 100) == "absorbed"
+    assert chosen(16, 16) == chosen(4096, 4096) == chosen(512, 40_000) == "flash_attn"
+    draw = random.Random(0)
+    for _ in range(100):
+        tokens = draw.choice([1, 2, draw.randint(1, 2 * most), most, most + 1, 512])
+        parts = draw.randint(1, 3)
+        keys = max(2, draw.choice([tokens, least * tokens - 1, least * tokens, 32_768]) // parts)
+        absorbed = tokens <= most and keys * parts >= least * tokens
+        assert chosen(tokens, keys, parts) == ("absorbed" if absorbed else "flash_attn"), (
+            tokens,
+            keys,
+            parts,
+        )
+    ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).passed_over
+    assert reason == f"takes keys per token of {least} or more, got 2"
 
 
 def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the compiled prefill kernel uses, on GPUs that are not there; its results: `test_interpreted.py`."""
+"""What the compiled prefill kernels use, on GPUs that are not there; their results: `test_interpreted.py`."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from mla_compile.ops.kernels import plan
 from tests.cases import make_case
 from tests.kernel_cases import prefill_args
 from tests.ops.test_triton_decode import GPUS
+from tests.ops.test_triton_decode import WIDTHS as LATENTS
 
 WIDTHS = {"V3": (128, 64, 128), "GLM": (192, 64, 256), "MiniCPM3": (64, 32, 64)}
 """qk_nope_head_dim, qk_rope_head_dim, v_head_dim"""
@@ -37,3 +38,46 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
         assert kernel.spilled_bytes <= (600 if widest else 64), f"{kernel.spilled_bytes} bytes per thread"
     wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
     assert wanted in kernels[1].text, "the products must run on tensor cores"
+
+
+@pytest.mark.parametrize(
+    ("capability", "model", "tokens", "dtype", "spilled"),
+    [
+        (90, "GLM", 4, torch.bfloat16, 128),
+        (90, "V3", 4, torch.bfloat16, 128),
+        (90, "MiniCPM3", 1, torch.bfloat16, 350),  # 64 rows, as many as its narrow latents leave room for
+        (90, "GLM", 4, torch.float32, 0),
+        (86, "GLM", 4, torch.bfloat16, 0),
+        *(pytest.param(gpu, "GLM", 4, torch.bfloat16, 0, marks=pytest.mark.slow) for gpu in (80, 100, 120)),
+        pytest.param(90, "GLM", 4, torch.float16, 128, marks=pytest.mark.slow),
+        pytest.param(86, "GLM", 4, torch.float32, 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled_absorbed_prefill_fits_the_gpu_and_spills_little(
+    capability: int,
+    model: str,
+    tokens: int,
+    dtype: torch.dtype,
+    spilled: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.absorbed_prefill import prefill_absorbed
+    from tests.triton_compile import compiled_for
+
+    device, shared_memory = GPUS[capability]
+    monkeypatch.setattr(plan, "H200", device)
+    heads, rank, rope = LATENTS[model]
+    case = make_case(prefill=[(tokens, 300)], heads=heads, nope=16, rope=rope, v=16, rank=rank, dtype=dtype)
+    with compiled_for(capability) as kernels:
+        prefill_absorbed(*prefill_args(case))
+    assert [kernel.name for kernel in kernels] == ["absorbed_kernel", "combine_kernel"]
+    assert kernels[0].shared_memory <= shared_memory
+    assert kernels[0].spilled_bytes <= spilled, f"{kernels[0].spilled_bytes} bytes per thread"
+    wanted = (
+        ""
+        if dtype == torch.float32
+        else {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync")
+    )
+    assert wanted in kernels[0].text, "the products must run on tensor cores"

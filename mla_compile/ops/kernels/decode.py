@@ -21,7 +21,7 @@ from mla_compile.ops.kernels.plan import (
     num_splits,
     power_of_two,
 )
-from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine
+from mla_compile.ops.kernels.softmax import LOG2_E, attend_latents, combine, split_of, store_split
 
 
 @triton.jit
@@ -77,10 +77,7 @@ def split_kernel(
     bounds = tl.where((token < valid) & (r < R), tl.minimum(length - (valid - 1 - token), stored), 0)
     stop = tl.where(valid > 0, stored, 0)
 
-    # Short rows use few splits: below MIN_KEYS a split would cost more to start and to add than it saves.
-    share = tl.cdiv(tl.maximum(tl.cdiv(stop, splits), MIN_KEYS), BLOCK_N) * BLOCK_N
-    start = split * share
-    stop = tl.minimum(stop, start + share)
+    start, stop = split_of(stop, split, splits, BLOCK_N, MIN_KEYS)
 
     target = split.to(tl.int64) * (tl.num_programs(0) // R_BLOCKS) * R + row * R + r
     if (start >= stop) & (splits > 1):  # The sum skips an empty split, so its `out` may stay unwritten.
@@ -106,23 +103,14 @@ def split_kernel(
     page = _pages(table, key, stop, PAGE_SIZE)
     for first in range(start, stop, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        live = (key < stop)[:, None]
         latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE)[:, None] * (RANK + ROPE)
-        # Zeros past the end, not only masked scores: 0 x NaN is NaN.
-        k = tl.load(latent + c[None, :], mask=live & (c < RANK)[None, :], other=0.0)
-        kp = tl.load(latent + RANK + p[None, :], mask=live & (p < ROPE)[None, :], other=0.0)
         # One tile ahead, so that the latents' addresses are known when their turn comes.
         page = _pages(table, key + BLOCK_N, stop, PAGE_SIZE)
-
-        scores = tl.dot(k, q, input_precision="ieee")
-        scores = tl.dot(kp, qp, scores, input_precision="ieee") * scale
-        scores = tl.where(key[:, None] < bounds[None, :], scores, -float("inf"))
-        top, total, acc = accumulate(scores, k, top, total, acc)
-
-    filled = tl.where(total == 0.0, 1.0, total)
-    tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=r < R)
-    result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
-    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=(r < R)[:, None] & (c < RANK)[None, :])
+        top, total, acc = attend_latents(
+            q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
+            RANK, ROPE, RANK_BLOCK, ROPE_BLOCK,
+        )  # fmt: skip
+    store_split(out, lse, target, r < R, top, total, acc, RANK, RANK_BLOCK)
 
 
 def decode_triton(

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.kernels.chunks import block_of
 from mla_compile.ops.kernels.keys import expanded_keys
 from mla_compile.ops.kernels.plan import PrefillTiles, device_of, power_of_two, prefill_tiles, qk_blocks
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
@@ -100,21 +101,13 @@ def prefill_kernel(
 ):
     """Grid `[blocks of all chunks or more, heads]`: which block of which row it is, a program finds out itself."""
     head = tl.program_id(1)
-    r = tl.arange(0, ROWS_BLOCK)
-    q_lens = tl.load(cu_seqlens_q + 1 + r, mask=r < rows, other=0) - tl.load(
-        cu_seqlens_q + r, mask=r < rows, other=0
-    )
-    blocks = tl.where(r < rows, (q_lens + BLOCK_M - 1) // BLOCK_M, 0)
-    ends = tl.cumsum(blocks, 0)
-    row = tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)
+    row, m0 = block_of(cu_seqlens_q, rows, tl.program_id(0), 1, ROWS_BLOCK, BLOCK_M)
     if row >= rows:
         return
     first_q = tl.load(cu_seqlens_q + row)
     q_len = tl.load(cu_seqlens_q + row + 1) - first_q
     first_key = tl.load(cu_seqlens_k + row)
     keys = tl.load(cu_seqlens_k + row + 1) - first_key
-    # The last block of a chunk has the most keys: it starts first.
-    m0 = (tl.sum(tl.where(r == row, ends, 0), 0) - 1 - tl.program_id(0)) * BLOCK_M
     m = m0 + tl.arange(0, BLOCK_M)
     unmasked = keys
     last_visible = tl.full([BLOCK_M], 0, tl.int32) + keys - 1

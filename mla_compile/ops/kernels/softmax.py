@@ -32,6 +32,66 @@ def accumulate(scores, k, top, total, acc):
 
 
 @triton.jit
+def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
+    """Which of a row's `keys` a split reads: the first, and where it stops.
+
+    Short rows use few splits: below MIN_KEYS a split would cost more to start and to add than it saves.
+    """
+    share = tl.cdiv(tl.maximum(tl.cdiv(keys, splits), MIN_KEYS), BLOCK_N) * BLOCK_N
+    start = split * share
+    return start, tl.minimum(keys, start + share)
+
+
+@triton.jit
+def attend_latents(
+    q,  # [RANK_BLOCK, rows]
+    q_pe,  # [ROPE_BLOCK, rows]
+    latent,  # pointers to the latents of a tile, [keys, 1]
+    live,  # [keys]: whether there is a latent
+    key,  # [keys]: which of the row's keys these are
+    bounds,  # [rows]: how many of these each query sees
+    scale,  # of the scores, which count as powers of two
+    top,
+    total,
+    acc,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+):
+    """Take a tile of keys into the running softmax of `accumulate`: a key is its latent and its rotated part."""
+    c = tl.arange(0, RANK_BLOCK)
+    p = tl.arange(0, ROPE_BLOCK)
+    # Zeros where there is no key, not only masked scores: 0 x NaN is NaN.
+    k = tl.load(latent + c[None, :], mask=live[:, None] & (c < RANK)[None, :], other=0.0)
+    k_pe = tl.load(latent + RANK + p[None, :], mask=live[:, None] & (p < ROPE)[None, :], other=0.0)
+    scores = tl.dot(k, q, input_precision="ieee")
+    scores = tl.dot(k_pe, q_pe, scores, input_precision="ieee") * scale
+    scores = tl.where(key[:, None] < bounds[None, :], scores, -float("inf"))
+    return accumulate(scores, k, top, total, acc)
+
+
+@triton.jit
+def store_split(
+    out,  # [splits * total, RANK], contiguous
+    lse,  # float32 [splits * total]
+    target,  # int64 [rows]: where the rows of this program are
+    inside,  # [rows]: which of them there are
+    top,
+    total,
+    acc,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Write what the running softmax of `accumulate` has come to; 0 and -inf where no key was seen."""
+    c = tl.arange(0, RANK_BLOCK)
+    filled = tl.where(total == 0.0, 1.0, total)
+    tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
+    result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
+    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=inside[:, None] & (c < RANK)[None, :])
+
+
+@triton.jit
 def combine_kernel(
     part_out,  # float32 [SPLITS, total, RANK]; what an empty split holds is never read
     part_lse,  # float32 [SPLITS, total], natural log, -inf for an empty split

@@ -1,6 +1,8 @@
-"""`prefill_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
+"""The Triton kernels of `mla_prefill` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
+import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,23 +11,87 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
+from mla_compile.ops.kernels.absorbed_prefill import prefill_absorbed  # noqa: E402
 from mla_compile.ops.kernels.keys import expanded_keys  # noqa: E402
-from mla_compile.ops.kernels.plan import PrefillTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import DecodeTiles, PrefillTiles  # noqa: E402
 from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
 from tests.cases import make_case  # noqa: E402
-from tests.kernel_cases import prefill_args  # noqa: E402
+from tests.kernel_cases import check_prefill, prefill_args  # noqa: E402
 from tests.ops.prefill_conformance import PrefillConformance, Subject, subject_of  # noqa: E402
 
-TILES = PrefillTiles(queries=16, keys=16, warps=4, stages=1)
 
-
-@pytest.fixture(scope="module")
-def subject() -> Subject:
-    return subject_of("triton", run=partial(prefill_triton, tiles=TILES))
+@pytest.fixture(scope="module", params=["triton", "absorbed"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    run = {
+        "triton": partial(prefill_triton, tiles=PrefillTiles(queries=16, keys=16, warps=4, stages=1)),
+        "absorbed": partial(
+            prefill_absorbed, tiles=DecodeTiles(rows=32, keys=16, warps=4, stages=1), splits=1
+        ),
+    }
+    return subject_of(request.param, run=run[request.param])
 
 
 class TestTriton(PrefillConformance):
     pass
+
+
+def padded(args: tuple[Any, ...], lens: list[int], place: int, keys: int) -> tuple[Any, ...]:
+    """Arguments with rows of nobody, without keys, at a place, and so many slots of padding."""
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, scale = args
+    q_lens, k_lens = cu_seqlens_q.diff(), cu_seqlens_k.diff(dim=1)
+    start = int(cu_seqlens_q[place])
+    q = torch.cat([q[:start], q.new_ones(sum(lens), *q.shape[1:]), q[start:]])
+    q_lens = torch.cat([q_lens[:place], torch.tensor(lens), q_lens[place:]])
+    k_lens = torch.cat(
+        [k_lens[:, :place], k_lens.new_zeros(len(k_lens), len(lens)), k_lens[:, place:]], dim=1
+    )
+    sums = (torch.nn.functional.pad(x.cumsum(-1).int(), (1, 0)) for x in (q_lens, k_lens))
+    return q, kv_cache, w_uk, w_uv, *sums, torch.nn.functional.pad(key_slots, (0, keys), value=-1), scale
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 50), marks=pytest.mark.slow)], ids=str)
+def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        chunks = [
+            (draw.randint(1, 6), draw.choice([0, 1, 16, 31, 70])) for _ in range(draw.choice([1, 1, 2, 3]))
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mla_compile.ops.segments.MAX_KEYS", draw.choice([16, 33, 1000, 1000]))
+            case = make_case(
+                prefill=chunks, heads=draw.choice([1, 3, 20]), rank=32, page_size=draw.choice([1, 5, 16])
+            )
+        args = prefill_args(case)
+        nobody = [draw.choice([0, 0, 2]) for _ in range(draw.randint(0, 2))]
+        place = draw.randint(0, len(chunks))
+        first = int(args[4][place])
+        out = prefill_absorbed(
+            *padded(args, nobody, place, draw.choice([0, 50])),
+            tiles=DecodeTiles(draw.choice([16, 32, 64]), draw.choice([16, 32]), warps=4, stages=1),
+            splits=draw.choice([1, 2, 7]),
+            min_keys=draw.choice([1, 16, 40]),
+        )
+        theirs = slice(first, first + sum(nobody))
+        assert not out[theirs].any(), f"seed {seed}"
+        check_prefill(case, torch.cat([out[: theirs.start], out[theirs.stop :]]))
+
+
+def test_splits_of_a_neighbours_latents_that_are_no_numbers() -> None:
+    q, kv_cache, *others = prefill_args(make_case(prefill=[(1, 40), (1, 40), (1, 3)], heads=1))
+    cu_seqlens_k, key_slots = others[3:5]
+    run = partial(prefill_absorbed, tiles=DecodeTiles(16, 16, warps=4, stages=1), splits=3, min_keys=16)
+    healthy = run(q, kv_cache, *others)
+    for key in (0, 20, 40):  # one in each split
+        spoilt = kv_cache.clone()
+        spoilt.view(-1, spoilt.shape[2])[key_slots[0, cu_seqlens_k[0, 1] + key]] = torch.nan
+        out = run(q, spoilt, *others)
+        assert torch.equal(out[::2], healthy[::2]) and not out[1].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_absorbed_as_planned_for_an_h200(dtype: torch.dtype) -> None:
+    sizes = {"heads": 20, "nope": 16, "rope": 64, "v": 16, "rank": 512, "dtype": dtype}
+    subject_of("absorbed", run=prefill_absorbed).check([(3, 260), (1, 20)], **sizes)
 
 
 def test_keys_of_rows_may_have_zeros_between_them() -> None:
