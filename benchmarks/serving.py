@@ -16,7 +16,11 @@ request ends with "index_copy_(): Source/destination tensor must have same slice
 `continuous_batching`. What is measured is `generate` then, on the same prompts padded to the longest, in one batch from
 the start: nobody waits for an arrival, but all for the prefill of all, the first of their times between tokens.
 
-Then, on any machine, the scheduler alone: host time of `plan` and `update` for 256 rows that decode.
+Host time of a mixed step: median of the launches of steps whose prompt goes on, nothing being compiled or recorded.
+
+Then the time from `add` to the first token of one prompt, alone and prefilled in one step; beside it what the GPU is
+busy for meanwhile, by the profiler. At last, on any machine, the scheduler alone: host time of `plan` and `update` for
+256 rows that decode.
 """
 
 import argparse
@@ -43,6 +47,7 @@ from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import DEVICE, Marks, random_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
+from mla_compile.engine.launch import Launcher
 from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
@@ -160,8 +165,28 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
     return result
 
 
+@contextmanager
+def timed_launches() -> Iterator[list[float]]:
+    """Meanwhile, microseconds of the host for each launch of a step with prompts that admits nobody."""
+    times: list[float] = []
+    launch = Launcher.launch
+
+    def timed(self: Launcher, plan: Any, *args: Any) -> Any:
+        before = time.perf_counter()
+        launched = launch(self, plan, *args)
+        if plan.chunks and plan.decodes and not plan.admitted and launched.is_timed:
+            times.append((time.perf_counter() - before) * 1e6)
+        return launched
+
+    Launcher.launch = timed  # type: ignore[method-assign]
+    try:
+        yield times
+    finally:
+        Launcher.launch = launch  # type: ignore[method-assign]
+
+
 def measure(
-    name: str, rows: int, prompt_length: int, drafts: list[int], budgets: list[int], compile_mixed: bool
+    name: str, rows: int, prompt_length: int, drafts: list[int], budgets: list[int]
 ) -> Iterator[dict[str, Any]]:
     for k in drafts:
         with served(name, k, prompt_length + 1024) as model:
@@ -175,18 +200,66 @@ def measure(
                     max_tokens_per_step=(rows + LONG_PROMPTS) * (1 + k) + budget,
                     page_size=64,
                     prefix_caching=False,  # or the prompts of the first trace would be there in the second
-                    compile_mixed=compile_mixed,
                 )
-                trace(engine, rows, prompt_length)  # compiles and captures
+                for _ in range(2):
+                    trace(engine, rows, prompt_length)  # compiles and captures
                 row = {
                     "model": name,
                     "k": k,
                     "rows": rows,
                     "prompt": prompt_length,
                     "prompt_tokens_a_step": budget,
-                    "mixed_steps_are": "compiled" if compile_mixed else "eager",
                 }
-                yield row | trace(engine, rows, prompt_length)
+                with timed_launches() as launches:
+                    row |= trace(engine, rows, prompt_length)
+                report = engine.capture_report()
+                row["host_us_of_a_mixed_step"] = round(statistics.median(launches))
+                row["graphs"] = sum(bucket.num_graphs for bucket in report.buckets)
+                row["graph_mib"] = round(report.num_bytes / 2**20)
+                row["compile_s"] = round(report.compile_seconds, 1)
+                yield row
+
+
+def first_token(name: str, prompt_length: int) -> dict[str, Any]:
+    """One prompt in one step, alone."""
+    with served(name, 0, prompt_length + 64) as model:
+        torch.compiler.reset()
+        engine = Engine(
+            model,
+            max_rows=1,
+            max_model_len=prompt_length + 64,
+            max_tokens_per_step=prompt_length + 1,
+            page_size=64,
+            prefix_caching=False,
+        )
+        _, (prompt, *_) = random_prompts(1, prompt_length, model.vocab_size)
+
+        def ms() -> float:
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            request = engine.add(prompt, max_new_tokens=2)
+            while not request.has_begun:
+                engine.step()
+            elapsed = (time.perf_counter() - before) * 1e3
+            while engine.has_work():
+                engine.step()
+            return elapsed
+
+        for _ in range(3):
+            ms()
+        times = [ms() for _ in range(10)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            request = engine.add(prompt, max_new_tokens=1)
+            while not request.has_ended:
+                engine.step()
+            torch.cuda.synchronize()
+        busy = sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+        return {
+            "model": name,
+            "prompt": prompt_length,
+            "first_token_ms": round(statistics.median(times), 2),
+            "kernels_ms": round(busy, 2),
+        }
 
 
 def measure_stock(name: str, rows: int, prompt_length: int, caches: list[str]) -> Iterator[dict[str, Any]]:
@@ -285,7 +358,6 @@ def main() -> None:
     parser.add_argument(
         "--stock", nargs="*", choices=["dynamic", "static"], default=["dynamic", "static"], help="its caches"
     )
-    parser.add_argument("--eager-mixed", action="store_true", help="steps with prompts in them uncompiled")
     args = parser.parse_args()
     report: dict[str, Any] = {"torch": torch.__version__, "scheduler_us_256_rows": round(scheduler_us())}
     if torch.cuda.is_available():
@@ -295,9 +367,10 @@ def main() -> None:
     for name in args.models:
         length = PROMPT_LENGTHS[name]
         stock = measure_stock(name, args.rows, length, args.stock) if args.stock else []
-        ours = measure(name, args.rows, length, args.k, args.budgets, not args.eager_mixed)
-        for row in chain(stock, ours):
+        for row in chain(stock, measure(name, args.rows, length, args.k, args.budgets)):
             add_row(report, row, args.output)
+        if torch.cuda.is_available():
+            add_row(report, first_token(name, length), args.output)
 
 
 if __name__ == "__main__":
