@@ -100,6 +100,7 @@ def sort_kernel(
     topk_ids,  # int64 [pairs]
     starts,  # int32 [experts + 1]
     order,  # int32 [pairs]
+    places,  # int32 [pairs]
     pairs,
     row_lens,
     rows,
@@ -108,7 +109,7 @@ def sort_kernel(
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`order[starts[e] : starts[e + 1]]`: the pairs that chose expert e, ascending, without padding; grid `[experts]`.
+    """One expert's part of what `sort_pairs` returns; grid `[experts]`.
 
     Each program reads all pairs twice, rather than waiting for what others counted: one launch and one result.
     """
@@ -124,7 +125,9 @@ def sort_kernel(
         pair = start + tl.arange(0, CHUNK)
         chosen = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED)
         mine = (chosen == expert).to(tl.int32)
-        tl.store(order + end + tl.cumsum(mine, 0) - 1, pair, mask=mine == 1)
+        place = end + tl.cumsum(mine, 0) - 1
+        tl.store(order + place, pair, mask=mine == 1)
+        tl.store(places + pair, place, mask=mine == 1)
         end += tl.sum(mine, 0)
     tl.store(starts + expert + 1, end, mask=expert == tl.num_programs(0) - 1)
 
@@ -146,11 +149,11 @@ def _tile(
     BLOCK_T: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
 ):
-    """What a program does: an expert, a tile of its columns, and the first and the last but one of its pairs.
+    """What a program does: an expert, a tile of its columns, and the range of its pairs.
 
-    Sorted pairs are counted over all experts, and a program gets at most BLOCK_T; others within their expert, and it
-    gets all. Programs that share columns follow one another, so that all but one find them in the cache; those beyond
-    the last tile get no pair.
+    Sorted, pairs go by their places among all, and a program gets at most BLOCK_T of them; programs of the same columns
+    follow one another, so that all but the first find them in the cache, and those past the last tile get no pair.
+    Unsorted, pairs go by their rank within the expert, and a program gets all.
     """
     program = tl.program_id(0)
     if starts is None:
@@ -161,7 +164,9 @@ def _tile(
         begin = 0
     else:
         e = tl.arange(0, BLOCK_E)
-        of_e = tl.load(starts + e + 1, mask=e < experts, other=0) - tl.load(starts + e, mask=e < experts, other=0)
+        of_e = tl.load(starts + e + 1, mask=e < experts, other=0) - tl.load(
+            starts + e, mask=e < experts, other=0
+        )
         programs = (of_e + BLOCK_T - 1) // BLOCK_T * COLUMN_TILES
         before = tl.cumsum(programs, 0) <= program
         expert = tl.sum(before.to(tl.int32), 0)
@@ -179,11 +184,11 @@ def _tile(
 def gate_up_kernel(
     x,  # [tokens, HIDDEN], rows x_stride apart
     w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
-    activated,  # [tokens * TOPK, INTERMEDIATE], in the dtype of x
+    activated,  # [pairs, INTERMEDIATE], in the dtype of x; in the places of sorted pairs
     x_stride,
+    order,  # of `sort_pairs`, as starts; None: each program finds its pairs by itself
     topk_ids,  # int64 [tokens, TOPK]
-    starts,  # of `sort_kernel`, or None: each program finds its pairs by itself
-    order,
+    starts,
     pairs,  # tokens * TOPK
     experts,
     row_lens,  # int32 [rows], unread unless PADDED
@@ -224,8 +229,10 @@ def gate_up_kernel(
         t = first + tl.arange(0, BLOCK_T)
         if starts is None:
             pair = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+            row = pair
         else:
             pair = tl.load(order + t, mask=t < end, other=0).to(tl.int64)
+            row = t.to(tl.int64)
         x_at = x + (pair // TOPK * x_stride)[:, None]
         gate = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         up = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -238,7 +245,7 @@ def gate_up_kernel(
             gate = tl.dot(tokens, tl.trans(w_gate), gate, input_precision="ieee")
             up = tl.dot(tokens, tl.trans(w_up), up, input_precision="ieee")
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
-        at = activated + pair[:, None] * INTERMEDIATE + c[None, :]
+        at = activated + row[:, None] * INTERMEDIATE + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
 
 
@@ -246,10 +253,9 @@ def gate_up_kernel(
 def down_kernel(
     activated,  # [pairs, INTERMEDIATE]
     w_down,  # [experts, HIDDEN, INTERMEDIATE]
-    out,  # float32 [pairs, HIDDEN]
-    topk_ids,  # these as in `gate_up_kernel`
+    out,  # float32 [pairs, HIDDEN], each row in its place in `activated`
+    topk_ids,  # this and the others as in `gate_up_kernel`
     starts,
-    order,
     pairs,
     experts,
     row_lens,
@@ -287,24 +293,24 @@ def down_kernel(
     w_at = w_down + ((expert.to(tl.int64) * HIDDEN + c) * INTERMEDIATE)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
+        row = t.to(tl.int64)
         if starts is None:
-            pair = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
-        else:
-            pair = tl.load(order + t, mask=t < end, other=0).to(tl.int64)
-        row_at = activated + (pair * INTERMEDIATE)[:, None]
+            row = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+        row_at = activated + (row * INTERMEDIATE)[:, None]
         result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         for start in range(0, INTERMEDIATE, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
             w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
             result = tl.dot(inner, tl.trans(w), result, input_precision="ieee")
-        at = out + pair[:, None] * HIDDEN + c[None, :]
+        at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def weighted_sum_kernel(
-    pair_outs,  # float32 [tokens, TOPK, HIDDEN]
+    pair_outs,  # float32 [pairs, HIDDEN]
+    places,  # of `sort_pairs`, or None: in the order of pairs
     topk_weights,  # [tokens, TOPK]
     out,  # [tokens, HIDDEN]
     row_lens,
@@ -323,8 +329,10 @@ def weighted_sum_kernel(
     if PADDED:
         there &= _runs(token, row_lens, rows, q_len)
     for k in tl.static_range(TOPK):
-        weight = tl.load(topk_weights + token * TOPK + k).to(tl.float32)
-        pair_out = tl.load(pair_outs + (token * TOPK + k) * HIDDEN + c, mask=there, other=0.0)
+        pair = token * TOPK + k
+        weight = tl.load(topk_weights + pair).to(tl.float32)
+        row = pair if places is None else tl.load(places + pair).to(tl.int64)
+        pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
         # NaN weights of padding too: the mask is on both.
         result += tl.where(there, weight, 0.0) * pair_out
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
@@ -342,8 +350,8 @@ def _padding(
 
 def sort_pairs(
     topk_ids: Tensor, experts: int, row_lens: Tensor | None = None, q_len: int = 1
-) -> tuple[Tensor, Tensor]:
-    """The pairs of each expert, ascending: `order[starts[e] : starts[e + 1]]` are those of expert e.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of each expert one after another, ascending.
 
     Args:
         topk_ids: int64 `[tokens, topk]`, contiguous.
@@ -351,17 +359,18 @@ def sort_pairs(
         row_lens, q_len: as `moe_experts_op` takes them.
 
     Returns:
-        `starts` int32 `[experts + 1]` and `order` int32 `[pairs]`, unwritten from `starts[experts]` on.
+        All int32: `starts` `[experts + 1]`, expert e having `order[starts[e] : starts[e + 1]]`; `order` `[pairs]`,
+        unwritten from `starts[experts]` on; `places` `[pairs]`, where a pair is in `order`, unwritten for those left out.
     """
     pairs = topk_ids.numel()
-    starts, order = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs))
+    starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
     padding, padded = _padding(topk_ids, row_lens, q_len)
     chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
     with torch.cuda.device_of(topk_ids):  # Triton launches on the current device
         sort_kernel[(experts,)](
-            topk_ids, starts, order, pairs, *padding, **padded, CHUNK=chunk, num_warps=8
+            topk_ids, starts, order, places, pairs, *padding, **padded, CHUNK=chunk, num_warps=8
         )
-    return starts, order
+    return starts, order, places
 
 
 def moe_triton(
@@ -401,21 +410,21 @@ def moe_triton(
         token_tiles = (pairs + some * (tiles.tokens - 1)) // tiles.tokens if is_sorted else some
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
-    starts = order = None
+    starts = order = places = None
     if is_sorted:
-        starts, order = sort_pairs(topk_ids, experts, row_lens, q_len)
+        starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
     activated = x.new_empty((pairs, intermediate))
     pair_outs = x.new_empty((pairs, hidden), dtype=torch.float32)
     out = x.new_empty((tokens, hidden))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        routing = (topk_ids, starts, order, pairs, experts, *padding)
+        routing = (topk_ids, starts, pairs, experts, *padding)
         gate_up_kernel[programs(intermediate, gate_up)](
-            x, w_gate_up, activated, x.stride(0), *routing, **shapes, **gate_up.options()
+            x, w_gate_up, activated, x.stride(0), order, *routing, **shapes, **gate_up.options()
         )
         down_kernel[programs(hidden, down)](
             activated, w_down, pair_outs, *routing, **shapes, **down.options()
         )
         weighted_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
-            pair_outs, topk_weights, out, *padding, **padded, HIDDEN=hidden, BLOCK_C=1024, num_warps=4
+            pair_outs, places, topk_weights, out, *padding, **padded, HIDDEN=hidden, BLOCK_C=1024, num_warps=4
         )
     return out
