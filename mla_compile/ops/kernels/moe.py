@@ -16,8 +16,8 @@ from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles, device_o
 _MOST_AT_ONCE = 128
 """Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
 
-_MOST_SORTED_AT_ONCE = 2048
-"""Pairs that a program looks at in one go while it sorts; of them it holds single values."""
+_MOST_SORTED_AT_ONCE = 4096
+"""Pairs that a program looks at in one go while it sorts: eight for a thread of its 16 warps."""
 
 
 @triton.jit
@@ -164,10 +164,9 @@ def _tile(
         begin = 0
     else:
         e = tl.arange(0, BLOCK_E)
-        of_e = tl.load(starts + e + 1, mask=e < experts, other=0) - tl.load(
-            starts + e, mask=e < experts, other=0
-        )
-        programs = (of_e + BLOCK_T - 1) // BLOCK_T * COLUMN_TILES
+        start_of_e = tl.load(starts + e, mask=e < experts, other=0)
+        end_of_e = tl.load(starts + e + 1, mask=e < experts, other=0)
+        programs = (end_of_e - start_of_e + BLOCK_T - 1) // BLOCK_T * COLUMN_TILES
         before = tl.cumsum(programs, 0) <= program
         expert = tl.sum(before.to(tl.int32), 0)
         nth = program - tl.sum(tl.where(before, programs, 0), 0)
@@ -359,8 +358,9 @@ def sort_pairs(
         row_lens, q_len: as `moe_experts_op` takes them.
 
     Returns:
-        All int32: `starts` `[experts + 1]`, expert e having `order[starts[e] : starts[e + 1]]`; `order` `[pairs]`,
-        unwritten from `starts[experts]` on; `places` `[pairs]`, where a pair is in `order`, unwritten for those left out.
+        starts: int32 `[experts + 1]`; expert e has `order[starts[e] : starts[e + 1]]`.
+        order: int32 `[pairs]`, unwritten from `starts[experts]` on.
+        places: int32 `[pairs]`, where in `order` a pair is; unwritten for those left out.
     """
     pairs = topk_ids.numel()
     starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
@@ -368,7 +368,7 @@ def sort_pairs(
     chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
     with torch.cuda.device_of(topk_ids):  # Triton launches on the current device
         sort_kernel[(experts,)](
-            topk_ids, starts, order, places, pairs, *padding, **padded, CHUNK=chunk, num_warps=8
+            topk_ids, starts, order, places, pairs, *padding, **padded, CHUNK=chunk, num_warps=16
         )
     return starts, order, places
 
@@ -405,9 +405,10 @@ def moe_triton(
     shapes |= {"CHUNK": min(_MOST_AT_ONCE, power_of_two(pairs)), "BLOCK_E": power_of_two(experts)}
 
     def programs(columns: int, tiles: MoeTiles) -> tuple[int]:
-        """One for each tile there may be: `_tile` hands them out."""
-        some = min(pairs, experts)  # experts that have pairs
-        token_tiles = (pairs + some * (tiles.tokens - 1)) // tiles.tokens if is_sorted else some
+        """The grid: at most so many tiles are there for `_tile` to hand out, whoever chose which expert."""
+        token_tiles = chosen = min(pairs, experts)
+        if is_sorted:
+            token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     starts = order = places = None

@@ -165,13 +165,13 @@ MOST_UNSORTED_PAIRS = 512
 def moe_tiles(
     pairs: int, experts: int, products: int, columns: int, dtype: torch.dtype, device: Device
 ) -> MoeTiles:
-    """Few pairs: wide tiles read more at a time, narrow ones make enough programs to fill the GPU.
+    """For few pairs, wide tiles read more at a time, and narrow ones make enough programs to fill the GPU.
 
-    Many: a tile that holds nearly every expert's pairs reads its weights once. Two CTAs of them share a Hopper SM.
+    For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores.
 
     products: of how many matrices a program holds `columns`: gate and up are two.
     """
-    wanted = 5 * pairs // (4 * experts)  # a quarter above the average
+    wanted = 5 * pairs // (4 * experts)  # tokens: a quarter above the average
     many = pairs > MOST_UNSORTED_PAIRS
     if dtype == torch.float32:
         if many and wanted > 16:
