@@ -7,6 +7,7 @@ several copies of the inputs in turn, so that nothing is found in the cache that
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from mla_compile.ops.moe import moe_torch
 
 BYTES_PER_US = 4.3e6
 """What an H200 reads, measured."""
+
+FLOPS_PER_US = 800e6
+"""What its tensor cores do in bfloat16 in large products."""
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], seconds: float = 0.2) -> float:
@@ -45,41 +49,59 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def moe_line(
-    tokens: int, experts: int = 64, topk: int = 4, hidden: int = 2048, intermediate: int = 1536
-) -> None:
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a model's layer."""
+
+    name: str
+    experts: int
+    topk: int
+    hidden: int
+    intermediate: int
+
+
+GLM = Experts("GLM-4.7-Flash", experts=64, topk=4, hidden=2048, intermediate=1536)
+V3_12 = Experts("12-layer V3", experts=64, topk=8, hidden=2048, intermediate=1408)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
+
+
+def moe_lines(model: Experts, all_tokens: Sequence[int], copies: int = 4) -> None:
+    """A line for each number of tokens, over as many layers as `copies`."""
     from mla_compile.ops.kernels.moe import moe_triton
 
-    def randn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
-
-    layers = [
-        (randn(experts, 2 * intermediate, hidden), randn(experts, hidden, intermediate)) for _ in range(4)
-    ]
-    x = randn(tokens, hidden) * hidden**0.5
-    weights = torch.rand(tokens, topk, device="cuda")
-    inputs = []
-    for layer in layers:
-        ids = torch.rand(tokens, experts, device="cuda").topk(topk).indices
-        inputs.append((x, weights, ids, *layer))
-    active = sum(args[2].unique().numel() for args in inputs) / len(inputs)
-    floor = active * 3 * hidden * intermediate * 2 / BYTES_PER_US
-    for args in inputs:
-        error = relative_error(moe_triton(*args), moe_torch(*args))
-        assert error < 2e-2, error
-    triton_us = graph_us([lambda args=args: moe_triton(*args) for args in inputs])
-    torch_us = graph_us([lambda args=args: moe_torch(*args) for args in inputs])
-    print(
-        f"moe {tokens:4} tokens: floor {floor:6.1f}  triton {triton_us:7.1f}  torch {torch_us:8.1f}",
-        flush=True,
-    )
+    n, hidden, intermediate = model.experts, model.hidden, model.intermediate
+    layers = [(randn(n, 2 * intermediate, hidden), randn(n, hidden, intermediate)) for _ in range(copies)]
+    for tokens in all_tokens:
+        x = randn(tokens, hidden) * hidden**0.5
+        weights = torch.rand(tokens, model.topk, device="cuda")
+        inputs = []
+        for layer in layers:
+            ids = torch.rand(tokens, n, device="cuda").topk(model.topk).indices
+            inputs.append((x, weights, ids, *layer))
+        active = sum(args[2].unique().numel() for args in inputs) / len(inputs)
+        elements = 3 * hidden * intermediate  # of an expert
+        read = active * elements * 2 / BYTES_PER_US
+        multiplied = tokens * model.topk * elements * 2 / FLOPS_PER_US
+        for args in inputs:
+            error = relative_error(moe_triton(*args), moe_torch(*args))
+            assert error < 2e-2, error
+        triton_us = graph_us([lambda args=args: moe_triton(*args) for args in inputs])
+        torch_us = graph_us([lambda args=args: moe_torch(*args) for args in inputs])
+        print(
+            f"moe {model.name}, {tokens:4} tokens: floor {max(read, multiplied):7.1f}"
+            f"  triton {triton_us:7.1f}  torch {torch_us:8.1f}",
+            flush=True,
+        )
 
 
 def main() -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    for tokens in (1, 4, 8, 32, 100, 128):
-        moe_line(tokens)
+    moe_lines(GLM, (1, 4, 8, 32, 100, 128, 136, 512, 1024, 2048, 4096))
+    moe_lines(V3_12, (8, 32, 64, 72, 128, 256, 544, 672, 1024, 2048, 4096))
 
 
 if __name__ == "__main__":

@@ -14,23 +14,26 @@ from mla_compile.ops.implementations import Call
 from mla_compile.ops.kernels.plan import device_of
 from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
-from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.moe import moe_experts, moe_experts_op
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
+    MoeCase,
     check_decode,
     check_masked,
     check_moe,
     check_norm_rope_append,
+    check_padded_moe,
     check_prefill,
     decode_case,
     masked_case,
     metadata_args,
     moe_case,
     norm_rope_append_case,
+    padding,
     prefill_args,
     prefill_metadata_args,
 )
@@ -259,6 +262,56 @@ def test_captured_experts_serve_other_choices_at_replay() -> None:
         case.topk_ids.copy_(moe_case(8, 4, experts=64, among=(64, 5, 1)[seed], seed=seed).topk_ids)
         graph.replay()
         check_moe(case, out)
+
+
+def many_experts(tokens: int, dtype: torch.dtype, *, among: int | None = None, seed: int = 0) -> MoeCase:
+    """8 of 64 experts for a token, and an intermediate size that fills no tile."""
+    size = {"experts": 64, "hidden": 512, "intermediate": 264}
+    return moe_case(tokens, 8, **size, among=among, dtype=dtype, device="cuda", seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_opcheck_of_many_experts(dtype: torch.dtype) -> None:
+    case = many_experts(100, dtype)
+    torch.library.opcheck(moe_experts_op, (*case.args(), *padding(case, 4, [4, 0, 3])[:2]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [
+        *(
+            (tokens, torch.bfloat16) for tokens in (64, 65, 400, 672, 1500)
+        ),  # 64: the most that are not sorted
+        (200, torch.float16),
+        (200, torch.float32),
+    ],
+    ids=str,
+)
+def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
+    tokens: int, dtype: torch.dtype
+) -> None:
+    case, padded = many_experts(tokens, dtype), many_experts(tokens, dtype)
+    row_lens, q_len, _ = padding(padded, 4, [4] * 8)
+    assert is_triton("moe_experts", *case.args())
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return moe_experts_op(*case.args()), moe_experts_op(*padded.args(), row_lens, q_len)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, padded_out = run()
+    for seed, (among, lens) in enumerate([(None, [4] * 8), (5, [4, 0, 1, 3, 0, 2, 4, 4]), (1, [0] * 8)]):
+        drawn = many_experts(tokens, dtype, among=among, seed=seed)
+        for target in (case, padded):
+            for name in ("x", "topk_weights", "topk_ids"):
+                getattr(target, name).copy_(getattr(drawn, name))
+        new_lens, _, runs = padding(padded, q_len, lens)
+        row_lens.copy_(new_lens)
+        graph.replay()
+        check_moe(case, out)
+        check_padded_moe(padded, padded_out, runs)
 
 
 def test_the_plans_know_the_device() -> None:

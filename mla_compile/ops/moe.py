@@ -11,18 +11,17 @@ from torch import Tensor
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.implementations import FLOATS, reference, triton
+from mla_compile.ops.implementations import FLOATS, SOME, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
 MOE_EXPERTS = (
     triton(
-        "each program reads its expert's weights once, for few tokens",
+        "each program gathers its expert's tokens itself; many are sorted by expert first",
         "mla_compile.ops.kernels.moe:moe_triton",
         takes={
             "dtype": FLOATS,
-            # With more, each program would spend longer on finding its own pairs than sorting them costs.
-            "(token, expert) pairs": range(1, 513),
+            "(token, expert) pairs": SOME,
             "topk_weights.dtype": FLOATS,  # in float64 the sum would have to run in it
             "w_gate_up.is_contiguous()": (True,),
             "w_down.is_contiguous()": (True,),

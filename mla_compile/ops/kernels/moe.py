@@ -1,8 +1,9 @@
-"""Routed experts for a few tokens, in three launches: gate and up, down, the weighted sum over a token's experts.
+"""Routed experts in three launches: gate and up, down, the weighted sum over a token's experts.
 
-With few tokens the time is that of reading the chosen experts' weights once. So nothing is sorted or gathered first:
-each program takes one expert and a tile of its columns, finds the expert's tokens among all (token, choice) pairs by
-itself, and streams the columns' weights past them. Grids follow from shapes alone.
+A program takes one expert and a tile of its columns, and streams the columns' weights past the expert's tokens, which
+it gathers itself. With few (token, choice) pairs the time is that of reading the chosen experts' weights once, so
+nothing comes first: each program finds its pairs among all by itself. With many, one launch more sorts them by expert,
+and tokens are divided among programs too. Grids follow from shapes alone.
 """
 
 import torch
@@ -10,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.plan import MoeTiles, device_of, moe_tiles, power_of_two
+from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles, device_of, moe_tiles, power_of_two
 
 _MOST_AT_ONCE = 128
 """Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
+
+_MOST_SORTED_AT_ONCE = 4096
+"""Pairs that a program looks at in one go while it sorts: eight for a thread of its 16 warps."""
 
 
 @triton.jit
@@ -91,60 +95,168 @@ def _members(
     return result.to(tl.int64)
 
 
+@triton.jit(do_not_specialize=["pairs", "rows"])
+def sort_kernel(
+    topk_ids,  # int64 [pairs]
+    starts,  # int32 [experts + 1]
+    order,  # int32 [pairs]
+    places,  # int32 [pairs]
+    pairs,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One expert's part of what `sort_pairs` returns; grid `[experts]`.
+
+    Each program reads all pairs twice, rather than waiting for what others counted: one launch and one result.
+    """
+    expert = tl.program_id(0)
+    earlier = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        chosen = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED)
+        earlier += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
+    end = tl.sum(earlier, 0)
+    tl.store(starts + expert, end)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        chosen = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED)
+        mine = (chosen == expert).to(tl.int32)
+        place = end + tl.cumsum(mine, 0) - 1
+        tl.store(order + place, pair, mask=mine == 1)
+        tl.store(places + pair, place, mask=mine == 1)
+        end += tl.sum(mine, 0)
+    tl.store(starts + expert + 1, end, mask=expert == tl.num_programs(0) - 1)
+
+
 @triton.jit
+def _tile(
+    topk_ids,
+    starts,
+    pairs,
+    experts,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+):
+    """What a program does: an expert, a tile of its columns, and the range of its pairs.
+
+    Sorted, pairs go by their places among all, and a program gets at most BLOCK_T of them; programs of the same columns
+    follow one another, so that all but the first find them in the cache, and those past the last tile get no pair.
+    Unsorted, pairs go by their rank within the expert, and a program gets all.
+    """
+    program = tl.program_id(0)
+    if starts is None:
+        expert, end = _expert(
+            topk_ids, program // COLUMN_TILES, pairs, row_lens, rows, q_len, TOPK, PADDED, BY_PAIR, CHUNK
+        )
+        column = program % COLUMN_TILES
+        begin = 0
+    else:
+        e = tl.arange(0, BLOCK_E)
+        start_of_e = tl.load(starts + e, mask=e < experts, other=0)
+        end_of_e = tl.load(starts + e + 1, mask=e < experts, other=0)
+        programs = (end_of_e - start_of_e + BLOCK_T - 1) // BLOCK_T * COLUMN_TILES
+        before = tl.cumsum(programs, 0) <= program
+        expert = tl.sum(before.to(tl.int32), 0)
+        nth = program - tl.sum(tl.where(before, programs, 0), 0)
+        begin = tl.load(starts + expert, mask=expert < experts, other=0)
+        end = tl.load(starts + expert + 1, mask=expert < experts, other=0)
+        tiles = tl.maximum((end - begin + BLOCK_T - 1) // BLOCK_T, 1)
+        column = nth // tiles
+        begin += nth % tiles * BLOCK_T
+        end = tl.minimum(end, begin + BLOCK_T)
+    return expert, column, begin, end
+
+
+@triton.jit(do_not_specialize=["pairs", "rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN], rows x_stride apart
-    topk_ids,  # int64 [tokens, TOPK]
     w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
-    activated,  # [tokens * TOPK, INTERMEDIATE], in the dtype of x
+    activated,  # [pairs, INTERMEDIATE], in the dtype of x; in the places of sorted pairs
+    x_stride,
+    order,  # of `sort_pairs`, as starts; None: each program finds its pairs by itself
+    topk_ids,  # int64 [tokens, TOPK]
+    starts,
     pairs,  # tokens * TOPK
+    experts,
     row_lens,  # int32 [rows], unread unless PADDED
     rows,
     q_len,
-    x_stride,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`silu(gate) * up` of one slot's pairs, BLOCK_C columns; grid `[column tiles, slots]`."""
-    expert, count = _expert(
-        topk_ids, tl.program_id(1), pairs, row_lens, rows, q_len, TOPK, PADDED, BY_PAIR, CHUNK
+    """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
+    expert, column, begin, end = _tile(
+        topk_ids,
+        starts,
+        pairs,
+        experts,
+        row_lens,
+        rows,
+        q_len,
+        TOPK,
+        PADDED,
+        BY_PAIR,
+        CHUNK,
+        BLOCK_E,
+        BLOCK_T,
+        (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C,
     )
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     gate_row = (expert.to(tl.int64) * (2 * INTERMEDIATE) + c) * HIDDEN
     gate_at = w_gate_up + gate_row[:, None]
-    for first in range(0, count, BLOCK_T):
+    for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        pair = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+        if starts is None:
+            pair = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+            row = pair
+        else:
+            pair = tl.load(order + t, mask=t < end, other=0).to(tl.int64)
+            row = t.to(tl.int64)
         x_at = x + (pair // TOPK * x_stride)[:, None]
         gate = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         up = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         for start in range(0, HIDDEN, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
-            tokens = tl.load(x_at + k, mask=(t < count)[:, None] & (k < HIDDEN), other=0.0)
+            tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
             w_gate = tl.load(gate_at + k, mask=in_row, other=0.0)
             w_up = tl.load(gate_at + INTERMEDIATE * HIDDEN + k, mask=in_row, other=0.0)
             gate = tl.dot(tokens, tl.trans(w_gate), gate, input_precision="ieee")
             up = tl.dot(tokens, tl.trans(w_up), up, input_precision="ieee")
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
-        at = activated + pair[:, None] * INTERMEDIATE + c[None, :]
-        tl.store(at, result, mask=(t < count)[:, None] & (c < INTERMEDIATE)[None, :])
+        at = activated + row[:, None] * INTERMEDIATE + c[None, :]
+        tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "rows"])
 def down_kernel(
     activated,  # [pairs, INTERMEDIATE]
-    topk_ids,  # int64 [pairs]
     w_down,  # [experts, HIDDEN, INTERMEDIATE]
-    out,  # float32 [pairs, HIDDEN]
+    out,  # float32 [pairs, HIDDEN], each row in its place in `activated`
+    topk_ids,  # this and the others as in `gate_up_kernel`
+    starts,
     pairs,
+    experts,
     row_lens,
     rows,
     q_len,
@@ -154,33 +266,50 @@ def down_kernel(
     INTERMEDIATE: tl.constexpr,
     BY_PAIR: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The down projection of one slot's pairs, BLOCK_C columns; grid `[column tiles, slots]`."""
-    expert, count = _expert(
-        topk_ids, tl.program_id(1), pairs, row_lens, rows, q_len, TOPK, PADDED, BY_PAIR, CHUNK
+    """The down projection of one `_tile`, BLOCK_C columns."""
+    expert, column, begin, end = _tile(
+        topk_ids,
+        starts,
+        pairs,
+        experts,
+        row_lens,
+        rows,
+        q_len,
+        TOPK,
+        PADDED,
+        BY_PAIR,
+        CHUNK,
+        BLOCK_E,
+        BLOCK_T,
+        (HIDDEN + BLOCK_C - 1) // BLOCK_C,
     )
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     w_at = w_down + ((expert.to(tl.int64) * HIDDEN + c) * INTERMEDIATE)[:, None]
-    for first in range(0, count, BLOCK_T):
+    for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        pair = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
-        row_at = activated + (pair * INTERMEDIATE)[:, None]
+        row = t.to(tl.int64)
+        if starts is None:
+            row = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+        row_at = activated + (row * INTERMEDIATE)[:, None]
         result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         for start in range(0, INTERMEDIATE, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
-            inner = tl.load(row_at + k, mask=(t < count)[:, None] & (k < INTERMEDIATE), other=0.0)
+            inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
             w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
             result = tl.dot(inner, tl.trans(w), result, input_precision="ieee")
-        at = out + pair[:, None] * HIDDEN + c[None, :]
-        tl.store(at, result, mask=(t < count)[:, None] & (c < HIDDEN)[None, :])
+        at = out + row[:, None] * HIDDEN + c[None, :]
+        tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weighted_sum_kernel(
-    pair_outs,  # float32 [tokens, TOPK, HIDDEN]
+    pair_outs,  # float32 [pairs, HIDDEN]
+    places,  # of `sort_pairs`, or None: in the order of pairs
     topk_weights,  # [tokens, TOPK]
     out,  # [tokens, HIDDEN]
     row_lens,
@@ -199,11 +328,49 @@ def weighted_sum_kernel(
     if PADDED:
         there &= _runs(token, row_lens, rows, q_len)
     for k in tl.static_range(TOPK):
-        weight = tl.load(topk_weights + token * TOPK + k).to(tl.float32)
-        pair_out = tl.load(pair_outs + (token * TOPK + k) * HIDDEN + c, mask=there, other=0.0)
+        pair = token * TOPK + k
+        weight = tl.load(topk_weights + pair).to(tl.float32)
+        row = pair if places is None else tl.load(places + pair).to(tl.int64)
+        pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
         # NaN weights of padding too: the mask is on both.
         result += tl.where(there, weight, 0.0) * pair_out
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
+
+
+def _padding(
+    topk_ids: Tensor, row_lens: Tensor | None, q_len: int
+) -> tuple[tuple[Tensor, int, int], dict[str, int]]:
+    """`row_lens`, `rows` and `q_len` of the kernels, and their TOPK and PADDED."""
+    padded = {"TOPK": topk_ids.shape[1], "PADDED": row_lens is not None}
+    if row_lens is None:
+        return (topk_ids, 0, 1), padded  # a pointer that is not read: any will do
+    return (row_lens.contiguous(), row_lens.shape[0], q_len), padded
+
+
+def sort_pairs(
+    topk_ids: Tensor, experts: int, row_lens: Tensor | None = None, q_len: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of each expert one after another, ascending.
+
+    Args:
+        topk_ids: int64 `[tokens, topk]`, contiguous.
+        experts: how many there are. Pairs of others are left out, as are those of padding.
+        row_lens, q_len: as `moe_experts_op` takes them.
+
+    Returns:
+        starts: int32 `[experts + 1]`; expert e has `order[starts[e] : starts[e + 1]]`.
+        order: int32 `[pairs]`, unwritten from `starts[experts]` on.
+        places: int32 `[pairs]`, where in `order` a pair is; unwritten for those left out.
+    """
+    pairs = topk_ids.numel()
+    starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
+    padding, padded = _padding(topk_ids, row_lens, q_len)
+    chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
+    with torch.cuda.device_of(topk_ids):  # Triton launches on the current device
+        sort_kernel[(experts,)](
+            topk_ids, starts, order, places, pairs, *padding, **padded, CHUNK=chunk, num_warps=16
+        )
+    return starts, order, places
 
 
 def moe_triton(
@@ -229,36 +396,36 @@ def moe_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
-    slots = min(pairs, experts)
     device = device_of(x)
-    gate_up = gate_up or moe_tiles(pairs, experts, intermediate, x.dtype, device)
-    down = down or moe_tiles(pairs, experts, hidden, x.dtype, device)
-    shapes = {"HIDDEN": hidden, "INTERMEDIATE": intermediate, "BY_PAIR": pairs < experts}
-    shapes["CHUNK"] = min(_MOST_AT_ONCE, power_of_two(pairs))
-    padded = {"TOPK": topk, "PADDED": row_lens is not None}
-    # A pointer that is not read: any will do.
-    padding = (topk_ids, 0, 1) if row_lens is None else (row_lens.contiguous(), row_lens.shape[0], q_len)
+    gate_up = gate_up or moe_tiles(pairs, experts, 2, intermediate, x.dtype, device)
+    down = down or moe_tiles(pairs, experts, 1, hidden, x.dtype, device)
+    is_sorted = pairs > MOST_UNSORTED_PAIRS
+    padding, padded = _padding(topk_ids, row_lens, q_len)
+    shapes = padded | {"HIDDEN": hidden, "INTERMEDIATE": intermediate, "BY_PAIR": pairs < experts}
+    shapes |= {"CHUNK": min(_MOST_AT_ONCE, power_of_two(pairs)), "BLOCK_E": power_of_two(experts)}
 
+    def programs(columns: int, tiles: MoeTiles) -> tuple[int]:
+        """The grid: at most so many tiles are there for `_tile` to hand out, whoever chose which expert."""
+        token_tiles = chosen = min(pairs, experts)
+        if is_sorted:
+            token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
+        return (triton.cdiv(columns, tiles.columns) * token_tiles,)
+
+    starts = order = places = None
+    if is_sorted:
+        starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
     activated = x.new_empty((pairs, intermediate))
     pair_outs = x.new_empty((pairs, hidden), dtype=torch.float32)
     out = x.new_empty((tokens, hidden))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        gate_up_kernel[(triton.cdiv(intermediate, gate_up.columns), slots)](
-            x,
-            topk_ids,
-            w_gate_up,
-            activated,
-            pairs,
-            *padding,
-            x.stride(0),
-            **padded,
-            **shapes,
-            **gate_up.options(),
+        routing = (topk_ids, starts, pairs, experts, *padding)
+        gate_up_kernel[programs(intermediate, gate_up)](
+            x, w_gate_up, activated, x.stride(0), order, *routing, **shapes, **gate_up.options()
         )
-        down_kernel[(triton.cdiv(hidden, down.columns), slots)](
-            activated, topk_ids, w_down, pair_outs, pairs, *padding, **padded, **shapes, **down.options()
+        down_kernel[programs(hidden, down)](
+            activated, w_down, pair_outs, *routing, **shapes, **down.options()
         )
         weighted_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
-            pair_outs, topk_weights, out, *padding, **padded, HIDDEN=hidden, BLOCK_C=1024, num_warps=4
+            pair_outs, places, topk_weights, out, *padding, **padded, HIDDEN=hidden, BLOCK_C=1024, num_warps=4
         )
     return out

@@ -158,10 +158,28 @@ class MoeTiles:
         }
 
 
-def moe_tiles(pairs: int, experts: int, columns: int, dtype: torch.dtype, device: Device) -> MoeTiles:
-    """Wide tiles read more at a time, narrow ones make enough programs of few pairs to fill the GPU."""
+MOST_UNSORTED_PAIRS = 512
+"""(token, expert) pairs up to which each program of the expert kernels finds its own; more are sorted first."""
+
+
+def moe_tiles(
+    pairs: int, experts: int, products: int, columns: int, dtype: torch.dtype, device: Device
+) -> MoeTiles:
+    """For few pairs, wide tiles read more at a time, and narrow ones make enough programs to fill the GPU.
+
+    For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores.
+
+    products: of how many matrices a program holds `columns`: gate and up are two.
+    """
+    wanted = 5 * pairs // (4 * experts)  # tokens: a quarter above the average
+    many = pairs > MOST_UNSORTED_PAIRS
     if dtype == torch.float32:
+        if many and wanted > 16:
+            return MoeTiles(tokens=64, columns=64 // products, depth=32, warps=4, stages=2)
         return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
+    if many and wanted > 32:
+        tokens = min(128, power_of_two(wanted))
+        return MoeTiles(tokens, columns=128 // products, depth=64, warps=tokens // 16, stages=3)
     tokens = 16 if pairs <= 8 * experts else 32
     if min(pairs, experts) * columns < 4 * 32 * device.multiprocessors:
         return MoeTiles(tokens, columns=16, depth=256, warps=2, stages=4)

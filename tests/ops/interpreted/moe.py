@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.moe import moe_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import MoeTiles  # noqa: E402
-from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding  # noqa: E402
+from mla_compile.ops.kernels import moe  # noqa: E402
+from mla_compile.ops.kernels.moe import moe_triton, sort_pairs  # noqa: E402
+from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles  # noqa: E402
+from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, moe_case, padding  # noqa: E402
 
 SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
 
@@ -78,20 +80,88 @@ def test_padding_gets_no_expert(experts: int, q_len: int, lens: list[int]) -> No
     check_padded_moe(case, moe_triton(*case.args(), row_lens, q_len), runs)
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(st.data())
-def test_drawn_shapes_and_tiles(data: st.DataObject) -> None:
-    experts = data.draw(st.integers(1, 20))
+def test_pairs_are_sorted_as_a_stable_sort_does(data: st.DataObject) -> None:
+    experts = data.draw(st.sampled_from([1, 2, 7, 16, 17, 100]))
     case = moe_case(
-        data.draw(st.integers(1, 40)),
-        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 1300)),  # up to three times what a program sorts at a time
+        data.draw(st.integers(1, 8)),
         experts=experts,
         among=data.draw(st.integers(1, experts)),
+        hidden=1,
+        intermediate=1,
+        seed=data.draw(st.integers(0, 99)),
+    )
+    row_lens, q_len, runs = drawn_padding(data, case)
+    order = case.topk_ids.flatten().argsort(stable=True)
+    order = order[runs.repeat_interleave(case.topk_ids.shape[1])[order]]
+    counts = case.topk_ids[runs].flatten().bincount(minlength=experts)
+
+    starts, got, places = sort_pairs(case.topk_ids, experts, row_lens, q_len)
+    assert starts[0] == 0 and starts.diff().tolist() == counts.tolist()
+    assert torch.equal(got[: starts[-1]], order.int())
+    assert torch.equal(places[order], torch.arange(len(order)).int())
+
+
+@pytest.mark.parametrize("pairs", [MOST_UNSORTED_PAIRS, MOST_UNSORTED_PAIRS + 1])
+def test_pairs_are_sorted_from_some_number_on(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(moe, "sort_pairs", lambda *args: calls.append(args) or sort_pairs(*args))
+    case = moe_case(pairs, 1, hidden=16, intermediate=16)
+    check_moe(case, moe_triton(*case.args()))
+    assert len(calls) == (pairs > MOST_UNSORTED_PAIRS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("among", [1, 5])
+def test_many_pairs_with_the_tiles_that_they_get(among: int, dtype: torch.dtype) -> None:
+    case = moe_case(75, 8, experts=6, among=among, hidden=70, intermediate=33, dtype=dtype)
+    row_lens, q_len, runs = padding(case, 4, [4, 1, 0, 2])
+    check_padded_moe(case, moe_triton(*case.args(), row_lens, q_len), runs)
+
+
+def drawn_padding(data: st.DataObject, case: MoeCase) -> tuple[Tensor | None, int, Tensor]:
+    """`row_lens` and `q_len` of some decode rows that the tokens begin with, or None, and which tokens run."""
+    tokens = len(case.x)
+    if data.draw(st.booleans()):
+        return None, 1, torch.ones(tokens, dtype=torch.bool)
+    q_len = data.draw(st.integers(1, min(4, tokens)))
+    return padding(case, q_len, data.draw(st.lists(st.integers(0, q_len), max_size=min(9, tokens // q_len))))
+
+
+def check_drawn(data: st.DataObject, most_experts: int) -> None:
+    experts = data.draw(st.integers(1, most_experts))
+    case = moe_case(
+        data.draw(st.integers(1, 40)),
+        data.draw(st.integers(1, 8)),
+        experts=experts,
+        among=data.draw(st.integers(1, min(experts, 20))),
         hidden=data.draw(st.integers(1, 40)),
         intermediate=data.draw(st.integers(1, 40)),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=data.draw(st.integers(0, 99)),
     )
+    if data.draw(st.booleans()):
+        case.x = torch.cat([case.x, case.x], 1)[:, : case.x.shape[1]]
+    row_lens, q_len, runs = drawn_padding(data, case)
+    assume(runs.any())
     block = st.sampled_from([16, 32])
     tiles = [MoeTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
-    check_moe(case, moe_triton(*case.args(), gate_up=tiles[0], down=tiles[1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "MOST_UNSORTED_PAIRS", data.draw(st.sampled_from([0, MOST_UNSORTED_PAIRS])))
+        got = moe_triton(*case.args(), row_lens, q_len, gate_up=tiles[0], down=tiles[1])
+    check_padded_moe(case, got, runs)
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_drawn_shapes_and_tiles(data: st.DataObject) -> None:
+    check_drawn(data, 20)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.data())
+def test_more_drawn_shapes_and_tiles(data: st.DataObject) -> None:
+    check_drawn(data, 256)
