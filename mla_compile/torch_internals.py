@@ -99,16 +99,14 @@ def trace_graph(name: str, gm: fx.GraphModule) -> None:
     )
 
 
-def mark_state_tensor(tensor: torch.Tensor, varying: int = 1) -> None:
-    """Tell the compiler that a tensor stays where it is (a replay copies nothing) and that its first sizes vary.
+def mark_state_tensor(tensor: torch.Tensor, *varying: int) -> None:
+    """Tell the compiler that a tensor stays where it is (a replay copies nothing) and which of its sizes vary.
 
     The other sizes are fixed: left to itself, Dynamo would make them symbols once it has seen two of them.
-
-    varying: how many vary.
     """
     torch._dynamo.mark_static_address(tensor, guard=False)
     for dim in range(tensor.dim()):
-        if dim < varying:
+        if dim in varying:
             mark_varying(tensor, dim)
         else:
             torch._dynamo.mark_static(tensor, dim)

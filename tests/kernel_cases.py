@@ -408,20 +408,18 @@ def metadata_args(q_len: int, page_size: int, *, ragged: bool, device: str = "cp
 def prefill_metadata_args(random: random.Random, device: str = "cpu") -> tuple:
     """Arguments of `mla_prefill_metadata`: chunks and padding, keys in one part or more, padding behind them."""
     page_size, rows, parts = random.choice([1, 3, 16]), random.randint(1, 20), random.randint(1, 3)
-    q_lens, ends, bounds = [], [], [[0] * rows for _ in range(2 * parts)]
+    lens, bounds = [], torch.zeros(rows, 2 * parts, dtype=torch.int64)
     for row in range(rows):
         n, is_padding = random.choice([0, 1, 2, 40]), random.random() < 0.3
         cached = 0 if is_padding else random.choice([0, 1, 30, 77])
-        q_lens.append(n)
-        ends.append(n + cached)
+        lens.append([n, n + cached])
         if not is_padding:
             cuts = sorted([0, *(random.randint(0, cached) for _ in range(parts - 1)), n + cached])
-            for part in range(parts):
-                bounds[2 * part][row], bounds[2 * part + 1][row] = cuts[part], cuts[part + 1]
-    lens = torch.tensor([q_lens, ends, *bounds], dtype=torch.int32, device=device)
-    columns = max(1, -(-max(ends) // page_size))
+            bounds[row] = torch.tensor(cuts).unfold(0, 2, 1).flatten()
+    columns = max(1, -(-max(end for _, end in lens) // page_size))
     table = torch.tensor(
         [[random.randint(0, HUGE - 1) for _ in range(columns)] for _ in range(rows)], dtype=torch.int32
     )
-    keys = int((lens[3::2] - lens[2::2]).sum(1).max()) + random.choice([0, 5])
-    return lens, table.to(device), sum(q_lens), keys, page_size
+    keys = int((bounds[:, 1::2] - bounds[:, ::2]).sum(0).max()) + random.choice([0, 5])
+    tensors = torch.tensor(lens), bounds, table
+    return *(x.to(device) for x in tensors), sum(n for n, _ in lens), keys, page_size

@@ -4,14 +4,14 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
 from mla_compile.ops.segments import MAX_KEYS
-from mla_compile.speculate import DecodeState, PromptChunks
+from mla_compile.speculate import DecodeState, PackedChunks
 from mla_compile.torch_internals import (
     compile_seconds,
     cuda_graph_usage,
@@ -51,14 +51,15 @@ class Captures:
         self._budget = budget
         self._why_not = why_not
         self._buckets: dict[tuple[str, int, *_Shape], Bucket] = {}
-        self._known: list[dict[_Shape, Callable[..., Any]]] = []
+        self._known: list[_Known] = []
         self.num_unusual = 0
         """Calls that compiled or recorded, or were measured: their time says nothing of others'."""
 
     def check_again(self) -> None:
-        """Let each bucket's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
+        """Let each step's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
         for known in self._known:
-            known.clear()
+            known.checked.clear()
+            known.all_checked = False
 
     def report(self) -> CaptureReport:
         """What is known by now; it does not change later."""
@@ -84,14 +85,14 @@ class Captures:
         """A compiled step of `q_len` query tokens a row, or half of one, with its captures within the budget and its
         first calls measured.
 
-        It is called with a `DecodeState` and what else `step` takes, a mixed step's `PromptChunks` first. Once a
+        It is called with a `DecodeState` and what else `step` takes, a mixed step's `PackedChunks` first. Once a
         bucket's graph is recorded, and it is the whole of a call, a call with the same arguments replays it without the
-        compiled step until `check_again`: Dynamo's guards and torch's checks take longer than the launch. What the
-        model does on the host is not repeated then.
+        compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` one call
+        passes them for all buckets of its step. What the model does on the host is not repeated in a replay.
         """
         uncaptured = step if self._why_not else _recording(step, False)
         captured = _recording(step, True)
-        known: dict[_Shape, Callable[..., Any]] = {}
+        known = _Known()
         self._known.append(known)
         calls: Counter[_Shape] = Counter()
 
@@ -100,11 +101,13 @@ class Captures:
         def run(state: DecodeState, *args: Any) -> Any:
             rows, num_stop_ids = state.stop_ids.shape
             sizes = (0, 0, 0)
-            if args and isinstance(args[0], PromptChunks) and not self._why_not:
+            if args and isinstance(args[0], PackedChunks) and not self._why_not:
                 sizes = args[0].sizes
             shape = rows, num_stop_ids, *sizes  # all that tells one bucket of this step from another
-            if (call := known.get(shape)) is not None:
-                return call(state, *args)
+            if known.all_checked or shape in known.checked:
+                call = known.calls.get(shape)
+                if call is not None:
+                    return call(state, *args)
             bucket = self._bucket(name, q_len, shape)
             if not calls[shape] or bucket.why_not == FAILED:
                 bucket.why_not = self._why_not or (LONG if sizes[2] > MAX_KEYS else None)
@@ -121,23 +124,12 @@ class Captures:
             # What was compiled anew is recorded anew, by the next call.
             calls[shape] = 1 if is_new else calls[shape] + 1
             if bucket.why_not:
-                known[shape] = uncaptured
+                known.learn(shape, uncaptured, None)
             elif calls[shape] >= CALLS_TO_RECORD:
-                known[shape] = self._replaying(step, state, *args)
+                graph = last_cuda_graph(self._device)
+                known.learn(shape, step if graph is None else _replaying(graph, step, state, *args), graph)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
-
-        return run
-
-    def _replaying(self, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """The step, past all checks of these arguments if all that it does is to replay the graph that it just ran."""
-        graph = last_cuda_graph(self._device)
-        if graph is None:
-            return step
-
-        def run(*given: Any) -> Any:
-            same = all(mine is theirs for mine, theirs in zip(args, given, strict=True))
-            return graph.replay() if same else step(*given)
 
         return run
 
@@ -197,6 +189,47 @@ class _Reading:
     num_graphs: int
     pool_bytes: int
     driver_bytes: int
+
+
+@dataclass
+class _Known:
+    """How to call a step without measuring it, by shape.
+
+    graphs: what a call replays, where that is all that it does.
+    checked: shapes that have passed Dynamo's guards and torch's checks since these were last asked for.
+    all_checked: whether all have: one code serves all shapes, with the same weights, so one of them speaks for all.
+    """
+
+    calls: dict[_Shape, Callable[..., Any]] = field(default_factory=dict)
+    graphs: dict[_Shape, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    checked: set[_Shape] = field(default_factory=set)
+    all_checked: bool = False
+
+    def learn(self, shape: _Shape, call: Callable[..., Any], graph: torch.cuda.CUDAGraph | None) -> None:
+        """Take in a shape that has just passed all checks, with the graph that it replayed or recorded."""
+        before = self.graphs.get(shape)
+        if (
+            before is not None and before is not graph
+        ):  # something has moved: the others must see for themselves
+            self.calls.clear()
+            self.graphs.clear()
+            self.checked.clear()
+        elif before is not None:
+            self.all_checked = True
+        self.calls[shape] = call
+        self.checked.add(shape)
+        if graph is not None:
+            self.graphs[shape] = graph
+
+
+def _replaying(graph: torch.cuda.CUDAGraph, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """The step, past all checks where it is called with these arguments."""
+
+    def run(*given: Any) -> Any:
+        same = all(mine is theirs for mine, theirs in zip(args, given, strict=True))
+        return graph.replay() if same else step(*given)
+
+    return run
 
 
 def _recording(step: Callable[..., Any], allowed: bool) -> Callable[..., Any]:

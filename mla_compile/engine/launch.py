@@ -20,8 +20,8 @@ from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import (
     DecodeState,
+    PackedChunks,
     PromptChunk,
-    PromptChunks,
     ServedModel,
     SpeculativeDecoder,
     Step,
@@ -90,7 +90,7 @@ class Launcher:
         )
         self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
-        self._chunks: dict[tuple[int, ...], PromptChunks] = {}
+        self._chunks: dict[tuple[int, ...], PackedChunks] = {}
         self.rows = Rows(self._state_for, pages_per_grant=config.pages_per_grant, device=self._device)
         """The rows of the requests that run."""
 
@@ -128,7 +128,7 @@ class Launcher:
         step: Step = self._call(variant.name, decoder, decoder.forward, is_checked=True)
         return step
 
-    def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PromptChunks], None]:
+    def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PackedChunks], None]:
         """The step of rows that decode and prompts beside them."""
         decoder = self._decoders[variant.sampled, length]
         return self._call(f"mixed, {variant.name}", decoder, decoder.mixed, compile=self._compiles_mixed)
@@ -150,10 +150,11 @@ class Launcher:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             begun = PromptChunk(0, [0, 0], 0, 1)
-            chunks = PromptChunks.pack([begun], state, page_size=self._config.page_size, pad=True)
-            chunks.segment.slot_mapping.fill_(-1)  # it is nobody's
+            page_size = self._config.page_size
+            chunks = PackedChunks.pack([begun], state, page_size=page_size, pad=True, kept=self._chunks)
+            chunks.bounds.zero_()  # it is padding
             for length in lengths:
-                self._mixed(variant, length)(state, self._kept(chunks))
+                self._mixed(variant, length)(state, chunks)
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()
@@ -203,29 +204,23 @@ class Launcher:
             )
         return self._states[key]
 
-    def _packed(self, plan: Plan, state: DecodeState) -> PromptChunks:
-        chunks = [PromptChunk(self.rows[c.request], c.request.tokens, c.start, c.end) for c in plan.chunks]
-        pad, page_size = self._compiles_mixed, self._config.page_size
-        packed = PromptChunks.pack(
-            chunks, state, page_size=page_size, pad=pad, most=self._config.prompt_tokens_per_step
+    def _packed(self, plan: Plan, state: DecodeState) -> PackedChunks:
+        rows, pads = self.rows, self._compiles_mixed
+        return PackedChunks.pack(
+            [PromptChunk(rows[c.request], rows.text(c.request), c.start, c.end) for c in plan.chunks],
+            state,
+            page_size=self._config.page_size,
+            pad=pads,
+            most=self._config.prompt_tokens_per_step,
+            kept=self._chunks if pads else None,
         )
-        return self._kept(packed) if pad else packed
-
-    def _kept(self, chunks: PromptChunks) -> PromptChunks:
-        """The same, always in the same place for chunks of these sizes: captured graphs know its addresses."""
-        key = *chunks.last_of_row.shape, *chunks.sizes
-        if key in self._chunks:
-            self._chunks[key].take(chunks)
-        else:
-            self._chunks[key] = chunks.kept()
-        return self._chunks[key]
 
     def _run_in_halves(
         self,
         variant: Variant,
         length: int,
         state: DecodeState,
-        chunks: PromptChunks | None,
+        chunks: PackedChunks | None,
         plan: Plan,
     ) -> None:
         """A step whose tokens the host has a say in, between its halves."""

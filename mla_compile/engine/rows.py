@@ -46,33 +46,43 @@ class Rows:
         self._pages_per_grant = pages_per_grant
         self._device = device
         self._row_of: dict[Request, int] = {}
+        self._texts: dict[Request, Tensor] = {}
         self.state: DecodeState | None = None
         """In which the rows are; None before the first."""
         self.variant = Variant()
 
     def clear(self) -> None:
         """Forget all requests: the next one finds its state's rows inactive."""
-        self._row_of, self.state = {}, None
+        self._row_of, self._texts, self.state = {}, {}, None
 
     def __getitem__(self, request: Request) -> int:
         """The row of the current state that a request has."""
         return self._row_of[request]
 
+    def text(self, request: Request) -> Tensor:
+        """What it was admitted with, on the CPU, int64 `[n]`: its prompt, and what it had emitted before."""
+        return self._texts[request]
+
     def prepare(self, plan: Plan) -> DecodeState:
         """The state that a plan's step runs on, with all that changes before it; admitted rows are inactive."""
         if self.state is not None and not (plan.removed or plan.admitted):
             if plan.grants:
-                self._write(self.state, [], [], plan.grants)
+                self._grant(self.state, plan.grants)
             return self.state
         before = self.state
         inactive = [self._row_of.pop(request) for request in plan.removed]
+        for request in plan.removed:
+            del self._texts[request]
+        self._texts |= {request: torch.tensor(request.tokens, device="cpu") for request in plan.admitted}
         state = self._fitting_state([*self._row_of, *plan.admitted])
         if state is not before:
             inactive = []  # nothing but live rows came along
         free = sorted(set(range(len(state.active))) - set(self._row_of.values()), reverse=True)
         self._row_of |= {request: free.pop() for request in plan.admitted}
         inactive += [self._row_of[request] for request in plan.admitted]
-        self._write(state, inactive, plan.admitted, plan.grants)
+        self._write(state, inactive, plan.admitted)
+        if plan.grants:
+            self._grant(state, plan.grants)
         return state
 
     def _fitting_state(self, live: Sequence[Request]) -> DecodeState:
@@ -96,18 +106,11 @@ class Rows:
         self.variant = needed
         return new
 
-    def _write(
-        self, state: DecodeState, inactive: list[int], admitted: Sequence[Request], grants: Sequence[Grant]
-    ) -> None:
+    def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
         """One copy of integers to the device and one of other numbers, then ops there."""
         width = state.stop_ids.shape[1]
         at = [self._row_of[request] for request in admitted]
         stop_ids = [[*request.stop_ids, *[-1] * (width - len(request.stop_ids))] for request in admitted]
-        pages = [
-            (self._row_of[grant.request], index, page)
-            for grant in grants
-            for index, page in enumerate(self._pages(grant), start=grant.first * self._pages_per_grant)
-        ]
         texts = [
             (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
         ]
@@ -120,12 +123,11 @@ class Rows:
             [request.params.seed for request in admitted],
             [request.params.top_k for request in admitted],
             list(chain(*stop_ids)),
-            *([place[i] for place in pages] for i in range(3)),
             *([pair[i] for pair in pairs] for pairs in (prompts, emitted) for i in range(2)),
         ]
         if state.history is not None:
             columns += (request.tokens for request in admitted)
-        off, rows, max_len, seed, top_k, stops, *places = upload(columns, torch.int64, self._device)
+        off, rows, max_len, seed, top_k, stops, *rest = upload(columns, torch.int64, self._device)
         if inactive:
             state.active.index_fill_(0, off, False)
             # Recurrent layers' states are found by it, an inactive row's too.
@@ -139,14 +141,23 @@ class Rows:
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))
-        (row, index, page), pairs, histories = places[:3], places[3:7], places[7:]
-        if pages:
-            state.block_table.index_put_((row, index), page.to(torch.int32))
+        pairs, histories = rest[:4], rest[4:]
         if admitted and state.in_prompt is not None and state.num_emitted is not None:
             _write_texts(state.in_prompt, state.num_emitted, rows, *pairs)
         if state.history is not None:
             for place, text in zip(at, histories, strict=True):
                 state.history[place, : len(text)] = text
+
+    def _grant(self, state: DecodeState, grants: Sequence[Grant]) -> None:
+        """Write the pages of grants to the rows' block tables."""
+        places = [
+            (self._row_of[grant.request], index, page)
+            for grant in grants
+            for index, page in enumerate(self._pages(grant), start=grant.first * self._pages_per_grant)
+        ]
+        if places:
+            row, index, page = upload(list(zip(*places, strict=True)), torch.int64, self._device)
+            state.block_table.index_put_((row, index), page.to(torch.int32))
 
     def _pages(self, grant: Grant) -> list[int]:
         n = self._pages_per_grant

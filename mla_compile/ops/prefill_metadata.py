@@ -32,14 +32,14 @@ PREFILL_METADATA = (
     returns=("cu_seqlens_q", "seq_lens", "slot_mapping", "positions", "key_slots", "cu_seqlens_k"),
 )
 def mla_prefill_metadata(
-    lens: Tensor, block_table: Tensor, *, tokens: int, keys: int, page_size: int
+    lens: Tensor, bounds: Tensor, block_table: Tensor, *, tokens: int, keys: int, page_size: int
 ) -> _Metadata:
     """Where chunks write, and what they see.
 
     Args:
-        lens: int32 `[2 + 2 * parts, rows]`: the lengths of the chunks, then those of context and chunk together; then
-            for each part the position of a row's first key in it, and the one behind the last. A row of padding has no
-            keys; any other one has its last key in the last part.
+        lens: of each row the length of its chunk, and that of context and chunk together, int64 `[rows, 2]`.
+        bounds: for each part the position of a row's first key, and the one behind its last, int64 `[rows, 2 * parts]`.
+            A row of padding has no keys; any other one has its last key in the last part.
         block_table: int32 `[rows, max_pages]`.
         tokens: of all chunks together.
         keys: places for the keys of a part, at least as many as any part has.
@@ -53,33 +53,29 @@ def mla_prefill_metadata(
         MLAError: an argument that is not so, named.
     """
     validate.whole_number("page_size", page_size, 1)
-    validate.Layouts().check("lens", lens, "lens, rows", dtype=torch.int32, like=block_table)
-    validate.Layouts().table(block_table)
-    rows, parts = lens.shape[1], lens.shape[0] // 2 - 1
+    sizes = validate.Layouts()
+    sizes.table(block_table)
+    sizes.check("lens", lens, "rows, 2", dtype=torch.int64, like=block_table)
+    sizes.check("bounds", bounds, "rows, 2 * parts", dtype=torch.int64, like=block_table)
+    rows, parts, like = bounds.shape[0], bounds.shape[1] // 2, block_table
+    if statically_known_true(bounds.shape[1] % 2 != 0) or statically_known_true(parts < 1):
+        raise MLAError("bounds", "two columns for each part", list(bounds.shape))
     if statically_known_true(rows != block_table.shape[0]):
-        raise MLAError("lens", f"a column for each of {block_table.shape[0]} rows", list(lens.shape))
-    if statically_known_true(parts < 1):
-        raise MLAError("lens", "two rows of lengths and two for each part", list(lens.shape))
-    slots, positions = (empty(lens, (tokens,), torch.int64) for _ in range(2))
-    key_slots = empty(lens, (parts, keys), torch.int64)
-    return (
-        empty(lens, (rows + 1,)),
-        empty(lens, (rows,)),
-        slots,
-        positions,
-        key_slots,
-        empty(lens, (parts, rows + 1)),
-    )
+        raise MLAError("lens", f"those of the {block_table.shape[0]} rows of block_table", list(lens.shape))
+    cu_seqlens_q, seq_lens = empty(like, (rows + 1,)), empty(like, (rows,))
+    slots, positions = (empty(like, (tokens,), torch.int64) for _ in range(2))
+    key_slots, cu_seqlens_k = empty(like, (parts, keys), torch.int64), empty(like, (parts, rows + 1))
+    return cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k
 
 
 prefill_metadata_op = torch.ops.mla_compile.mla_prefill_metadata.default
 
 
 def prefill_metadata_torch(
-    lens: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
+    lens: Tensor, bounds: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
 ) -> _Metadata:
     """`mla_prefill_metadata` in plain torch: every device."""
-    q_lens, seq_lens, starts, stops = lens[0], lens[1], lens[2::2], lens[3::2]
+    (q_lens, seq_lens), (starts, stops) = lens.unbind(1), (bounds[:, ::2], bounds[:, 1::2])
 
     def spread(first: Tensor, count: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
         """`count[r]` places for each row r, one row after the other: the row of a place, its position, which begins at
@@ -90,13 +86,13 @@ def prefill_metadata_torch(
         return row, place + (first - ends + count)[row], place < ends[-1]
 
     row, positions, _ = spread(seq_lens - q_lens, q_lens, tokens)
-    slots = slots_of(block_table[row], positions[:, None], page_size, (stops[-1] > 0)[row, None])
+    slots = slots_of(block_table[row], positions[:, None], page_size, (stops[:, -1] > 0)[row, None])
     slots_of_part = []
-    for start, stop in zip(starts, stops, strict=True):
+    for start, stop in zip(starts.unbind(1), stops.unbind(1), strict=True):
         row, position, inside = spread(start, stop - start, keys)
         slots_of_part.append(slots_of(block_table[row], position[:, None], page_size, inside[:, None]))
     cu_seqlens_q, cu_seqlens_k = (
-        torch.nn.functional.pad(x.cumsum(-1, dtype=torch.int32), (1, 0)) for x in (q_lens, stops - starts)
+        torch.nn.functional.pad(x.cumsum(-1, dtype=torch.int32), (1, 0)) for x in (q_lens, (stops - starts).T)
     )
     key_slots = torch.cat(slots_of_part, dim=1).T.contiguous()
-    return cu_seqlens_q, seq_lens.clone(), slots[:, 0], positions, key_slots, cu_seqlens_k
+    return cu_seqlens_q, seq_lens.to(torch.int32), slots[:, 0], positions, key_slots, cu_seqlens_k

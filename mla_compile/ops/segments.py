@@ -3,10 +3,14 @@
 `decode_segment` may run inside a compiled step.
 """
 
+from collections.abc import Sequence
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, PrefillSegment
+from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.prefill_metadata import prefill_metadata_op
@@ -59,31 +63,29 @@ def prefill_segment(
         MLAError: lists of different lengths, a chunk shorter than 1, or a row that its table cannot hold.
     """
     validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
+    if not chunk_lens:
+        raise MLAError(
+            "chunk_lens", "at least one chunk", "none", "a batch without prompts has no prefill segment"
+        )
     validate.whole_number("num_tokens", num_tokens, 0)
     validate.whole_number("num_chunks", num_chunks, 0)
     validate.whole_number("num_keys", num_keys, 0)
-    capacity = block_table.shape[1] * page_size
-    padding = [min(capacity, rest) for rest in range(num_tokens - sum(chunk_lens), 0, -capacity)]
-    padding += [0] * (num_chunks - len(chunk_lens) - len(padding))
-    lens = [*chunk_lens, *padding]
-    ends = [*(c + n for c, n in zip(chunk_lens, num_cached, strict=True)), *padding]
-    # Of each part, where the keys of each row begin and end. Padding sees none: page 0 holds anything.
-    whole = [
-        (row, at) for row, cached in enumerate(num_cached) for at in range(MAX_KEYS, cached + 1, MAX_KEYS)
-    ]
-    bounds = [_alone(row, bound, len(lens)) for row, at in whole for bound in (at - MAX_KEYS, at)]
-    rest, no_keys = [cached - cached % MAX_KEYS for cached in num_cached], [0] * len(padding)
-    bounds += [*rest, *no_keys], [*ends[: len(rest)], *no_keys]
-    num_keys = max(num_keys, MIN_KEYS, sum(bounds[-1]) - sum(rest), MAX_KEYS if whole else 0)
-    table = pad_table(block_table, rows=len(padding))
-    host = torch.tensor([lens, ends, *bounds], dtype=torch.int32, device="cpu")
-    cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k = prefill_metadata_op(
-        copied_to(block_table.device, host), table, sum(lens), num_keys, page_size
+    lens, bounds = chunk_lens_and_bounds(
+        chunk_lens,
+        num_cached,
+        num_tokens=num_tokens,
+        num_chunks=num_chunks,
+        capacity=block_table.shape[1] * page_size,
     )
-    # No field may be a view of another: Dynamo would guard on their common base, and compile anew for each batch.
-    host_lens = torch.stack([host[0], host[1]], dim=1)
+    table = pad_table(block_table, rows=len(lens) - len(chunk_lens))
+    host_lens, host_bounds = torch.tensor(lens, device="cpu"), torch.tensor(bounds, device="cpu")
+    device, tokens = table.device, max(num_tokens, sum(chunk_lens))
+    given = copied_to(device, host_lens), copied_to(device, host_bounds)
+    cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k = prefill_metadata_op(
+        *given, table, tokens, max(num_keys, most_keys(bounds)), page_size
+    )
     segment = PrefillSegment(
-        cu_seqlens_q, seq_lens, table, slots, key_slots, cu_seqlens_k, host_lens, page_size
+        cu_seqlens_q, seq_lens, table, slots, key_slots, cu_seqlens_k, host_lens.to(torch.int32), page_size
     )
     return segment, positions
 
@@ -95,9 +97,32 @@ MAX_KEYS = 32_768
 bfloat16. They are cut at the multiples of it, so that which keys are a part does not depend on who is beside them."""
 
 
-def _alone(row: int, value: int, rows: int) -> list[int]:
-    """A value for one of the rows, 0 for the others."""
-    return [value if i == row else 0 for i in range(rows)]
+def chunk_lens_and_bounds(
+    chunk_lens: Sequence[int], num_cached: Sequence[int], *, num_tokens: int, num_chunks: int, capacity: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The first two arguments of `mla_prefill_metadata`, padding included; see `prefill_segment`.
+
+    capacity: tokens of a row at most.
+    """
+    padding = [min(capacity, rest) for rest in range(num_tokens - sum(chunk_lens), 0, -capacity)]
+    padding += [0] * (num_chunks - len(chunk_lens) - len(padding))
+    lens = [[n, cached + n] for n, cached in zip(chunk_lens, num_cached, strict=True)]
+    whole = [
+        (row, at) for row, cached in enumerate(num_cached) for at in range(MAX_KEYS, cached + 1, MAX_KEYS)
+    ]
+    bounds = []
+    for row, ((_, end), cached) in enumerate(zip(lens, num_cached, strict=True)):
+        parts = ((at - MAX_KEYS, at) if row == owner else (0, 0) for owner, at in whole)
+        bounds.append([*chain(*parts), cached - cached % MAX_KEYS, end])
+    # Padding sees no key: page 0 holds anything.
+    no_keys = [[0] * (2 * len(whole) + 2) for _ in padding]
+    return [*lens, *([n, n] for n in padding)], [*bounds, *no_keys]
+
+
+def most_keys(bounds: Sequence[Sequence[int]]) -> int:
+    """The most keys that any part has, at least `MIN_KEYS`."""
+    counts = [sum(row[i + 1] - row[i] for row in bounds) for i in range(0, len(bounds[0]), 2)]
+    return max(MIN_KEYS, *counts)
 
 
 def pad_table(block_table: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

@@ -1,7 +1,7 @@
 """Speculative decoding: the state, the step, what drafts, sampling."""
 
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.speculate.chunks import PromptChunk, PromptChunks
+from mla_compile.speculate.chunks import PackedChunks, PromptChunk, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified
 from mla_compile.speculate.shadow import ShadowCheckError, shadow_check
 from mla_compile.speculate.state import DecodeState
@@ -13,6 +13,7 @@ __all__ = [
     "Drafter",
     "DrafterKind",
     "DrafterSettings",
+    "PackedChunks",
     "PromptChunk",
     "PromptChunks",
     "SamplingParams",

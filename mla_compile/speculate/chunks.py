@@ -1,15 +1,17 @@
 """Prompt chunks that a mixed step prefills beside its decode rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.segments import MIN_KEYS, copied_to, prefill_segment
+from mla_compile.ops.prefill_metadata import prefill_metadata_op
+from mla_compile.ops.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_state_tensor, mark_varying
@@ -20,18 +22,18 @@ class PromptChunk(NamedTuple):
 
     row: of the state, that the prompt belongs to.
     token_ids: the whole prompt; of a preempted row, what it has emitted too. Where `stop` is its end, a token is
-        sampled after it.
+        sampled after it. A tensor is int64 `[n]`, on the CPU.
     """
 
     row: int
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | Tensor
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """Chunks of different rows, packed one after the other; `pack` makes them. At least `MIN_TOKENS` tokens.
+    """Chunks of different rows, packed one after the other, within a step. At least `MIN_TOKENS` tokens.
 
     token_ids: int64 `[tokens]`.
     next_token_ids: the token after each one, across a chunk's end too, int64 `[tokens]`; any id after a prompt's last
@@ -48,6 +50,34 @@ class PromptChunks:
     segment: PrefillSegment
     last_of_row: Tensor
 
+    @property
+    def begins(self) -> Tensor:
+        """The rows of the state whose prompts end here, bool `[rows]`."""
+        return self.last_of_row >= 0
+
+
+@dataclass(frozen=True)
+class PackedChunks:
+    """What the host says of the chunks of a step, which makes `PromptChunks` of it; `pack` makes these.
+
+    token_ids, next_token_ids, last_of_row: see `PromptChunks`.
+    rows: of the state, that the chunks belong to, int64 `[chunks]`; any row for chunks of padding.
+    lens, bounds: int64 `[chunks, 2]` and `[chunks, 2 * parts]`, see `mla_prefill_metadata`.
+    room: int64 `[keys]`. Only its size counts, places for the keys of a part: a size that compiled code can vary by.
+    host_lens: `lens` on the CPU, int32.
+    page_size: tokens a cache page.
+    """
+
+    token_ids: Tensor
+    next_token_ids: Tensor
+    last_of_row: Tensor
+    rows: Tensor
+    lens: Tensor
+    bounds: Tensor
+    room: Tensor
+    host_lens: Tensor
+    page_size: int
+
     @classmethod
     def pack(
         cls,
@@ -57,120 +87,166 @@ class PromptChunks:
         page_size: int,
         pad: bool = False,
         most: int | None = None,
-    ) -> "PromptChunks":
-        """Chunks of rows of `state`, whose block tables are read now.
+        kept: "MutableMapping[tuple[int, ...], PackedChunks] | None" = None,
+    ) -> "PackedChunks":
+        """Chunks of rows of `state`, whose block tables are read by the step.
 
         pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few of them should occur.
         most: a number of tokens that occurs often, so that chunks of so many are not padded to more.
+        kept: where chunks of some sizes were packed before: those of the same sizes are written to the same tensors,
+            which stay where they are, as captured graphs know their addresses.
 
-        The host does not wait for the device. The tensors are marked for the compiler: their numbers of tokens, chunks
-        and rows vary.
+        The host sends one copy to the device and does not wait for it. The tensors are marked for the compiler: their
+        numbers of tokens, chunks, parts, keys and rows vary.
 
         Raises:
             MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
                 or a table that cannot hold it.
         """
-        rows, device = state.num_rows(), state.block_table.device
-        last_of_row = [-1] * rows
-        seen: set[int] = set()
-        token_ids: list[int] = []
-        next_token_ids: list[int] = []
-        for i, (row, prompt, start, stop) in enumerate(chunks):
-            if not 0 <= row < rows or row in seen:
-                raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
-            seen.add(row)
-            if not 0 <= start < stop <= len(prompt):
-                expected = f"0 <= start < stop <= {len(prompt)} tokens"
-                raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
-            token_ids += prompt[start:stop]
-            next_token_ids += prompt[start + 1 : stop + 1]
-            if stop == len(prompt):
-                next_token_ids.append(0)
-                last_of_row[row] = len(token_ids) - 1
-        lens, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
-        sizes = prompt_padding(lens, starts, pad=pad, most=most)
-        padding = [0] * (sizes["num_tokens"] - len(token_ids))
-        # Split into copies: no tensor may be a view of another, see `prefill_segment`.
-        columns = [chunk.row for chunk in chunks], token_ids + padding, next_token_ids + padding, last_of_row
-        host = torch.tensor([value for column in columns for value in column], device="cpu")
-        given = torch.ops.aten.split_with_sizes_copy(
-            copied_to(device, host), [len(column) for column in columns]
+        rows, max_pages = state.block_table.shape
+        texts = [_text(chunk) for chunk in chunks]
+        _check(chunks, texts, rows, max_pages, page_size)
+        counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
+        padded = prompt_padding(counts, starts, pad=pad, most=most)
+        lens, bounds = chunk_lens_and_bounds(
+            counts,
+            starts,
+            num_tokens=padded["num_tokens"],
+            num_chunks=padded.get("num_chunks", 0),
+            capacity=max_pages * page_size,
         )
-        # `pack_batch` does as much for rows of any kind; where all prefill, its order costs copies and nothing else.
-        segment, positions = prefill_segment(
-            lens, starts, state.block_table.index_select(0, given[0]), page_size=page_size, **sizes
+        tokens, keys = (
+            max(sum(counts), padded["num_tokens"]),
+            max(padded.get("num_keys", 0), most_keys(bounds)),
         )
-        packed = cls(given[1], given[2], positions, segment, given[3])
-        for tensor in (*packed.tensors(), segment.host_lens):
-            mark_varying(tensor)
-        for tensor in (segment.key_slots, segment.cu_seqlens_k):
-            mark_varying(tensor, 1)
+        last_of_row, end = [-1] * rows, 0
+        for chunk, text, count in zip(chunks, texts, counts, strict=True):
+            end += count
+            if chunk.stop == len(text):
+                last_of_row[chunk.row] = end - 1
+        of_state = [*(chunk.row for chunk in chunks), *[0] * (len(lens) - len(chunks))]
+
+        shapes = {
+            "token_ids": (tokens,),
+            "next_token_ids": (tokens,),
+            "last_of_row": (rows,),
+            "rows": (len(lens),),
+            "lens": (len(lens), 2),
+            "bounds": (len(bounds), len(bounds[0])),
+        }
+        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        is_cuda = state.block_table.is_cuda
+        host = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        token_ids, next_token_ids, *rest = host.split(sizes)
+        end = 0
+        for (_, _, start, stop), text in zip(chunks, texts, strict=True):
+            token_ids[end : end + stop - start] = text[start:stop]
+            behind = text[start + 1 : stop + 1]
+            next_token_ids[end : end + len(behind)] = behind
+            end += stop - start
+        numbers = [*last_of_row, *of_state, *chain(*lens), *chain(*bounds)]
+        host[2 * tokens :] = torch.tensor(numbers, device="cpu")
+
+        key = rows, tokens, len(lens), len(bounds[0]), keys
+        packed = None if kept is None else kept.get(key)
+        if packed is None:
+            packed = cls._allocate(shapes, keys, page_size, state.block_table.device, stays=kept is not None)
+            if kept is not None:
+                kept[key] = packed
+        given = host.to(state.block_table.device, non_blocking=True).split(sizes)
+        mine = packed._given()
+        torch._foreach_copy_(mine, [piece.view(x.shape) for piece, x in zip(given, mine, strict=True)])
+        packed.host_lens.copy_(rest[2].view(-1, 2))
         return packed
 
-    def kept(self) -> "PromptChunks":
-        """A copy whose tensors stay where they are, as a `DecodeState`'s do; `take` changes what they hold."""
+    @classmethod
+    def _allocate(
+        cls,
+        shapes: dict[str, tuple[int, ...]],
+        keys: int,
+        page_size: int,
+        device: torch.device,
+        *,
+        stays: bool,
+    ) -> "PackedChunks":
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            segment = replace(self.segment, **_clones(self.segment))
-            kept = PromptChunks(**_clones(self), segment=segment)
-        for tensor in kept.tensors():
-            mark_state_tensor(tensor, varying=tensor.dim() if tensor is not segment.block_table else 1)
-        mark_varying(segment.host_lens)
-        return kept
+            tensors = {
+                name: torch.empty(shape, dtype=torch.int64, device=device)
+                for name, shape in (*shapes.items(), ("room", (keys,)))
+            }
+            host_lens = torch.empty(shapes["lens"], dtype=torch.int32, device="cpu")
+        for name, tensor in tensors.items():
+            varying = (0, 1) if name == "bounds" else (0,)
+            if stays:
+                mark_state_tensor(tensor, *varying)
+            for dim in () if stays else varying:
+                mark_varying(tensor, dim)
+        mark_varying(host_lens)
+        return cls(**tensors, host_lens=host_lens, page_size=page_size)
 
-    def take(self, other: "PromptChunks") -> None:
-        """Become chunks of the same sizes."""
-        pairs = list(zip(self.tensors(), other.tensors(), strict=True))
-        for dtype in (torch.int64, torch.int32):  # one launch for each
-            mine, theirs = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
-            torch._foreach_copy_(mine, theirs)
-        self.segment.host_lens.copy_(other.segment.host_lens)
-
-    def tensors(self) -> list[Tensor]:
-        """All but the host's copy of the lengths; the first dimension of each varies."""
-        segment = self.segment
-        return [
-            *(self.token_ids, self.next_token_ids, self.positions, self.last_of_row),
-            *(segment.cu_seqlens_q, segment.seq_lens, segment.block_table, segment.slot_mapping),
-            *(segment.key_slots, segment.cu_seqlens_k),
-        ]
+    def _given(self) -> list[Tensor]:
+        """What the host sends, in its order."""
+        return [getattr(self, field.name) for field in fields(self)][:6]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Tokens, chunks and keys, padding included: a CUDA graph serves chunks of the same sizes."""
-        keys = self.segment.key_slots
-        return len(self.token_ids), len(self.segment.seq_lens), keys.numel()
+        chunks, bounds = self.bounds.shape
+        return len(self.token_ids), chunks, bounds // 2 * len(self.room)
 
     @property
     def begins(self) -> Tensor:
-        """The rows of the state whose prompts end here, bool `[rows]`."""
+        """See `PromptChunks`."""
         return self.last_of_row >= 0
 
-    def check_sizes(self, rows: int) -> None:
-        """Tells the compiler, which gives each tensor a size of its own, which ones agree.
-
-        rows: of the state.
+    def chunks(self, state: DecodeState) -> PromptChunks:
+        """The chunks, where the rows of `state` have their pages. Runs inside of a compiled step.
 
         Raises:
             MLAError: chunks that were packed for a state of another number of rows.
         """
+        self._check_sizes(state.block_table.shape[0])
+        table = state.block_table.index_select(0, self.rows)
+        cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k = prefill_metadata_op(
+            self.lens, self.bounds, table, self.token_ids.shape[0], self.room.shape[0], self.page_size
+        )
+        segment = PrefillSegment(
+            cu_seqlens_q, seq_lens, table, slots, key_slots, cu_seqlens_k, self.host_lens, self.page_size
+        )
+        return PromptChunks(self.token_ids, self.next_token_ids, positions, segment, self.last_of_row)
+
+    def _check_sizes(self, rows: int) -> None:
+        """Tells the compiler, which gives each tensor a size of its own, which ones agree."""
         if not torch.compiler.is_compiling() and self.last_of_row.shape[0] != rows:
             raise MLAError("chunks", f"those of a state of {rows} rows", self.last_of_row.shape[0])
-        segment = self.segment
-        tokens, chunks = self.token_ids.shape[0], segment.seq_lens.shape[0]
+        tokens, chunks = self.token_ids.shape[0], self.rows.shape[0]
         torch._check(tokens >= MIN_TOKENS)
         torch._check(chunks >= 1)
-        for tensor in (self.next_token_ids, self.positions, segment.slot_mapping):
-            torch._check(tensor.shape[0] == tokens)
-        torch._check(segment.block_table.shape[0] == chunks)
-        torch._check(segment.host_lens.shape[0] == chunks)
-        torch._check(segment.cu_seqlens_q.shape[0] == chunks + 1)
-        torch._check(segment.cu_seqlens_k.shape[1] == chunks + 1)
-        torch._check(segment.cu_seqlens_k.shape[0] == segment.key_slots.shape[0])
-        torch._check(segment.key_slots.shape[1] >= MIN_KEYS)
+        torch._check(self.next_token_ids.shape[0] == tokens)
+        for tensor in (self.lens, self.bounds, self.host_lens):
+            torch._check(tensor.shape[0] == chunks)
+        torch._check(self.bounds.shape[1] >= 2)
+        torch._check(self.room.shape[0] >= MIN_KEYS)
         torch._check(self.last_of_row.shape[0] == rows)
 
 
-def _clones(of: "PromptChunks | PrefillSegment") -> dict[str, Any]:
-    """Copies of the tensors among its fields, by their names."""
-    values = ((field.name, getattr(of, field.name)) for field in fields(of))
-    return {name: value.clone() for name, value in values if isinstance(value, Tensor)}
+def _text(chunk: PromptChunk) -> Tensor:
+    ids = chunk.token_ids
+    return ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.int64, device="cpu")
+
+
+def _check(
+    chunks: Sequence[PromptChunk], texts: Sequence[Tensor], rows: int, max_pages: int, page_size: int
+) -> None:
+    seen: set[int] = set()
+    capacity = max_pages * page_size
+    for i, ((row, _, start, stop), text) in enumerate(zip(chunks, texts, strict=True)):
+        if not 0 <= row < rows or row in seen:
+            raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
+        seen.add(row)
+        if not 0 <= start < stop <= len(text):
+            expected = f"0 <= start < stop <= {len(text)} tokens"
+            raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
+        if stop > capacity:
+            expected = f"at most {capacity} tokens ({max_pages} pages of {page_size})"
+            raise MLAError(f"chunks[{i}]", expected, f"stop {stop}", "widen block_table")

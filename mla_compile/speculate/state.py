@@ -133,7 +133,7 @@ class DecodeState:
                 **optional,
             )
         for tensor in state.tensors():
-            mark_state_tensor(tensor)
+            mark_state_tensor(tensor, 0)
         return state
 
     def num_rows(self) -> int:

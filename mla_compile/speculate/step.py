@@ -40,7 +40,7 @@ from mla_compile.defaults import MAX_DRAFTS, DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
-from mla_compile.speculate.chunks import PromptChunks
+from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
@@ -101,7 +101,7 @@ class SpeculativeDecoder(nn.Module):
         logits, hidden = self.verify(state)
         self.advance(state, self.choose_targets(state, logits), hidden)
 
-    def mixed(self, state: DecodeState, chunks: PromptChunks) -> None:
+    def mixed(self, state: DecodeState, packed: PackedChunks) -> None:
         """One MTP iteration that prefills prompt chunks in the same forward.
 
         Rows with chunks must be inactive, all but `num_cached`, `last_token`, `drafts` and `report` set for the whole
@@ -111,10 +111,10 @@ class SpeculativeDecoder(nn.Module):
         A row that begins is a decode row with `num_cached` one less than its prompt, of which one position counts.
         What that position reads and gives comes from the chunk; all that follows treats rows alike.
         """
-        logits, hidden = self.verify(state, chunks)
-        self.advance(state, self.choose_targets(state, logits), hidden, chunks.begins)
+        logits, hidden = self.verify(state, packed)
+        self.advance(state, self.choose_targets(state, logits), hidden, packed.begins)
 
-    def verify(self, state: DecodeState, chunks: PromptChunks | None = None) -> tuple[Tensor, Tensor]:
+    def verify(self, state: DecodeState, packed: PackedChunks | None = None) -> tuple[Tensor, Tensor]:
         """The first half of a step: run the last token and the drafts, and prompt chunks if there are any.
 
         Rows that begin are active afterwards.
@@ -136,8 +136,8 @@ class SpeculativeDecoder(nn.Module):
                 backend=self.decode_backend,
             )
             tokens = tokens.view(-1)
+            chunks = None if packed is None else packed.chunks(state)
             if chunks is not None:
-                chunks.check_sizes(rows)
                 tokens = torch.cat([tokens, chunks.token_ids])
                 positions = torch.cat([positions, chunks.positions])
                 batch = replace(batch, prefill=chunks.segment)

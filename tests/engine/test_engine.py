@@ -13,7 +13,7 @@ from mla_compile.engine import Completion, EngineConfig
 from mla_compile.engine.config import EngineSettings
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
-from mla_compile.speculate import DrafterKind, PromptChunk, PromptChunks
+from mla_compile.speculate import DrafterKind, PackedChunks, PromptChunk
 from tests.engine.engines import engine
 from tests.models_for_tests import tiny_model
 
@@ -195,14 +195,14 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: p
     prompts = [*PROMPTS, [1] * 20]
     plain, padded = (engine(max_rows=3, max_tokens_per_step=15) for _ in range(2))
     expected = plain.generate(prompts, max_new_tokens=12)
-    pack, sizes = PromptChunks.pack, []
+    pack, sizes = PackedChunks.pack, []
 
-    def pad(chunks: Sequence[PromptChunk], *args: Any, **kwargs: Any) -> PromptChunks:
+    def pad(chunks: Sequence[PromptChunk], *args: Any, **kwargs: Any) -> PackedChunks:
         packed = pack(chunks, *args, **{**kwargs, "pad": True})
         sizes.append(len(packed.token_ids))
         return packed
 
-    monkeypatch.setattr(PromptChunks, "pack", pad)
+    monkeypatch.setattr(PackedChunks, "pack", pad)
     got = padded.generate(prompts, max_new_tokens=12)
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert sizes and set(sizes) == {16}

@@ -59,9 +59,7 @@ def test_thousands_of_poisoned_traces() -> None:
 
 def rows_stay_active(patch: pytest.MonkeyPatch) -> None:
     write = Rows._write
-    patch.setattr(
-        Rows, "_write", lambda self, state, off, admitted, grants: write(self, state, [], admitted, grants)
-    )
+    patch.setattr(Rows, "_write", lambda self, state, off, admitted: write(self, state, [], admitted))
 
 
 def a_state_serves_every_kind_of_row(patch: pytest.MonkeyPatch) -> None:

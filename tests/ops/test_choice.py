@@ -65,8 +65,8 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
         return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1
     if op == "mla_prefill_metadata":
-        lens, table, *rest = prefill_metadata_args(draw)
-        return lens, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
+        lens, bounds, table, *rest = prefill_metadata_args(draw)
+        return lens, bounds, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
     cached, table, q_lens, q_len, page_size = metadata_args(2, 4, ragged=True)
     rows = min(count, len(cached))
     return cached[:rows], table[:rows], q_lens[:rows], q_len, page_size
@@ -101,7 +101,7 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
         and w_down.is_contiguous()
     ),
     "mla_decode_metadata": lambda num_cached, *_: num_cached.shape[0] > 0,
-    "mla_prefill_metadata": lambda _lens, block_table, *_: block_table.numel() > 0,
+    "mla_prefill_metadata": lambda _lens, _bounds, block_table, *_: block_table.numel() > 0,
 }
 """By op: whether its Triton kernel serves a call, on a GPU of SM 80 or newer."""
 

@@ -346,15 +346,17 @@ def test_decode_metadata_that_cannot_be_is_refused(build: Callable, name: str, c
     ("name", "change"),
     [
         ("page_size", {"page_size": 0}),
-        ("lens", {"lens": torch.zeros(4, 3, dtype=torch.int32)}),
+        ("lens", {"lens": torch.zeros(3, 2, dtype=torch.int64), "bounds": torch.zeros(3, 2).long()}),
+        ("bounds", {"bounds": torch.zeros(3, 2, dtype=torch.int64)}),
+        ("bounds", {"bounds": torch.zeros(2, 3, dtype=torch.int64)}),
         ("lens", {"lens": torch.zeros(2, 2, dtype=torch.int32)}),
-        ("lens", {"lens": torch.zeros(4, 2)}),
         ("block_table", {"block_table": torch.zeros(2, 3)}),
     ],
 )
 def test_prefill_metadata_that_cannot_be_is_refused(name: str, change: dict[str, Any]) -> None:
     tensors = {
-        "lens": torch.zeros(4, 2, dtype=torch.int32),
+        "lens": torch.zeros(2, 2, dtype=torch.int64),
+        "bounds": torch.zeros(2, 2, dtype=torch.int64),
         "block_table": torch.zeros(2, 3, dtype=torch.int32),
     }
     with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):

@@ -29,8 +29,9 @@ SCHEMAS = {
         "(Tensor seq_lens, Tensor valid, Tensor slot_mapping, Tensor positions)"
     ),
     "mla_prefill_metadata": (
-        "(Tensor lens, Tensor block_table, SymInt tokens, SymInt keys, int page_size) -> (Tensor cu_seqlens_q, "
-        "Tensor seq_lens, Tensor slot_mapping, Tensor positions, Tensor key_slots, Tensor cu_seqlens_k)"
+        "(Tensor lens, Tensor bounds, Tensor block_table, SymInt tokens, SymInt keys, int page_size) -> "
+        "(Tensor cu_seqlens_q, Tensor seq_lens, Tensor slot_mapping, Tensor positions, Tensor key_slots, "
+        "Tensor cu_seqlens_k)"
     ),
     "mla_decode": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "

@@ -18,7 +18,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import live_nodes
 from mla_compile.passes.nodes import op_name
-from mla_compile.speculate import DecodeState, PromptChunk, PromptChunks, SamplingParams, SpeculativeDecoder
+from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import (
     capture_graph,
@@ -74,7 +74,7 @@ class Runner:
         poison_caches(model)
         self.decoder = SpeculativeDecoder(model, k, page_size=PAGE, sampled=True)
         self.step: Callable[[DecodeState], None] = self.decoder
-        self.mixed: Callable[[DecodeState, PromptChunks], None] = self.decoder.mixed
+        self.mixed: Callable[[DecodeState, PackedChunks], None] = self.decoder.mixed
         self.state = DecodeState.allocate(rows, k, max_pages=MAX_PAGES, penalised_vocab=VOCAB, num_logprobs=2)
         self.requests: dict[int, Request] = {}
         self.said: dict[int, Said] = {}
@@ -102,9 +102,9 @@ class Runner:
         state.last_token[row] = VOCAB - 1
         state.drafts[row] = torch.arange(self.k)
 
-    def chunks(self, parts: Sequence[Part], **settings: bool) -> PromptChunks:
+    def chunks(self, parts: Sequence[Part], **settings: bool) -> PackedChunks:
         chunks = [PromptChunk(row, self.requests[row].prompt, start, stop) for row, start, stop in parts]
-        return PromptChunks.pack(chunks, self.state, page_size=PAGE, **settings)
+        return PackedChunks.pack(chunks, self.state, page_size=PAGE, **settings)
 
     def run(self, parts: Sequence[Part] = (), **settings: bool) -> None:
         """A step with parts of prompts, all decode rows beside them."""
@@ -339,7 +339,7 @@ def test_a_preempted_row_prefills_what_it_has_said_and_goes_on_as_if_nothing_had
         poison_pages(runner, 0)
         everything = (*PROMPTS[1], *text)
         for chunk in ((0, 4), (4, len(everything))):
-            chunks = PromptChunks.pack([PromptChunk(0, everything, *chunk)], runner.state, page_size=PAGE)
+            chunks = PackedChunks.pack([PromptChunk(0, everything, *chunk)], runner.state, page_size=PAGE)
             runner.mixed(runner.state, chunks)
             assert runner.state.report[0, 0] == (chunk[1] == len(everything))
         text.append(int(runner.state.last_token[0]))
@@ -455,7 +455,7 @@ def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
     model.allocate_cache(9, PAGE)
     state = DecodeState.allocate(4, k, max_pages=2, device="meta")
     host = DecodeState.allocate(4, k, max_pages=2)
-    chunks = PromptChunks.pack([PromptChunk(1, [1, 2, 3], 0, 3)], host, page_size=PAGE)
+    chunks = PackedChunks.pack([PromptChunk(1, [1, 2, 3], 0, 3)], host, page_size=PAGE)
 
     def meta(holder: Any) -> Any:
         moved = {
@@ -465,7 +465,7 @@ def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
         }
         return replace(holder, **moved)
 
-    chunks = meta(replace(chunks, segment=meta(chunks.segment)))
+    chunks = meta(chunks)
     with NoWait():
         SpeculativeDecoder(model, k, page_size=PAGE, sampled=True).mixed(state, chunks)
 
@@ -501,7 +501,7 @@ def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> 
         for half in (decoder.verify, decoder.advance)
     )
 
-    def mixed(state: DecodeState, chunks: PromptChunks) -> None:
+    def mixed(state: DecodeState, chunks: PackedChunks) -> None:
         logits, hidden = verify(state, chunks)
         targets = decoder.choose_targets(state, logits)
         begins = chunks.begins
@@ -521,7 +521,7 @@ def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalL
     runner.admit(0, Request(PROMPTS[0]))
 
     class Mixed(nn.Module):
-        def forward(self, state: DecodeState, chunks: PromptChunks) -> None:
+        def forward(self, state: DecodeState, chunks: PackedChunks) -> None:
             runner.decoder.mixed(state, chunks)
 
     found = capture_graph(Mixed(), (runner.state, runner.chunks([(0, 0, 2)])), {})
@@ -556,12 +556,12 @@ def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalL
 )
 def test_chunks_that_cannot_be_are_refused(chunks: list[PromptChunk], message: str) -> None:
     with pytest.raises(MLAError, match=message):
-        PromptChunks.pack(chunks, DecodeState.allocate(2, 1, max_pages=MAX_PAGES), page_size=PAGE)
+        PackedChunks.pack(chunks, DecodeState.allocate(2, 1, max_pages=MAX_PAGES), page_size=PAGE)
 
 
 def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAForCausalLM) -> None:
     runner, other = Runner(model, 1, 2), DecodeState.allocate(3, 1, max_pages=MAX_PAGES)
-    chunks = PromptChunks.pack([PromptChunk(0, [1, 2], 0, 2)], other, page_size=PAGE)
+    chunks = PackedChunks.pack([PromptChunk(0, [1, 2], 0, 2)], other, page_size=PAGE)
     with pytest.raises(MLAError, match="chunks: expected those of a state of 2 rows, got 3"):
         runner.mixed(runner.state, chunks)
     assert all(layer is not None and layer.isnan().all() for layer in model.caches())
@@ -584,4 +584,4 @@ def test_torch_can_compare_the_strides_of_all_that_a_mixed_step_is_given(model: 
     runner.mixed = torch.compile(with_own_code(runner.decoder.mixed), backend=backend, fullgraph=True)
     runner.admit(0, Request(PROMPTS[0]))
     runner.run([(0, 0, 2)])
-    assert any(len(strides) == 2 and "u" in str(strides) for strides in compared), "key_slots among them"
+    assert any(len(strides) == 2 and "u" in str(strides) for strides in compared), "bounds among them"

@@ -13,7 +13,8 @@ _MOST_AT_ONCE = 8192
 
 @triton.jit
 def prefill_metadata_kernel(
-    lens,  # int32 [2 + 2 * parts, rows], contiguous
+    lens,  # int64 [rows, 2], contiguous
+    bounds,  # int64 [rows, 2 * parts], contiguous
     block_table,  # int32 [rows, columns], contiguous
     cu_seqlens_q,  # int32 [rows + 1]
     seq_lens,  # int32 [rows]
@@ -34,12 +35,13 @@ def prefill_metadata_kernel(
     part = tl.program_id(1) - 1
     r = tl.arange(0, ROWS_BLOCK)
     is_row = r < rows
-    q_lens = tl.load(lens + r, mask=is_row, other=0)
-    ends = tl.load(lens + rows + r, mask=is_row, other=0)
+    q_lens = tl.load(lens + 2 * r, mask=is_row, other=0).to(tl.int32)
+    ends = tl.load(lens + 2 * r + 1, mask=is_row, other=0).to(tl.int32)
     first, count, places, sums = ends - q_lens, q_lens, tokens, cu_seqlens_q
     if part >= 0:
-        first = tl.load(lens + (2 + 2 * part) * rows + r, mask=is_row, other=0)
-        count = tl.load(lens + (3 + 2 * part) * rows + r, mask=is_row, other=0) - first
+        at = bounds + 2 * (r * parts + part)
+        first = tl.load(at, mask=is_row, other=0).to(tl.int32)
+        count = tl.load(at + 1, mask=is_row, other=0).to(tl.int32) - first
         places, sums = keys, cu_seqlens_k + part * (rows + 1)
     behind = tl.cumsum(count, 0)
 
@@ -49,7 +51,7 @@ def prefill_metadata_kernel(
     shift = tl.sum(tl.where(r[None, :] == row[:, None], (first - behind + count)[None, :], 0), 1)
     position = (place + shift).to(tl.int64)
     # A row of padding has no keys.
-    owned = inside & (tl.load(lens + (1 + 2 * parts) * rows + row, mask=inside, other=0) > 0)
+    owned = inside & (tl.load(bounds + 2 * (row + 1) * parts - 1, mask=inside, other=0) > 0)
     page = position // PAGE_SIZE
     at = block_table + row.to(tl.int64) * columns + page
     number = tl.load(at, mask=owned & (page < columns), other=-1).to(tl.int64)
@@ -68,19 +70,20 @@ def prefill_metadata_kernel(
 
 
 def prefill_metadata_triton(
-    lens: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
+    lens: Tensor, bounds: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `mla_prefill_metadata` does, with its arguments, on the GPU or in Triton's interpreter."""
-    rows, parts = lens.shape[1], lens.shape[0] // 2 - 1
-    cu_seqlens_q, seq_lens = lens.new_empty(rows + 1), lens.new_empty(rows)
-    cu_seqlens_k = lens.new_empty((parts, rows + 1))
-    slot_mapping, positions = (lens.new_empty(tokens, dtype=torch.int64) for _ in range(2))
-    key_slots = lens.new_empty((parts, keys), dtype=torch.int64)
+    rows, parts = bounds.shape[0], bounds.shape[1] // 2
+    cu_seqlens_q, seq_lens = block_table.new_empty(rows + 1), block_table.new_empty(rows)
+    cu_seqlens_k = block_table.new_empty((parts, rows + 1))
+    slot_mapping, positions = (lens.new_empty(tokens) for _ in range(2))
+    key_slots = lens.new_empty((parts, keys))
     rows_block = power_of_two(rows)
     block = max(16, _MOST_AT_ONCE // rows_block)
     with torch.cuda.device_of(lens):  # Triton launches on the current device
         prefill_metadata_kernel[(triton.cdiv(max(tokens, keys, 1), block), 1 + parts)](
             lens.contiguous(),
+            bounds.contiguous(),
             block_table.contiguous(),
             cu_seqlens_q,
             seq_lens,
