@@ -76,8 +76,8 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
 def absorbed_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
     """Those of decode, but for many query rows on Hopper 64 at a time, whose output two groups of four warps share.
 
-    With latents of 512 an H200 took 8 to 24% less time so from 512 rows on, and 5 to 20% more below, even where
-    GLM's 20 heads make them spill.
+    With a rank of 512 an H200 took 8 to 24% less time so from 512 rows on, though GLM's 20 heads make it spill. With
+    320 rows or fewer it took 5 to 18% more.
     """
     if query_rows < 512 or dtype == torch.float32 or device.capability[0] != 9:
         return decode_tiles(query_rows, rank, dtype, device)
