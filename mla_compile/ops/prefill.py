@@ -26,7 +26,7 @@ PREFILL = (
     # tokens of a row: 171 with DeepSeek-V3's widths, 398 with GLM's. That is at one rate for all products. Expansion
     # runs at that of cuBLAS, but writes and reads `nope + rope + v` elements a head for each latent it reads.
     # The bounds lie below these: the tokens may all be one row's. After 4096 keys an H200 takes less time absorbed than
-    # with FlashAttention up to 64 tokens with V3's 16 heads, 128 with GLM's, and between 32 and 64 with V3's 128 heads.
+    # with FlashAttention up to 64 tokens with V3's 16 heads, up to 128 with GLM, and with V3's 128 heads at 32, not 64.
     Implementation(
         "absorbed",
         "absorbed attention over the latents, for few tokens after long texts",
