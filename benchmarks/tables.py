@@ -298,6 +298,7 @@ def prefill() -> str:
     """Prefill attention, every case."""
     report = result("prefill")
     kernels = {
+        "absorbed": "ours, absorbed",
         "flash_attn": "flash-attn-4",
         "triton": "our Triton kernel",
         "sdpa_expanded": "torch's, expansion included",

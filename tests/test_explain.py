@@ -46,7 +46,7 @@ layers.0-2: 3 calls, all the same
   decode   absorb       q_nope [6, 3, 6] @ w_uk [3, 6, 16] -> q_latent [6, 3, 16]
            mla_decode   q_latent [6, 3, 16], q_pe [6, 3, 4] -> [6, 3, 16]
            up-project   [6, 3, 16] @ w_uv [3, 16, 5] -> [6, 3, 5]
-  prefill  mla_prefill  q [4, 3, 10], 6 keys expanded -> [4, 3, 5]
+  prefill  mla_prefill  q [4, 3, 10], 6 keys read -> [4, 3, 5]
   join     cat          [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
 
 nodes after each pass

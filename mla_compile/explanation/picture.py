@@ -189,7 +189,7 @@ def _prefill(canvas: Canvas, top: float, layer: Layer) -> None:
     canvas.box(x, top + FIRST, width - 46, 54, "prefill", "cat", "q_nope beside q_pe")
     canvas.arrow(line, top + FIRST + 54, line, top + ATTEND)
     canvas.labels(line + 9, top + FIRST + 92, f"q {prefill.q}")
-    keys = f"{prefill.keys} keys of kv_cache, expanded per head"
+    keys = f"{prefill.keys} keys read from kv_cache"
     canvas.box(x, top + ATTEND, width, 58, "prefill", "mla_prefill", keys)
     canvas.arrow(line, top + ATTEND + 58, line, top + JOIN)
     canvas.labels(line + 9, top + LAST + 76, prefill.out)

@@ -55,7 +55,7 @@ def _group(group: Group) -> Iterator[str]:
         yield f"           mla_decode   q_latent {decode.q_latent}, q_pe {decode.q_pe} -> {decode.q_latent}"
         yield f"           up-project   {decode.q_latent} @ w_uv {layer.w_uv} -> {decode.out}"
     if prefill:
-        yield f"  prefill  mla_prefill  q {prefill.q}, {_count(prefill.keys, 'key')} expanded -> {prefill.out}"
+        yield f"  prefill  mla_prefill  q {prefill.q}, {_count(prefill.keys, 'key')} read -> {prefill.out}"
     if decode and prefill:
         yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
 

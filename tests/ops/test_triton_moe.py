@@ -46,9 +46,23 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
         assert kernel.spilled_bytes <= few, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
 
 
-@pytest.mark.parametrize("pairs", [4, 32, 128, 512, 1024, 5376])
+@pytest.mark.parametrize("pairs", [4, 32, 128, 512, 1024, 5376, 16384])
 def test_programs_are_enough_to_fill_the_gpu(pairs: int) -> None:
     """GLM-4.7-Flash: 64 experts of 2048 x 1536, 4 of them for a token."""
     for products, columns in ((2, 1536), (1, 2048)):
         tiles = moe_tiles(pairs, 64, products, columns, torch.bfloat16, H200)
         assert min(pairs, 64) * columns / tiles.columns >= 2 * H200.multiprocessors
+
+
+@pytest.mark.parametrize("pairs_per_expert", [68, 256])
+def test_many_pairs_get_the_tiles_that_won_on_an_h200(pairs_per_expert: int) -> None:
+    """Of 64 experts of 2048 x 1408; GLM's and DeepSeek-V3's sizes get the same for as many pairs an expert."""
+    narrow = MoeTiles(64, 64, 64, warps=4, stages=3), MoeTiles(128, 128, 64, warps=4, stages=3)
+    wide = MoeTiles(128, 128, 64, warps=8, stages=3), MoeTiles(128, 256, 64, warps=8, stages=3)
+    for dtype in (torch.bfloat16, torch.float16):
+        for experts, hidden, intermediate in ((64, 2048, 1408), (64, 2048, 1536), (256, 7168, 2048)):
+            found = tuple(
+                moe_tiles(pairs_per_expert * experts, experts, products, columns, dtype, H200)
+                for products, columns in ((2, intermediate), (1, hidden))
+            )
+            assert found == {68: narrow, 256: wide}[pairs_per_expert]

@@ -1,5 +1,7 @@
 """What the compiled prefill kernels use, on GPUs that are not there; their results: `test_interpreted.py`."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -44,12 +46,17 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
     ("capability", "model", "tokens", "dtype", "spilled"),
     [
         (90, "GLM", 4, torch.bfloat16, 128),
-        (90, "V3", 4, torch.bfloat16, 128),
+        (90, "V3", 3, torch.bfloat16, 128),
         (90, "MiniCPM3", 1, torch.bfloat16, 350),  # 64 rows, as many as its narrow latents leave room for
+        (90, "GLM", 48, torch.bfloat16, 320),  # 960 rows: quicker than with any tiles that do not spill
+        (90, "V3", 4, torch.bfloat16, 0),  # 512 rows
+        (90, "MiniCPM3", 48, torch.bfloat16, 0),
+        (86, "V3", 4, torch.bfloat16, 0),
         (90, "GLM", 4, torch.float32, 0),
         (86, "GLM", 4, torch.bfloat16, 0),
         *(pytest.param(gpu, "GLM", 4, torch.bfloat16, 0, marks=pytest.mark.slow) for gpu in (80, 100, 120)),
         pytest.param(90, "GLM", 4, torch.float16, 128, marks=pytest.mark.slow),
+        pytest.param(90, "V3", 4, torch.float16, 0, marks=pytest.mark.slow),
         pytest.param(86, "GLM", 4, torch.float32, 0, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -81,3 +88,17 @@ def test_compiled_absorbed_prefill_fits_the_gpu_and_spills_little(
         else {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(capability, "mma.sync")
     )
     assert wanted in kernels[0].text, "the products must run on tensor cores"
+
+
+def test_many_rows_of_absorbed_prefill_get_wide_tiles_on_hopper_in_half_precision_and_nowhere_else() -> None:
+    for rows, rank, dtype, (device, _) in product(
+        (1, 20, 320, 511, 512, 960, 6144),
+        (256, 512),
+        (torch.bfloat16, torch.float16, torch.float32),
+        GPUS.values(),
+    ):
+        tiles = plan.absorbed_tiles(rows, rank, dtype, device)
+        if rows >= 512 and dtype != torch.float32 and device.capability == (9, 0):
+            assert tiles == plan.DecodeTiles(rows=64, keys=32, warps=8, stages=3)
+        else:
+            assert tiles == plan.decode_tiles(rows, rank, dtype, device)

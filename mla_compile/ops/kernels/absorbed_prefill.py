@@ -17,7 +17,7 @@ from mla_compile.ops.kernels.chunks import block_of
 from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
     DecodeTiles,
-    decode_tiles,
+    absorbed_tiles,
     device_of,
     num_splits,
     power_of_two,
@@ -131,7 +131,7 @@ def prefill_absorbed(
     _, nope, rank = w_uk.shape
     parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, kv_cache.shape[2] - rank
     device = device_of(q)
-    tiles = tiles or decode_tiles(tokens * heads, rank, q.dtype, device)
+    tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device)
     # Each row has blocks of its own, the last of which may be all but empty.
     blocks = (tokens * heads + rows * (tiles.rows - 1)) // tiles.rows
     splits = splits or num_splits(blocks, key_slots.shape[1], device)

@@ -88,10 +88,12 @@ def test_splits_of_a_neighbours_latents_that_are_no_numbers() -> None:
         assert torch.equal(out[::2], healthy[::2]) and not out[1].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_absorbed_as_planned_for_an_h200(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(3, torch.float32), (3, torch.bfloat16), (26, torch.bfloat16)], ids=str
+)
+def test_absorbed_as_planned_for_an_h200(tokens: int, dtype: torch.dtype) -> None:
     sizes = {"heads": 20, "nope": 16, "rope": 64, "v": 16, "rank": 512, "dtype": dtype}
-    subject_of("absorbed", run=prefill_absorbed).check([(3, 260), (1, 20)], **sizes)
+    subject_of("absorbed", run=prefill_absorbed).check([(tokens, 260), (1, 20)], **sizes)
 
 
 def test_keys_of_rows_may_have_zeros_between_them() -> None:
