@@ -4,12 +4,17 @@ It walks over a row's keys in one order, whatever the chunks are and whoever is 
 bits. It sizes nothing by lengths, so a CUDA graph may have recorded it.
 """
 
+import warnings
+
 import torch
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
 from mla_compile.ops.kernels.keys import expanded_keys
 from mla_compile.ops.softmax import in_parts
+
+# An argument of its own that its compiler does not know; nothing that a user could mend.
+warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 
 _GAP = 144
 """Keys of its widest tile. A row's last tile reads on behind the row: what it multiplies by 0 must be a number."""
