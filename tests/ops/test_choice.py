@@ -252,7 +252,7 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
         return choose("mla_prefill", fake(prefill_of(*sizes), (9, 0))).chosen.name
 
     assert chosen(16, 8208) == chosen(48, 4144) == chosen(1, 100) == "absorbed"
-    assert chosen(16, 16) == chosen(4096, 4096) == chosen(49, 4145) == "flash_attn"
+    assert chosen(16, 16) == chosen(4096, 4096) == chosen(512, 40_000) == chosen(49, 4145) == "flash_attn"
     draw = random.Random(0)
     for _ in range(100):
         tokens = draw.choice([1, 2, draw.randint(1, 2 * most), most, most + 1, 512])
