@@ -206,7 +206,7 @@ def _serving(model: str) -> str:
     report = result("serving")
     rows = []
     for row in report["rows"]:
-        if row["model"] == model:
+        if row["model"] == model and "decode_only" in row:
             what = "stock `generate`, static cache, compiled" if "stock" in row else f"{row['k']} drafts"
             before, while_ = row["decode_only"], row["with_long_prompts"]
             rows.append(
@@ -216,6 +216,8 @@ def _serving(model: str) -> str:
                     fixed(row.get("acceptance_length"), 2),
                     *(fixed(before[key], 0 if key == "tokens_per_s" else 2) for key in SERVED),
                     *(fixed(while_[key], 0 if key == "tokens_per_s" else 2) for key in SERVED),
+                    fixed(100 * while_["tokens_per_s"] / before["tokens_per_s"], 0),
+                    fixed(row.get("host_us_of_a_mixed_step"), 0),
                 )
             )
     first = next(row for row in report["rows"] if row["model"] == model)
@@ -228,6 +230,8 @@ def _serving(model: str) -> str:
             "tokens a row and step",
             *(f"decode only: {what}" for what in SERVED.values()),
             *(f"with prompts: {what}" for what in SERVED.values()),
+            "tokens/s kept, %",
+            "host us of a mixed step",
         ],
         rows,
     )
@@ -238,6 +242,19 @@ def scheduler() -> str:
     us = result("serving")["scheduler_us_256_rows"]
     return sentences(
         f"The scheduler takes {us} us of the host to plan a step of 256 rows and take in its report."
+    )
+
+
+def first_token() -> str:
+    """How long a prompt alone waits."""
+    rows = [row for row in result("serving")["rows"] if "first_token_ms" in row]
+    models = {"v3": "12 layers of DeepSeek-V3's architecture", "shipped": "the shipped model"}
+    return sentences(
+        *(
+            f"One prompt of {row['prompt']:,} tokens, alone and in one step, of {models[row['model']]}: "
+            f"{fixed(row['first_token_ms'])} ms to the first token; its kernels take {fixed(row['kernels_ms'])} ms."
+            for row in rows
+        )
     )
 
 
@@ -372,6 +389,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "draft_length": lambda: _draft_length("draft_length"),
     "serving.v3": lambda: _serving("v3"),
     "serving.shipped": lambda: _serving("shipped"),
+    "serving.first_token": first_token,
     "serving.scheduler": scheduler,
     "transformers_generate.glm": lambda: _transformers("glm"),
     "transformers_generate.v3": lambda: _transformers("v3"),

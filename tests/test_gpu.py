@@ -326,4 +326,6 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone() -> Non
         assert captured.stats.num_mixed_steps > mixed + 5
     buckets = [bucket for bucket in captured.capture_report().buckets if bucket.prompt_tokens]
     assert len(buckets) > 3 and all(bucket.num_graphs == 1 for bucket in buckets), "a mixed step is one graph"
+    replayed = [len(known.graphs) for known in captured._launcher._captures._known]
+    assert len(replayed) == 2 and all(replayed), "which is the whole of a call, with prompts and without"
     assert not any(recorded_cuda_graphs(torch.cuda.current_device())), "no tensor is copied on a replay"
