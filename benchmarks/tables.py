@@ -250,7 +250,7 @@ def first_token() -> str:
     rows = [row for row in result("serving")["rows"] if "first_token_ms" in row]
     models = {"v3": "12 layers of DeepSeek-V3's architecture", "shipped": "the shipped model"}
     return sentences(
-        *(
+        " ".join(
             f"One prompt of {row['prompt']:,} tokens, alone and in one step, of {models[row['model']]}: "
             f"{fixed(row['first_token_ms'])} ms to the first token; its kernels take {fixed(row['kernels_ms'])} ms."
             for row in rows
