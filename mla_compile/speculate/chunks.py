@@ -1,7 +1,7 @@
 """Prompt chunks that a mixed step prefills beside its decode rows."""
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class PackedChunks:
     """What the host says of the chunks of a step, which makes `PromptChunks` of it; `pack` makes these.
 
     token_ids, next_token_ids, last_of_row: see `PromptChunks`.
-    rows: of the state, that the chunks belong to, int64 `[chunks]`; any row for chunks of padding.
+    rows: of the state, that the chunks belong to, int64 `[chunks]`; -1 for chunks of padding.
     lens, bounds: int64 `[chunks, 2]` and `[chunks, 2 * parts]`, see `mla_prefill_metadata`.
     room: int64 `[keys]`. Only its size counts, places for the keys of a part: a size that compiled code can vary by.
     host_lens: `lens` on the CPU, int32.
@@ -103,7 +103,7 @@ class PackedChunks:
             MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
                 or a table that cannot hold it.
         """
-        rows, max_pages = state.block_table.shape
+        (rows, max_pages), device = state.block_table.shape, state.block_table.device
         texts = [_text(chunk) for chunk in chunks]
         _check(chunks, texts, rows, max_pages, page_size)
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
@@ -115,78 +115,69 @@ class PackedChunks:
             num_chunks=padded.get("num_chunks", 0),
             capacity=max_pages * page_size,
         )
-        tokens, keys = (
-            max(sum(counts), padded["num_tokens"]),
-            max(padded.get("num_keys", 0), most_keys(bounds)),
+        tokens = max(padded["num_tokens"], sum(counts))
+        keys = max(padded.get("num_keys", 0), most_keys(bounds))
+
+        host = torch.zeros(
+            2 * tokens + rows + len(lens) * (3 + len(bounds[0])),
+            dtype=torch.int64,
+            device="cpu",
+            pin_memory=device.type == "cuda",
         )
         last_of_row, end = [-1] * rows, 0
-        for chunk, text, count in zip(chunks, texts, counts, strict=True):
-            end += count
-            if chunk.stop == len(text):
-                last_of_row[chunk.row] = end - 1
-        of_state = [*(chunk.row for chunk in chunks), *[0] * (len(lens) - len(chunks))]
-
-        shapes = {
-            "token_ids": (tokens,),
-            "next_token_ids": (tokens,),
-            "last_of_row": (rows,),
-            "rows": (len(lens),),
-            "lens": (len(lens), 2),
-            "bounds": (len(bounds), len(bounds[0])),
-        }
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-        is_cuda = state.block_table.is_cuda
-        host = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
-        token_ids, next_token_ids, *rest = host.split(sizes)
-        end = 0
-        for (_, _, start, stop), text in zip(chunks, texts, strict=True):
-            token_ids[end : end + stop - start] = text[start:stop]
+        for (row, _, start, stop), text in zip(chunks, texts, strict=True):
+            host[end : end + stop - start] = text[start:stop]
             behind = text[start + 1 : stop + 1]
-            next_token_ids[end : end + len(behind)] = behind
+            host[tokens + end : tokens + end + len(behind)] = behind
             end += stop - start
-        numbers = [*last_of_row, *of_state, *chain(*lens), *chain(*bounds)]
-        host[2 * tokens :] = torch.tensor(numbers, device="cpu")
+            if stop == len(text):
+                last_of_row[row] = end - 1
+        of_state = [*(chunk.row for chunk in chunks), *[-1] * (len(lens) - len(chunks))]
+        host[2 * tokens :] = torch.tensor(
+            [*last_of_row, *of_state, *chain(*lens), *chain(*bounds)], device="cpu"
+        )
 
-        key = rows, tokens, len(lens), len(bounds[0]), keys
+        shapes = (tokens,), (tokens,), (rows,), (len(lens),), (len(lens), 2), (len(lens), len(bounds[0]))
+        key = *chain(*shapes), keys
         packed = None if kept is None else kept.get(key)
         if packed is None:
-            packed = cls._allocate(shapes, keys, page_size, state.block_table.device, stays=kept is not None)
+            packed = cls._allocate(shapes, keys, page_size, device, stays=kept is not None)
             if kept is not None:
                 kept[key] = packed
-        given = host.to(state.block_table.device, non_blocking=True).split(sizes)
-        mine = packed._given()
-        torch._foreach_copy_(mine, [piece.view(x.shape) for piece, x in zip(given, mine, strict=True)])
-        packed.host_lens.copy_(rest[2].view(-1, 2))
+        packed._receive(host)
+        packed.host_lens.copy_(torch.tensor(lens, dtype=torch.int32, device="cpu"))
         return packed
 
     @classmethod
     def _allocate(
         cls,
-        shapes: dict[str, tuple[int, ...]],
+        shapes: Sequence[tuple[int, ...]],
         keys: int,
         page_size: int,
         device: torch.device,
         *,
         stays: bool,
     ) -> "PackedChunks":
+        """shapes: of what the host sends."""
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            tensors = {
-                name: torch.empty(shape, dtype=torch.int64, device=device)
-                for name, shape in (*shapes.items(), ("room", (keys,)))
-            }
-            host_lens = torch.empty(shapes["lens"], dtype=torch.int32, device="cpu")
-        for name, tensor in tensors.items():
-            varying = (0, 1) if name == "bounds" else (0,)
+            sent = [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
+            room = torch.empty(keys, dtype=torch.int64, device=device)
+            host_lens = torch.empty(shapes[4], dtype=torch.int32, device="cpu")
+        token_ids, next_token_ids, last_of_row, rows, lens, bounds = sent
+        for tensor in (*sent, room):
+            varying = (0, 1) if tensor is bounds else (0,)
             if stays:
                 mark_state_tensor(tensor, *varying)
             for dim in () if stays else varying:
                 mark_varying(tensor, dim)
         mark_varying(host_lens)
-        return cls(**tensors, host_lens=host_lens, page_size=page_size)
+        return cls(token_ids, next_token_ids, last_of_row, rows, lens, bounds, room, host_lens, page_size)
 
-    def _given(self) -> list[Tensor]:
-        """What the host sends, in its order."""
-        return [getattr(self, field.name) for field in fields(self)][:6]
+    def _receive(self, host: Tensor) -> None:
+        """Take what the host sends, the first fields one behind the other."""
+        mine = [self.token_ids, self.next_token_ids, self.last_of_row, self.rows, self.lens, self.bounds]
+        given = host.to(self.lens.device, non_blocking=True).split([x.numel() for x in mine])
+        torch._foreach_copy_(mine, [piece.view(x.shape) for piece, x in zip(given, mine, strict=True)])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -206,7 +197,8 @@ class PackedChunks:
             MLAError: chunks that were packed for a state of another number of rows.
         """
         self._check_sizes(state.block_table.shape[0])
-        table = state.block_table.index_select(0, self.rows)
+        table = state.block_table.index_select(0, self.rows.clamp(min=0))
+        table = torch.where(self.rows[:, None] >= 0, table, 0)  # padding has page 0, the dummy page, alone
         cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k = prefill_metadata_op(
             self.lens, self.bounds, table, self.token_ids.shape[0], self.room.shape[0], self.page_size
         )

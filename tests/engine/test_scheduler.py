@@ -47,10 +47,23 @@ class Driven:
 
 
 def scheduler(
-    k: int = 1, *, num_pages: int = 101, page_size: int = 4, max_rows: int = 4, tokens: int = 64
+    k: int = 1,
+    *,
+    num_pages: int = 101,
+    page_size: int = 4,
+    max_rows: int = 4,
+    tokens: int = 64,
+    keys: int | None = None,
 ) -> Driven:
-    pages = PagePool(num_pages, page_size, lookahead=int(k > 0))
-    return Driven(Scheduler(pages, num_speculative_tokens=k, max_rows=max_rows, max_tokens_per_step=tokens))
+    return Driven(
+        Scheduler(
+            PagePool(num_pages, page_size, lookahead=int(k > 0)),
+            num_speculative_tokens=k,
+            max_rows=max_rows,
+            max_tokens_per_step=tokens,
+            max_keys_per_step=keys,
+        )
+    )
 
 
 def chunks(plan: Plan) -> list[tuple[int, int, bool]]:
@@ -99,6 +112,30 @@ def test_decode_rows_keep_decoding_while_prompts_share_what_is_left() -> None:
     assert decodes(plan) == [first]
     assert [(chunk.request, chunk.length) for chunk in plan.chunks] == [(second, 1), (third, 5)]
     assert plan.sampled == [first, second, third]
+
+
+def test_a_prompt_that_does_not_fit_is_cut_to_a_size_that_prompts_are_padded_to() -> None:
+    of = scheduler(k=1, max_rows=4, tokens=310, num_pages=1001)
+    of.add([1] * 900, max_len=1000)
+    assert chunks(of.plan()) == [(0, 302, False)], "what is left by as many rows as there may be"
+    of = scheduler(k=1, max_rows=100, tokens=310, num_pages=1001)
+    of.add([1] * 900, max_len=1000)
+    assert chunks(of.plan()) == [(0, 256, False)]
+    of = scheduler(k=1, max_rows=100, tokens=310, num_pages=1001)
+    of.add([1] * 290, max_len=1000)
+    of.add([1] * 290, max_len=1000)
+    assert chunks(of.plan()) == [(0, 290, True)], "one that fits is not cut"
+
+
+def test_texts_are_cut_where_their_keys_are_and_a_step_reads_so_many_at_a_time() -> None:
+    of = scheduler(k=0, max_rows=3, tokens=60, num_pages=1001, keys=32)
+    first, second = of.add([1] * 50, max_len=90), of.add([2] * 20, max_len=90)
+    plan = of.plan()
+    assert [(c.request, c.start, c.length) for c in plan.chunks] == [(first, 0, 32)], "a multiple of 32"
+    plan = of.plan()
+    assert [(c.request, c.start, c.length) for c in plan.chunks] == [(first, 32, 18), (second, 0, 14)]
+    plan = of.plan()
+    assert [(c.request, c.start, c.length) for c in plan.chunks] == [(second, 14, 6)]
 
 
 def test_a_higher_priority_goes_before_earlier_ones_and_before_a_prompt_that_has_begun() -> None:

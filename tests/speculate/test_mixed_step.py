@@ -470,6 +470,34 @@ def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
         SpeculativeDecoder(model, k, page_size=PAGE, sampled=True).mixed(state, chunks)
 
 
+def test_chunks_of_padding_have_no_row_and_no_keys() -> None:
+    """Recurrent layers find a row's state by its pages, a chunk of padding's too."""
+    state = DecodeState.allocate(2, 0, max_pages=MAX_PAGES)
+    state.block_table.copy_(torch.arange(1, 1 + state.block_table.numel()).view_as(state.block_table))
+    packed = PackedChunks.pack([PromptChunk(1, [1, 2, 3], 2, 3)], state, page_size=PAGE, pad=True)
+    segment = packed.chunks(state).segment
+    assert segment.host_lens.tolist() == [[1, 3], [15, 15], [0, 0], [0, 0]]
+    assert segment.block_table[0].equal(state.block_table[1]) and not segment.block_table[1:].any()
+    assert (segment.slot_mapping >= 0).tolist() == [True] + [False] * 15
+    assert segment.cu_seqlens_k.tolist() == [[0, 3, 3, 3, 3]]
+
+
+def test_chunks_of_the_same_sizes_are_kept_in_the_same_place() -> None:
+    state, kept = DecodeState.allocate(2, 0, max_pages=MAX_PAGES), {}
+    state.block_table.fill_(1)
+    first, second = (
+        PackedChunks.pack(
+            [PromptChunk(row, list(range(20)), 4, stop)], state, page_size=PAGE, pad=True, kept=kept
+        )
+        for row, stop in ((0, 9), (1, 20))
+    )
+    assert first is second and len(kept) == 1
+    fresh = PackedChunks.pack([PromptChunk(1, list(range(20)), 4, 20)], state, page_size=PAGE, pad=True)
+    for name, mine in vars(fresh).items():
+        if name != "room" and isinstance(mine, Tensor):
+            assert mine.equal(getattr(second, name)), name
+
+
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 3)), 1])
 def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
