@@ -80,7 +80,7 @@ def test_padding_gets_no_expert(experts: int, q_len: int, lens: list[int]) -> No
     check_padded_moe(case, moe_triton(*case.args(), row_lens, q_len), runs)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.data())
 def test_pairs_are_sorted_as_a_stable_sort_does(data: st.DataObject) -> None:
     experts = data.draw(st.sampled_from([1, 2, 7, 16, 17, 100]))
@@ -154,7 +154,7 @@ def check_drawn(data: st.DataObject, most_experts: int) -> None:
     check_padded_moe(case, got, runs)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.data())
 def test_drawn_shapes_and_tiles(data: st.DataObject) -> None:
     check_drawn(data, 20)
