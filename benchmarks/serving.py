@@ -16,7 +16,8 @@ request ends with "index_copy_(): Source/destination tensor must have same slice
 `continuous_batching`. What is measured is `generate` then, on the same prompts padded to the longest, in one batch from
 the start: nobody waits for an arrival, but all for the prefill of all, the first of their times between tokens.
 
-Host time of a mixed step: median of the launches of steps whose prompt goes on, nothing being compiled or recorded.
+Host time of a step: median of the launches, of steps whose prompt goes on and of those without prompts, nothing being
+compiled or recorded.
 
 Then the time from `add` to the first token of one prompt, alone and prefilled in one step; beside it what the GPU is
 busy for meanwhile, by the profiler. At last, on any machine, the scheduler alone: host time of `plan` and `update` for
@@ -166,16 +167,16 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
 
 
 @contextmanager
-def timed_launches() -> Iterator[list[float]]:
-    """Meanwhile, microseconds of the host for each launch of a step with prompts that admits nobody."""
-    times: list[float] = []
+def timed_launches() -> Iterator[dict[bool, list[float]]]:
+    """Meanwhile, microseconds of the host for each launch that admits nobody, of steps with prompts and without."""
+    times: dict[bool, list[float]] = {True: [], False: []}
     launch = Launcher.launch
 
     def timed(self: Launcher, plan: Any, *args: Any) -> Any:
         before = time.perf_counter()
         launched = launch(self, plan, *args)
-        if plan.chunks and plan.decodes and not plan.admitted and launched.is_timed:
-            times.append((time.perf_counter() - before) * 1e6)
+        if plan.decodes and not plan.admitted and launched.is_timed:
+            times[bool(plan.chunks)].append((time.perf_counter() - before) * 1e6)
         return launched
 
     Launcher.launch = timed  # type: ignore[method-assign]
@@ -213,7 +214,8 @@ def measure(
                 with timed_launches() as launches:
                     row |= trace(engine, rows, prompt_length)
                 report = engine.capture_report()
-                row["host_us_of_a_mixed_step"] = round(statistics.median(launches))
+                row["host_us_of_a_mixed_step"] = round(statistics.median(launches[True]))
+                row["host_us_of_a_decode_step"] = round(statistics.median(launches[False]))
                 row["graphs"] = sum(bucket.num_graphs for bucket in report.buckets)
                 row["graph_mib"] = round(report.num_bytes / 2**20)
                 row["compile_s"] = round(report.compile_seconds, 1)

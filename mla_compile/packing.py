@@ -120,9 +120,8 @@ def pack_batch(
         )
     if layout.prefill:
         lens, held, table = _rows(layout.prefill, query_lens, num_cached, block_table)
-        prefill, _ = prefill_segment(
-            lens, held, table, page_size=page_size, **prompt_padding(lens, held, pad=pad)
-        )
+        padded = prompt_padding(lens, held, capacity=table.shape[1] * page_size, pad=pad)
+        prefill, _ = prefill_segment(lens, held, table, page_size=page_size, **padded)
     order, source, positions, last = _order(query_lens, num_cached, layout, decode, prefill)
     packed = PackedBatch(
         batch=MLABatch(decode, prefill),
@@ -189,7 +188,7 @@ def padded_prompt_tokens(count: int, most: int | None = None) -> int:
     """
     unit = max(16, 1 << ((count - 1).bit_length() - 3)) if count > 16 else 16
     size = -(-count // unit) * unit
-    return most if most is not None and count <= most < size else size
+    return most if most is not None and max(count, MIN_TOKENS) <= most < size else size
 
 
 def fitting_prompt_tokens(room: int) -> int:
@@ -199,12 +198,17 @@ def fitting_prompt_tokens(room: int) -> int:
 
 
 def prompt_padding(
-    chunk_lens: Sequence[int], num_cached: Sequence[int], *, pad: bool, most: int | None = None
+    chunk_lens: Sequence[int],
+    num_cached: Sequence[int],
+    *,
+    capacity: int,
+    pad: bool,
+    most: int | None = None,
 ) -> dict[str, int]:
     """The sizes that `prefill_segment` pads chunks to: few, as a CUDA graph is recorded for each; the least without.
 
-    Chunks are padded to a power of four, with room for one of padding; keys, where some are cached, to a power of two.
-    most: see `padded_prompt_tokens`.
+    Chunks are padded to a power of four, those of padding included; keys, where some are cached, to a power of two.
+    capacity: tokens of a row at most. most: see `padded_prompt_tokens`.
     """
     if not pad:
         return {"num_tokens": MIN_TOKENS}
@@ -213,8 +217,8 @@ def prompt_padding(
     keys = tokens
     if any(num_cached):
         keys = max(1024, padded_rows(count + sum(cached % MAX_KEYS for cached in num_cached)))
-    chunks = 4
-    while chunks <= len(chunk_lens):
+    needed, chunks = len(chunk_lens) + max(1, -(-(tokens - count) // capacity)), 4
+    while chunks < needed:
         chunks *= 4
     return {"num_tokens": tokens, "num_chunks": chunks, "num_keys": keys}
 

@@ -291,6 +291,11 @@ def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
     return patch
 
 
+def num_cuda_graphs(device: torch.device) -> int:
+    """How many CUDA graphs torch has recorded on a device."""
+    return len(recorded_cuda_graphs(torch.cuda._utils._get_device_index(device, optional=True)))
+
+
 def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
     """For a CUDA device: the graphs recorded, the bytes of their memory pool, and those that the driver holds.
 

@@ -16,6 +16,7 @@ from mla_compile.torch_internals import (
     compile_seconds,
     cuda_graph_usage,
     last_cuda_graph,
+    num_cuda_graphs,
     recording_cuda_graphs,
 )
 from mla_compile.waits import told
@@ -113,7 +114,7 @@ class Captures:
                 bucket.why_not = self._why_not or (LONG if sizes[2] > MAX_KEYS else None)
                 bucket.why_not = bucket.why_not or (SPENT if self._is_spent(of_prompts=any(sizes)) else None)
             call = uncaptured if bucket.why_not else captured
-            before = compile_seconds()
+            before, num_graphs = compile_seconds(), self._num_graphs()
             if calls[shape] < CALLS_TO_RECORD:
                 result = self._measure(bucket, call, state, *args)
             else:  # after `check_again`: it has been measured, which makes the host wait
@@ -127,11 +128,17 @@ class Captures:
                 known.learn(shape, uncaptured, None)
             elif calls[shape] >= CALLS_TO_RECORD:
                 graph = last_cuda_graph(self._device)
+                # What torch refused to record leaves the graph of another call behind.
+                if graph is not known.graphs.get(shape) and self._num_graphs() == num_graphs:
+                    graph = None
                 known.learn(shape, step if graph is None else _replaying(graph, step, state, *args), graph)
                 bucket.why_not = None if bucket.num_graphs else REFUSED
             return result
 
         return run
+
+    def _num_graphs(self) -> int:
+        return 0 if self._why_not else num_cuda_graphs(self._device)
 
     def _is_spent(self, *, of_prompts: bool) -> bool:
         """Whether no further bucket is recorded, of steps with prompts or of others."""
@@ -208,9 +215,8 @@ class _Known:
     def learn(self, shape: _Shape, call: Callable[..., Any], graph: torch.cuda.CUDAGraph | None) -> None:
         """Take in a shape that has just passed all checks, with the graph that it replayed or recorded."""
         before = self.graphs.get(shape)
-        if (
-            before is not None and before is not graph
-        ):  # something has moved: the others must see for themselves
+        if before is not None and before is not graph:
+            # Something has moved: the others must see for themselves.
             self.calls.clear()
             self.graphs.clear()
             self.checked.clear()

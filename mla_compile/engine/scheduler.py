@@ -57,7 +57,8 @@ class Plan:
     What changes first, in this order:
 
     removed: requests that no longer run: they ended, were aborted or preempted.
-    admitted: requests that begin to run, again perhaps. Their tokens before their first chunk are in the cache already.
+    admitted: requests that begin to run, again perhaps, with this step or a later one. Their tokens before their first
+        chunk are in the cache already.
     grants: pages.
 
     What runs:

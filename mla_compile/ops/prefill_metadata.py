@@ -10,7 +10,6 @@ from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.implementations import SOME, reference, triton
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.paging import slots_of
 from mla_compile.torch_internals import statically_known_true
 
 _Metadata = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -85,14 +84,21 @@ def prefill_metadata_torch(
         row = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
         return row, place + (first - ends + count)[row], place < ends[-1]
 
+    def slots_of(row: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+        """Not by `paging.slots_of`, which would take a whole row of the table for each place."""
+        page = position // page_size
+        pages = block_table[row, page.clamp(0, block_table.shape[1] - 1)].long()
+        valid = valid & (position >= 0) & (page < block_table.shape[1])
+        return torch.where(valid, pages * page_size + position % page_size, -1)
+
     row, positions, _ = spread(seq_lens - q_lens, q_lens, tokens)
-    slots = slots_of(block_table[row], positions[:, None], page_size, (stops[:, -1] > 0)[row, None])
+    slots = slots_of(row, positions, (stops[:, -1] > 0)[row])
     slots_of_part = []
     for start, stop in zip(starts.unbind(1), stops.unbind(1), strict=True):
         row, position, inside = spread(start, stop - start, keys)
-        slots_of_part.append(slots_of(block_table[row], position[:, None], page_size, inside[:, None]))
+        slots_of_part.append(slots_of(row, position, inside))
     cu_seqlens_q, cu_seqlens_k = (
         torch.nn.functional.pad(x.cumsum(-1, dtype=torch.int32), (1, 0)) for x in (q_lens, (stops - starts).T)
     )
-    key_slots = torch.cat(slots_of_part, dim=1).T.contiguous()
-    return cu_seqlens_q, seq_lens.to(torch.int32), slots[:, 0], positions, key_slots, cu_seqlens_k
+    key_slots = torch.stack(slots_of_part)
+    return cu_seqlens_q, seq_lens.to(torch.int32), slots, positions, key_slots, cu_seqlens_k

@@ -63,7 +63,7 @@ class PackedChunks:
     token_ids, next_token_ids, last_of_row: see `PromptChunks`.
     rows: of the state, that the chunks belong to, int64 `[chunks]`; -1 for chunks of padding.
     lens, bounds: int64 `[chunks, 2]` and `[chunks, 2 * parts]`, see `mla_prefill_metadata`.
-    room: int64 `[keys]`. Only its size counts, places for the keys of a part: a size that compiled code can vary by.
+    room: uint8 `[keys]`. Only its size counts, places for the keys of a part: a size that compiled code can vary by.
     host_lens: `lens` on the CPU, int32.
     page_size: tokens a cache page.
     """
@@ -94,7 +94,8 @@ class PackedChunks:
         pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few of them should occur.
         most: a number of tokens that occurs often, so that chunks of so many are not padded to more.
         kept: where chunks of some sizes were packed before: those of the same sizes are written to the same tensors,
-            which stay where they are, as captured graphs know their addresses.
+            which stay where they are, as captured graphs know their addresses. Keys in more than one part, for which no
+            graph is recorded, are not kept.
 
         The host sends one copy to the device and does not wait for it. The tensors are marked for the compiler: their
         numbers of tokens, chunks, parts, keys and rows vary.
@@ -107,13 +108,14 @@ class PackedChunks:
         texts = [_text(chunk) for chunk in chunks]
         _check(chunks, texts, rows, max_pages, page_size)
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
-        padded = prompt_padding(counts, starts, pad=pad, most=most)
+        capacity = max_pages * page_size
+        padded = prompt_padding(counts, starts, capacity=capacity, pad=pad, most=most)
         lens, bounds = chunk_lens_and_bounds(
             counts,
             starts,
             num_tokens=padded["num_tokens"],
             num_chunks=padded.get("num_chunks", 0),
-            capacity=max_pages * page_size,
+            capacity=capacity,
         )
         tokens = max(padded["num_tokens"], sum(counts))
         keys = max(padded.get("num_keys", 0), most_keys(bounds))
@@ -138,6 +140,7 @@ class PackedChunks:
         )
 
         shapes = (tokens,), (tokens,), (rows,), (len(lens),), (len(lens), 2), (len(lens), len(bounds[0]))
+        kept = kept if len(bounds[0]) == 2 else None
         key = *chain(*shapes), keys
         packed = None if kept is None else kept.get(key)
         if packed is None:
@@ -161,7 +164,7 @@ class PackedChunks:
         """shapes: of what the host sends."""
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             sent = [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
-            room = torch.empty(keys, dtype=torch.int64, device=device)
+            room = torch.empty(keys, dtype=torch.uint8, device=device)
             host_lens = torch.empty(shapes[4], dtype=torch.int32, device="cpu")
         token_ids, next_token_ids, last_of_row, rows, lens, bounds = sent
         for tensor in (*sent, room):

@@ -14,7 +14,8 @@ from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, capture
 from mla_compile.engine.buckets import choose_rows, row_sizes
 from mla_compile.engine.capture import Captures
-from mla_compile.packing import padded_prompt_tokens
+from mla_compile.ops.segments import chunk_lens_and_bounds
+from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
 from tests.engine.any_length import AnyLength
@@ -265,6 +266,20 @@ def test_prompts_are_padded_to_few_sizes() -> None:
     assert all(count <= size < count + max(16, count / 4) for count, size in enumerate(sizes, start=1))
     assert sorted(set(sizes[:256])) == [*range(16, 129, 16), 160, 192, 224, 256]
     assert all(len(set(sizes[n : 2 * n])) == 4 for n in (128, 256, 512, 1024, 2048))
+    for most in range(1, 300):
+        own = [padded_prompt_tokens(count, most) for count in range(1, 300)]
+        assert all(max(count, 2) <= size <= sizes[count - 1] for count, size in enumerate(own, start=1))
+        assert most < 2 or own[most - 1] == most, "as many as a full step has are not padded"
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 4, 15, 16, 40])
+def test_chunks_are_padded_to_few_numbers_of_chunks(num_chunks: int) -> None:
+    for length in range(1, 64):
+        lens, cached = [length] * num_chunks, [3] * num_chunks
+        padded = prompt_padding(lens, cached, capacity=64, pad=True)
+        sizes = {"num_tokens": padded["num_tokens"], "num_chunks": padded["num_chunks"]}
+        rows, _ = chunk_lens_and_bounds(lens, cached, capacity=64, **sizes)
+        assert len(rows) == padded["num_chunks"] in (4, 16, 64, 256)
 
 
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
