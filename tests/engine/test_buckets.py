@@ -71,6 +71,7 @@ class Graphs:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(capture, "recording_cuda_graphs", self.recording)
             patch.setattr(capture, "cuda_graph_usage", self.usage)
+            patch.setattr(capture, "num_cuda_graphs", lambda device: self.usage(device)[0])
             patch.setattr(capture, "last_cuda_graph", lambda device: self.graph)
             patch.setattr(torch.cuda, "synchronize", lambda device: None)
             yield
@@ -173,6 +174,17 @@ def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_chec
         graphs.recorded.clear()  # as where weights have moved
         assert [step(state_of(4)) for _ in range(2)] == ["recorded", None]
     assert graphs.num_replays == 5
+
+
+def test_the_graph_of_another_call_is_not_taken_for_that_of_a_call_that_torch_refused() -> None:
+    graphs, captures = Graphs(cost=1), captures_of(4, None)
+    graphs.graph = graphs
+    with graphs.instead_of_torch():
+        greedy = captures.measured("greedy", K + 1, graphs.step)
+        assert [greedy(state_of(4)) for _ in range(3)] == ["warm-up", "recorded", None]
+        refused = captures.measured("sampled", K + 1, lambda state: "ran")
+        assert [refused(state_of(4)) for _ in range(4)] == ["ran"] * 4
+    assert captures.report().buckets[1].outcome.startswith("uncaptured: torch recorded no graph")
 
 
 def test_a_bucket_whose_call_failed_serves_no_others() -> None:
