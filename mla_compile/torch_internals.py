@@ -311,7 +311,7 @@ def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
         segments = cudagraph_trees.get_cudagraph_segments(manager.cuda_graphs_thread_pool)
         pool = sum(segment["total_size"] for segment in segments)
     free, total = torch.cuda.mem_get_info(index)
-    return len(recorded_cuda_graphs(index)), pool, total - free - torch.cuda.memory_reserved(index)
+    return num_cuda_graphs(device), pool, total - free - torch.cuda.memory_reserved(index)
 
 
 _shared_graphs: dict[str, Any] = {}

@@ -148,7 +148,6 @@ class PackedChunks:
             if kept is not None:
                 kept[key] = packed
         packed._receive(host)
-        packed.host_lens.copy_(torch.tensor(lens, dtype=torch.int32, device="cpu"))
         return packed
 
     @classmethod
@@ -179,8 +178,10 @@ class PackedChunks:
     def _receive(self, host: Tensor) -> None:
         """Take what the host sends, the first fields one behind the other."""
         mine = [self.token_ids, self.next_token_ids, self.last_of_row, self.rows, self.lens, self.bounds]
-        given = host.to(self.lens.device, non_blocking=True).split([x.numel() for x in mine])
+        sizes = [x.numel() for x in mine]
+        given = host.to(self.lens.device, non_blocking=True).split(sizes)
         torch._foreach_copy_(mine, [piece.view(x.shape) for piece, x in zip(given, mine, strict=True)])
+        self.host_lens.copy_(host.split(sizes)[4].view(-1, 2))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
