@@ -22,7 +22,14 @@ from mla_compile.ops.kernels.plan import (
     num_splits,
     power_of_two,
 )
-from mla_compile.ops.kernels.softmax import LOG2_E, attend_latents, combine, split_of, store_split
+from mla_compile.ops.kernels.softmax import (
+    LOG2_E,
+    attend_latents,
+    combine,
+    split_of,
+    split_results,
+    store_split,
+)
 from mla_compile.ops.softmax import in_parts
 
 
@@ -143,10 +150,7 @@ def prefill_absorbed(
         # Parts that are joined stay in float32 until the last.
         out = q.new_empty((tokens, heads, rank), dtype=torch.float32 if parts > 1 else q.dtype)
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
-        part_out, part_lse = out, lse
-        if splits > 1:
-            part_out = lse.new_empty((splits, tokens * heads, rank))
-            part_lse = lse.new_empty((splits, tokens * heads))
+        part_out, part_lse = split_results(out, lse, splits)
         absorbed_kernel[(blocks, splits)](
             q_latent,
             q_pe,

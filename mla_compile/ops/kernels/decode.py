@@ -21,7 +21,14 @@ from mla_compile.ops.kernels.plan import (
     num_splits,
     power_of_two,
 )
-from mla_compile.ops.kernels.softmax import LOG2_E, attend_latents, combine, split_of, store_split
+from mla_compile.ops.kernels.softmax import (
+    LOG2_E,
+    attend_latents,
+    combine,
+    split_of,
+    split_results,
+    store_split,
+)
 
 
 @triton.jit
@@ -146,10 +153,7 @@ def decode_triton(
 
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
-    part_out, part_lse = out, lse
-    if splits > 1:
-        part_out = lse.new_empty((splits, tokens * heads, rank))
-        part_lse = lse.new_empty((splits, tokens * heads))
+    part_out, part_lse = split_results(out, lse, splits)
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
         split_kernel[(blocks, splits)](
             q_latent,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.plan import DecodeTiles, decode_tiles, device_of, num_splits, power_of_two
-from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine
+from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine, split_results
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Stands for finite numbers of a mask, `finfo.min` say, that would be -inf once scores count as powers of two.
@@ -168,10 +168,7 @@ def masked_decode_triton(
 
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((rows * query_rows,), dtype=torch.float32)
-    part_out, part_lse = out, lse
-    if splits > 1:
-        part_out = lse.new_empty((splits, rows * query_rows, rank))
-        part_lse = lse.new_empty((splits, rows * query_rows))
+    part_out, part_lse = split_results(out, lse, splits)
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
         masked_split_kernel[(blocks, splits)](
             q_latent,

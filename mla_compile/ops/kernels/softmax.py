@@ -120,6 +120,14 @@ def combine_kernel(
         tl.store(lse + i, base + tl.log(sum_of_weights))
 
 
+def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where splits write: `out` and `lse` themselves for one split, else what `combine` joins in them."""
+    if splits == 1:
+        return out, lse
+    total = lse.numel()
+    return lse.new_empty((splits, total, out.shape[-1])), lse.new_empty((splits, total))
+
+
 def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Join float32 `[splits, total, rank]` and `[splits, total]` in `out` and `lse`, which hold `total` rows."""
     splits, total, rank = part_out.shape
