@@ -159,6 +159,7 @@ def decode_call(
     q_len: int,
     *,
     captured: bool,
+    batch_invariant: bool = False,
 ) -> DecodeCall:
     """The call that these arguments of `mla_decode` make. They may be fake: symbolic sizes become None."""
     facts = {
@@ -168,7 +169,8 @@ def decode_call(
         "qk_rope_head_dim": _known(q_pe.shape[2]),
         "page_size": _known(kv_cache.shape[1]),
     }
-    return DecodeCall(*describe_device(q_latent.device), captured, facts, _known(q_len), q_lens is not None)
+    device = describe_device(q_latent.device)
+    return DecodeCall(*device, captured, facts, batch_invariant, _known(q_len), q_lens is not None)
 
 
 @functools.cache

@@ -14,21 +14,29 @@ from mla_compile.torch_internals import is_fake
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor]:
-    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _, backend = args
-    call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend)
+    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _, backend, batch_invariant = args
+    call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend, batch_invariant)
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, *args[:-1])
+    return chosen.run(call, *args[:-2])
 
 
 def choose_backend(
-    q_latent: Tensor, q_pe: Tensor, kv_cache: Tensor, q_lens: Tensor | None, q_len: int, backend: str | None
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    backend: str | None,
+    batch_invariant: bool = False,
 ) -> tuple[DecodeCall, DecodeBackend]:
     """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
     # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
     captured = backend is None or (q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
-    call = decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured)
+    call = decode_call(
+        q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured, batch_invariant=batch_invariant
+    )
     return call, select_backend(call, backend).chosen
 
 
@@ -44,6 +52,7 @@ def mla_decode(
     q_len: int,
     softmax_scale: float,
     backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
 
@@ -62,6 +71,8 @@ def mla_decode(
         softmax_scale: multiplies the scores.
         backend: the name of one of `mla_compile.ops.backends.DECODE_BACKENDS`; None takes the fastest that serves the
             call and may be captured in a CUDA graph.
+        batch_invariant: take one with which a token's bits depend on nothing but its own query and keys: not on the
+            other rows, nor on `q_len`.
 
     Returns:
         out `[rows * q_len, heads, kv_lora_rank]` in the dtype of `q_latent`, 0 for a token that sees no key, and
@@ -83,7 +94,10 @@ def mla_decode(
     validate.query_lengths("q_lens", q_lens, q_len)
     if backend is not None:
         captured = is_fake(q_latent)  # whoever it is that compiles, a CUDA graph may be what comes of it
-        select_backend(decode_call(q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured), backend)
+        call = decode_call(
+            q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured, batch_invariant=batch_invariant
+        )
+        select_backend(call, backend)
     lse = empty(q_latent, q_latent.shape[:2], accumulate_dtype(q_latent.dtype))
     return empty(q_latent, q_latent.shape), lse
 

@@ -1,6 +1,7 @@
 """Who computes an op: tables of implementations, each with what it takes, and the choice among them.
 
 Each op's file has its table, fastest first (decode's is `backends.py`). The last row, plain torch, serves every call.
+Where that row's bits depend on the batch, one more, slower, serves the calls that must not (`batch_invariant`).
 To add an implementation, add a row and the function that it names. `mla-compile env` prints all tables, and
 `TORCH_LOGS="+mla_compile"` says of each kind of call who serves it and why the faster ones do not.
 """
@@ -44,12 +45,15 @@ class Call:
     capability: the compute capability of a CUDA device.
     captured: whether the call may be recorded in a CUDA graph, so that nothing may be read or computed on the host.
     facts: sizes, strides and dtypes, by the names that `Implementation.takes` uses.
+    batch_invariant: whether a token's bits may not depend on what is computed beside it, other tokens of its row among
+        that.
     """
 
     device_type: str
     capability: tuple[int, int] | None = None
     captured: bool | None = None
     facts: Mapping[str, object] = field(default_factory=dict, hash=False)
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Implementation:
     packages: Python packages that it needs, as they are imported.
     takes: what it takes of each fact that limits it.
     capturable: whether a call does no work on the host that depends on values.
+    batch_invariant: whether a token gets the same bits in every call with the same keys, experts and weights, whatever
+        is computed beside it.
     """
 
     name: str
@@ -73,10 +79,13 @@ class Implementation:
     packages: tuple[str, ...] = ()
     takes: Mapping[str, Taken] = field(default_factory=dict, hash=False)
     capturable: bool = True
+    batch_invariant: bool = False
 
     def why_not(self, call: Call) -> str | None:
         """The first reason why it cannot serve a call, with the values; None where it can."""
         reason = self.why_not_on(call.device_type, call.capability) or self.why_not_given(call.facts)
+        if reason is None and call.batch_invariant and not self.batch_invariant:
+            return "a token's bits depend on what is computed beside it"
         if reason is None and call.captured and not self.capturable:
             return "works on the host in every call, so it serves eager calls that ask for it by name only"
         return reason
@@ -115,15 +124,24 @@ class Implementation:
         return _imported(self.function)
 
 
-def triton(description: str, function: str, *, takes: Mapping[str, Taken]) -> Implementation:
+def triton(
+    description: str, function: str, *, takes: Mapping[str, Taken], batch_invariant: bool = False
+) -> Implementation:
     """A row for a function whose Triton kernels run on NVIDIA GPUs from SM 80."""
     return Implementation(
-        "triton", description, function, ("cuda",), min_capability=(8, 0), packages=("triton",), takes=takes
+        "triton",
+        description,
+        function,
+        ("cuda",),
+        min_capability=(8, 0),
+        packages=("triton",),
+        takes=takes,
+        batch_invariant=batch_invariant,
     )
 
 
 def reference(function: str) -> Implementation:
-    """The last row of a table, for a function in plain torch that serves every call."""
+    """The row of a table for a function in plain torch that serves every call, if its bits may depend on the batch."""
     return Implementation("reference", "plain torch, any device", function)
 
 
@@ -151,7 +169,7 @@ def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
         if reason is None:
             return Selection(row, tuple(passed_over))
         passed_over.append((row.name, reason))
-    raise AssertionError("the last row of a table serves every call")
+    raise AssertionError("some row of a table serves every call")
 
 
 @functools.cache

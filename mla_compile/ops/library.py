@@ -35,6 +35,9 @@ implementations: dict[str, Callable[..., Any]] = {}
 """The Python function behind each op, by the op's name."""
 tables: dict[str, Table] = {}
 """The implementations of each op that has a table, fastest first, by the op's name."""
+FLAG = "batch_invariant"
+"""The argument of an op, its last one, that asks for a row of its table that is so. The row does not get it."""
+_flagged: set[str] = set()
 _facts_of: dict[str, Callable[[Sequence[Any]], Mapping[str, object]]] = {}
 
 _TYPES = {
@@ -79,10 +82,16 @@ def define_op(
         defaults = tuple(p.default for p in parameters[required:])
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         positional = len(parameters) - len(keywords)
+        if any(p.name == FLAG for p in parameters):
+            assert parameters[-1].name == FLAG, f"{op}: {FLAG} comes last"
+            _flagged.add(op)
 
         def implementation(*args: Any) -> Any:
             args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
-            return run(*args) if run is not None else _serving(op, args).load()(*args)
+            if run is not None:
+                return run(*args)
+            row = _serving(op, args)
+            return row.load()(*args[:-1] if op in _flagged else args)
 
         def fake(*args: Any) -> Any:
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
@@ -164,12 +173,15 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 def choose(op: str, args: Sequence[Any]) -> Selection[Implementation]:
     """Who serves a call of an op with these arguments, and why the faster ones do not."""
-    return select(tables[op], Call(*describe_device(args[0].device), facts=_facts_of[op](args)))
+    call = Call(
+        *describe_device(args[0].device), facts=_facts_of[op](args), batch_invariant=_is_asked(op, args)
+    )
+    return select(tables[op], call)
 
 
 def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
     """What `choose` chooses, without the reasons, which would cost an eager call more than the choice."""
-    here = _rows_on(op, args[0].device)
+    here = _rows_on(op, args[0].device, _is_asked(op, args))
     if log.isEnabledFor(logging.DEBUG):
         _log_once(op, choose(op, args).explain())
     if len(here) == 1:
@@ -178,9 +190,14 @@ def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
     return next(row for row in here if row.why_not_given(facts) is None)
 
 
+def _is_asked(op: str, args: Sequence[Any]) -> bool:
+    return op in _flagged and bool(args[-1])
+
+
 @functools.cache
-def _rows_on(op: str, device: torch.device) -> Table:
-    return tuple(row for row in tables[op] if row.why_not_on(*describe_device(device)) is None)
+def _rows_on(op: str, device: torch.device, batch_invariant: bool) -> Table:
+    rows = [row for row in tables[op] if row.batch_invariant or not batch_invariant]
+    return tuple(row for row in rows if row.why_not_on(*describe_device(device)) is None)
 
 
 @functools.cache

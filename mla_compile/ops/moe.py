@@ -50,6 +50,7 @@ def _experts(
     w_down: Tensor,
     row_lens: Tensor | None = None,
     q_len: int = 1,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`."""
     sizes = validate.Layouts()

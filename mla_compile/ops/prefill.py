@@ -97,6 +97,7 @@ def mla_prefill(
     cu_seqlens_k: Tensor,
     key_slots: Tensor,
     softmax_scale: float,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Causal attention over all keys of each row, exact for any chunking of a prompt.
 
@@ -111,6 +112,8 @@ def mla_prefill(
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
         cu_seqlens_k, key_slots: see `PrefillSegment`.
         softmax_scale: multiplies the scores.
+        batch_invariant: a token's bits depend on nothing but its own query and keys: not on how its prompt is cut into
+            chunks, nor on the other rows.
 
     Returns:
         `[tokens, heads, v_head_dim]` in the dtype of `q`; 0 for a token that sees no key.
