@@ -25,7 +25,10 @@ def _by_halves(function: str) -> Implementation:
 
 ROW_SUM = (
     triton(
-        "a program for each row", "mla_compile.ops.kernels.row_sums:sum_triton", takes=_TAKES, batch_invariant=True
+        "a program for each row",
+        "mla_compile.ops.kernels.row_sums:sum_triton",
+        takes=_TAKES,
+        batch_invariant=True,
     ),
     _by_halves("mla_compile.ops.row_sums:sum_by_halves"),
 )

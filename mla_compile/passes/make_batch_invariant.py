@@ -28,13 +28,20 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mla_compile.errors import MLAError
-from mla_compile.ops.library import FLAG
 from mla_compile.ops.attention import attention_op
+from mla_compile.ops.library import FLAG
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.matmul import matmul_op
 from mla_compile.ops.row_sums import rms_norm_op, row_sum_op
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
-from mla_compile.passes.nodes import arguments, op_arguments, tensor_of, torch_name, value_of, values_of, with_arguments
+from mla_compile.passes.nodes import (
+    arguments,
+    tensor_of,
+    torch_name,
+    value_of,
+    values_of,
+    with_arguments,
+)
 from mla_compile.passes.provenance import where
 from mla_compile.torch_internals import overload_of, schema_arguments, statically_known_true
 
@@ -65,7 +72,9 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
         if namespace == "mla_compile":
             _ask(node, target)
         elif namespace not in (None, "aten", "prims"):
-            raise _refused(node, f"the op {target}", "leave batch_invariant out, or write it with torch functions")
+            raise _refused(
+                node, f"the op {target}", "leave batch_invariant out, or write it with torch functions"
+            )
         elif (name := _name(node)) in _REFUSED and _is_float(node):
             raise _refused(node, f"`{name}`", "attention is `mla_compile.mla_attention`")
         elif name in _RULES:
@@ -151,29 +160,26 @@ def _is_float(node: Any) -> bool:
     return any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
 
 
-def _columns(node: fx.Node, x: fx.Node, dim: Any) -> int | None:
-    """The size of the last dimension, which `dim` must be; None where nothing is added in floating point."""
+def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
+    """Whether it adds floating point numbers, along the last dimension then."""
     if not _is_float(x):
-        return None
+        return False
     value = tensor_of(x)
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     if len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % value.dim() != value.dim() - 1:
         raise _refused(node, f"a sum over dimensions {dim} of {list(value.shape)}", "sum over the last one alone")
-    columns = value.shape[-1]
-    if not isinstance(columns, int):
-        raise _refused(node, "a sum over a dimension whose size varies")
-    return columns
+    return True
 
 
-def _sum_of(x: Any, columns: int) -> Any:
+def _sum_of(x: Any) -> Any:
     """Of the last dimension, which stays with size 1; in float32 at least."""
-    wide = torch.promote_types(_dtype(x), torch.float32)
-    if columns <= SHORT:
+    *leading, columns = x.shape
+    if isinstance(columns, int) and 0 < columns <= SHORT:
+        wide = torch.promote_types(_dtype(x), torch.float32)
         total = x[..., 0:1].to(wide)
         for i in range(1, columns):
             total = total + x[..., i : i + 1].to(wide)
         return total
-    *leading, _ = x.shape
     return row_sum_op(x.reshape(-1, columns)).reshape(*leading, 1)
 
 
@@ -185,13 +191,13 @@ def _add_up(mean: bool) -> _Rule:
     def rule(node: fx.Node, given: dict[str, Any]) -> Any:
         if mean and _replace_written_out_norm(node):
             return None
-        columns = _columns(node, given["input"], given.get("dim"))
-        if columns is None or columns == 0:
+        if not _adds_floats(node, given["input"], given.get("dim")):
             return None
 
         def emit(x: Any) -> Any:
-            total = _sum_of(x if given.get("dtype") is None else x.to(given["dtype"]), columns)
-            total = (total / columns if mean else total).to(value_of(node).dtype)
+            x = x if given.get("dtype") is None else x.to(given["dtype"])
+            total = _sum_of(x) / x.shape[-1] if mean else _sum_of(x)
+            total = total.to(value_of(node).dtype)
             return total if given.get("keepdim", False) else total.squeeze(-1)
 
         return inline(node, emit, (given["input"],))
@@ -201,8 +207,7 @@ def _add_up(mean: bool) -> _Rule:
 
 def _softmax(log: bool) -> _Rule:
     def rule(node: fx.Node, given: dict[str, Any]) -> Any:
-        columns = _columns(node, given["input"], given.get("dim"))
-        if columns is None or columns == 0:
+        if not _adds_floats(node, given["input"], given.get("dim")):
             return None
 
         def emit(x: Any) -> Any:
@@ -210,7 +215,7 @@ def _softmax(log: bool) -> _Rule:
             wide = x.to(torch.promote_types(_dtype(x), torch.float32))
             shifted = wide - wide.amax(-1, True)
             weights = torch.exp(shifted)
-            total = _sum_of(weights, columns)
+            total = _sum_of(weights)
             out = shifted - torch.log(total) if log else weights / total
             return out.to(value_of(node).dtype)
 
@@ -220,14 +225,13 @@ def _softmax(log: bool) -> _Rule:
 
 
 def _logsumexp(node: fx.Node, given: dict[str, Any]) -> Any:
-    columns = _columns(node, given["input"], given.get("dim"))
-    if columns is None or columns == 0:
+    if not _adds_floats(node, given["input"], given.get("dim")):
         return None
 
     def emit(x: Any) -> Any:
         wide = x.to(torch.promote_types(_dtype(x), torch.float32))
         highest = wide.amax(-1, True)
-        total = (highest + torch.log(_sum_of(torch.exp(wide - highest), columns))).to(value_of(node).dtype)
+        total = (highest + torch.log(_sum_of(torch.exp(wide - highest)))).to(value_of(node).dtype)
         return total if given.get("keepdim", False) else total.squeeze(-1)
 
     return inline(node, emit, (given["input"],))
@@ -251,16 +255,18 @@ def _replace_written_out_norm(mean: fx.Node) -> bool:
     eps = [number for number in add.args if isinstance(number, float)]
     source = wide.args[0] if torch_name(wide) in ("to", "float") else wide
     normed = product if source is wide else _only_user(product, "to")
-    if len(eps) != 1 or normed is None or value_of(mean).shape[-1] != 1 or not _is_float(source):
+    if len(eps) != 1 or normed is None or not statically_known_true(value_of(mean).shape[-1] == 1) or not _is_float(source):
         return False
     x = tensor_of(source)
-    same = tensor_of(normed).dtype == x.dtype and tensor_of(wide).dtype == torch.promote_types(x.dtype, torch.float32)
-    if not same or not isinstance(x.shape[-1], int):
+    same = tensor_of(normed).dtype == x.dtype and tensor_of(wide).dtype == torch.promote_types(
+        x.dtype, torch.float32
+    )
+    if not same:
         return False
     weighted = _weighted(normed)
     end = weighted or normed
     factor = None if weighted is None else next(other for other in weighted.args if other is not normed)
-    found = inline(end, _norm_of(x.shape[-1], eps[0]), (source, factor, None))
+    found = inline(end, _norm_of(eps[0]), (source, factor, None))
     end.replace_all_uses_with(found)
     for node in (weighted, normed, product, rsqrt, add, mean, square, wide):
         if node is not None and not node.users and node is not source:
@@ -274,9 +280,9 @@ def _only_user(node: fx.Node, name: str) -> fx.Node | None:
     return user if user is not None and torch_name(user) == name else None
 
 
-def _norm_of(columns: int, eps: float) -> Callable[..., Any]:
+def _norm_of(eps: float) -> Callable[..., Any]:
     def emit(x: Any, factor: Any, weight: Any) -> Any:
-        out = rms_norm_op(x.reshape(-1, columns), factor, eps).reshape(x.shape)
+        out = rms_norm_op(x.reshape(-1, x.shape[-1]), factor, eps).reshape(x.shape)
         return out if weight is None else out * weight
 
     return emit
@@ -284,15 +290,14 @@ def _norm_of(columns: int, eps: float) -> Callable[..., Any]:
 
 def _rms_norm(node: fx.Node, given: dict[str, Any]) -> Any:
     x, weight = given["input"], given.get("weight")
-    columns = _columns(node, x, -len(given["normalized_shape"]))
+    _adds_floats(node, x, -len(given["normalized_shape"]))
     eps = given.get("eps")
     eps = torch.finfo(tensor_of(x).dtype).eps if eps is None else eps
     # The weight that multiplies next, if that is all that is done with the norm.
     product = _weighted(node) if weight is None else None
     factor = None if product is None else next(other for other in product.args if other is not node)
 
-    assert columns is not None
-    found = inline(product or node, _norm_of(columns, eps), (x, factor, weight))
+    found = inline(product or node, _norm_of(eps), (x, factor, weight))
     if product is None:
         return found
     product.replace_all_uses_with(found)
@@ -334,7 +339,16 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
 _REFUSED = {
     *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
     *("conv1d", "conv2d", "conv3d", "addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "inner", "tensordot"),
-    *("bilinear", "grouped_mm", "chain_matmul", "layer_norm", "group_norm", "batch_norm", "normalize", "norm"),
+    *(
+        "bilinear",
+        "grouped_mm",
+        "chain_matmul",
+        "layer_norm",
+        "group_norm",
+        "batch_norm",
+        "normalize",
+        "norm",
+    ),
     *("var", "std", "var_mean", "std_mean", "prod", "cumsum", "cumprod", "logcumsumexp", "cdist"),
 }
 """What adds or multiplies floating point numbers along a dimension and has no rule."""

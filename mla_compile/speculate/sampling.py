@@ -43,7 +43,10 @@ def _mass(scores: Tensor) -> Tensor:
 
 
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores `[..., vocab]`, the largest 0, with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`."""
+    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`.
+
+    The largest score is 0.
+    """
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[..., None]
     rank = torch.arange(scores.shape[-1], device=scores.device)
