@@ -100,11 +100,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--parts", nargs="*", choices=["differing", "compared"], default=["differing", "compared"])
-    parser.add_argument("--models", nargs="*", choices=["shipped", "v3", "glm"], default=["shipped", "v3", "glm"])
+    parser.add_argument(
+        "--parts", nargs="*", choices=["differing", "compared"], default=["differing", "compared"]
+    )
+    parser.add_argument(
+        "--models", nargs="*", choices=["shipped", "v3", "glm"], default=["shipped", "v3", "glm"]
+    )
     parser.add_argument("--modes", nargs="*", choices=["off", "on"], default=["off", "on"])
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=384, help="new ones of each prompt, where they are counted")
+    parser.add_argument(
+        "--tokens", type=int, default=384, help="new ones of each prompt, where they are counted"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compare", type=int, default=350_000, help="tokens of each model")
     args = parser.parse_args()

@@ -167,7 +167,9 @@ def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
     value = tensor_of(x)
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     if len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % value.dim() != value.dim() - 1:
-        raise _refused(node, f"a sum over dimensions {dim} of {list(value.shape)}", "sum over the last one alone")
+        raise _refused(
+            node, f"a sum over dimensions {dim} of {list(value.shape)}", "sum over the last one alone"
+        )
     return True
 
 
@@ -255,7 +257,12 @@ def _replace_written_out_norm(mean: fx.Node) -> bool:
     eps = [number for number in add.args if isinstance(number, float)]
     source = wide.args[0] if torch_name(wide) in ("to", "float") else wide
     normed = product if source is wide else _only_user(product, "to")
-    if len(eps) != 1 or normed is None or not statically_known_true(value_of(mean).shape[-1] == 1) or not _is_float(source):
+    if (
+        len(eps) != 1
+        or normed is None
+        or not statically_known_true(value_of(mean).shape[-1] == 1)
+        or not _is_float(source)
+    ):
         return False
     x = tensor_of(source)
     same = tensor_of(normed).dtype == x.dtype and tensor_of(wide).dtype == torch.promote_types(

@@ -15,7 +15,19 @@ from mla_compile.passes.make_batch_invariant import SHORT, make_batch_invariant
 from tests.passes.capture import Capture, Layer, make_inputs, ops
 
 K, N = 40, 24
-ADDS = {"linear", "matmul", "mm", "bmm", "einsum", "softmax", "log_softmax", "logsumexp", "mean", "sum", "rms_norm"}
+ADDS = {
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "einsum",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "mean",
+    "sum",
+    "rms_norm",
+}
 
 
 def draw(*shape: int) -> Tensor:
@@ -75,7 +87,9 @@ def test_a_norm_and_its_weight_are_one_op() -> None:
         capture = Capture([make_batch_invariant])
         torch.compile(CALLS[name], backend=capture, fullgraph=True)(draw(3, K))
         found = ops(capture.after[0])
-        assert found.count("batch_invariant_rms_norm") == 1 and not {"mul", "pow", "rsqrt"} & set(found), found
+        assert found.count("batch_invariant_rms_norm") == 1 and not {"mul", "pow", "rsqrt"} & set(found), (
+            found
+        )
 
 
 def test_attention_and_its_projections_are_asked_for_it() -> None:
@@ -85,7 +99,9 @@ def test_attention_and_its_projections_are_asked_for_it() -> None:
     )
     graph = capture.after[0].graph
     asked = {str(node.target): node.args[-1] for node in graph.nodes if "mla_" in str(node.target)}
-    assert asked["mla_compile.mla_decode.default"] is True and asked["mla_compile.mla_prefill.default"] is True
+    assert (
+        asked["mla_compile.mla_decode.default"] is True and asked["mla_compile.mla_prefill.default"] is True
+    )
     assert not ADDS & set(ops(capture.after[0]))
 
 
