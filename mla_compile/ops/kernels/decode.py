@@ -69,7 +69,8 @@ def _attend_split(
     scale,
     out,
     lse,
-    target,  # int64 [rows]: where the results go
+    first_target,  # int64: where the results of the row go
+    r,  # [BLOCK_R]: the row's queries of this program
     inside,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -94,13 +95,14 @@ def _attend_split(
             q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
             RANK, ROPE, RANK_BLOCK, ROPE_BLOCK,
         )  # fmt: skip
-    store_split(out, lse, target, inside, top, total, acc, RANK, RANK_BLOCK)
+    store_split(out + first_target * RANK, lse + first_target, r, inside, top, total, acc, RANK, RANK_BLOCK)
 
 
-_FROM_CALL_TO_CALL = ["block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride"]
+_VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
+"""What changes from call to call: compiled code knows nothing of it."""
 
 
-@triton.jit(do_not_specialize=_FROM_CALL_TO_CALL)
+@triton.jit(do_not_specialize=_VARYING)
 def split_kernel(
     q_latent,  # [rows * q_len, HEADS, RANK], any strides but the last
     q_pe,  # [rows * q_len, HEADS, ROPE], likewise
@@ -141,8 +143,7 @@ def split_kernel(
     token = r // HEADS
     bounds, keys = _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
     bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
-    split_target = row * R + r
-    rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R
+    query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
     if SPLIT_KEYS > 0:
         idle = program * SPLIT_KEYS >= keys
     else:
@@ -150,7 +151,7 @@ def split_kernel(
         # The sum skips an empty split, so its `out` may stay unwritten.
         idle = (start >= stop) & (programs > 1)
         nothing = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        tl.store(lse + program * rows + split_target, nothing, mask=(r < R) & idle)
+        tl.store(lse + program * query_rows + row * R + r, nothing, mask=(r < R) & idle)
     if idle:
         return
 
@@ -171,12 +172,12 @@ def split_kernel(
             start = split * SPLIT_KEYS
             stop = tl.minimum(keys, start + SPLIT_KEYS)
             _attend_split(
-                q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * rows + split_target, r < R,
+                q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
                 RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
             )  # fmt: skip
     else:
         _attend_split(
-            q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * rows + split_target, r < R,
+            q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
             RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 

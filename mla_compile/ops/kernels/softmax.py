@@ -75,7 +75,7 @@ def attend_latents(
 def store_split(
     out,  # [splits * total, RANK], contiguous
     lse,  # float32 [splits * total]
-    target,  # int64 [rows]: where the rows of this program are
+    target,  # [rows]: where the rows of this program are
     inside,  # [rows]: which of them there are
     top,
     total,
