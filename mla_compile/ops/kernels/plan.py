@@ -12,6 +12,17 @@ from torch import Tensor
 MIN_KEYS = 128
 """Keys of a row under which a further split is not worth its start and its share of the sum."""
 
+SPLIT_KEYS = 256
+"""Keys of a split of batch-invariant decode. A row of 1000 keys has 4 to read side by side. Half as many keys would
+write and read as much of partial results as of latents for 20 heads; twice as many would take a row alone twice as
+long. One split more or fewer would be other bits, so rows, heads and lengths do not count here."""
+
+SPLIT_BLOCK = 16
+"""Splits whose results are summed at a time: 4096 keys."""
+
+_MOST_PARTIAL = 2**26
+"""Elements, 256 MB, of all partial results of batch-invariant decode. Its splits are as many as fit the block table."""
+
 _WAVES = 4
 """At most so many programs per multiprocessor; more only write more partial results."""
 
@@ -61,7 +72,8 @@ class DecodeTiles:
 def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
     """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
 
-    query_rows: `q_len * heads`. On Hopper four warps share 64 keys, what one of its matrix instructions takes; two
+    query_rows: `q_len * heads`; of batch-invariant decode `heads` alone, as other tiles may add in another order. On
+    Hopper four warps share 64 keys, what one of its matrix instructions takes; two
     such groups would compute the scores twice. Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on
     the plain cores: tensor cores would round it.
     """
@@ -99,6 +111,11 @@ def num_splits(programs: int, max_keys: int, device: Device) -> int:
 
     best = min(map(cost, range(1, most + 1)))
     return next(s for s in range(1, most + 1) if cost(s) <= 1.05 * best)
+
+
+def rows_at_once(partial: int) -> int:
+    """For how many rows batch-invariant decode has a workspace, where one has so many elements of partial results."""
+    return max(1, _MOST_PARTIAL // partial)
 
 
 @dataclass(frozen=True)
