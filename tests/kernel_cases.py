@@ -462,4 +462,6 @@ def check_matmul(x: Tensor, w: Tensor, got: Tensor) -> None:
     assert got.is_contiguous() and got.dtype == x.dtype and got.shape == exact.shape
     added = 1e-14 if got.dtype == torch.float64 else 1e-5
     unit = torch.finfo(got.dtype).eps
-    assert ((got.double() - exact).abs() <= added * size + unit * exact.abs() + torch.finfo(got.dtype).tiny).all()
+    assert (
+        (got.double() - exact).abs() <= added * size + unit * exact.abs() + torch.finfo(got.dtype).tiny
+    ).all()

@@ -9,8 +9,8 @@ from mla_compile.ops.paging import accumulate_dtype
 def product_by_row(x: Tensor, w: Tensor) -> Tensor:
     """`out[t, g] = x[t, g] @ w[g]`, each token in a product of its own, `[1, k] @ [k, n]`: no shape depends on others.
 
-    x: `[tokens, groups, k]`, w: `[groups, k, n]`, any strides. Returns `[tokens, groups, n]`, contiguous, in the dtype of
-    x; sums are in `accumulate_dtype`.
+    x: `[tokens, groups, k]`, w: `[groups, k, n]`, any strides. Returns `[tokens, groups, n]`, contiguous, in the dtype
+    of x; sums are in `accumulate_dtype`.
 
     On the CPU the tokens of a group are one batch of such products. Those of MKL are dot products, whose order depends
     on k, on n and on where in memory a row begins: so all rows, those of the weights too, begin 64 bytes apart. (Where

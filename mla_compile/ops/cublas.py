@@ -1,15 +1,15 @@
 """Products by cuBLAS of which a probe found that a row has the same bits in any batch.
 
-cuBLAS chooses its kernel by shape. Tensor cores add along k in one order whatever the tile, so most kernels agree; those
-that split k do not. Nothing tells which one serves a shape, so every shape of weights is tried once a process: products
-of many sizes, whose bits are compared. Nothing is timed, so every process on the same GPU model and versions finds the
-same answer.
+cuBLAS chooses its kernel by shape. Tensor cores add along k in one order whatever the tile, so most kernels agree;
+those that split k do not. Nothing tells which one serves a shape, so every shape of weights is tried once a process:
+products of many sizes, whose bits are compared. Nothing is timed, so every process on the same GPU model and versions
+finds the same answer.
 """
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,57 @@ from torch import Tensor
 
 from mla_compile.ops.implementations import HALF, describe_device
 
-NUMBERS = (
-    *(*range(1, 34), 40, 48, 49, 56, 63, 64, 65, 72, 80, 95, 96, 97, 112, 127, 128, 129, 160, 191, 192, 193, 200),
-    *(224, 255, 256, 257, 320, 384, 385, 448, 512, 513, 544, 576, 640, 700, 768, 896, 1000, 1024, 1025, 1064, 1280),
+K = TypeVar("K")
+V = TypeVar("V")
+
+NUMBERS: tuple[int, ...] = (
+    *(
+        *range(1, 34),
+        40,
+        48,
+        49,
+        56,
+        63,
+        64,
+        65,
+        72,
+        80,
+        95,
+        96,
+        97,
+        112,
+        127,
+        128,
+        129,
+        160,
+        191,
+        192,
+        193,
+        200,
+    ),
+    *(
+        224,
+        255,
+        256,
+        257,
+        320,
+        384,
+        385,
+        448,
+        512,
+        513,
+        544,
+        576,
+        640,
+        700,
+        768,
+        896,
+        1000,
+        1024,
+        1025,
+        1064,
+        1280,
+    ),
     *(1536, 1792, 2048, 2049, 2088, 2560, 3000, 3072, 3584, 4095, 4096),
 )
 """Numbers of tokens that are tried: all small ones, and the borders of tiles of 16 to 256 tokens."""
@@ -70,14 +118,17 @@ def weights_of(x: Tensor, w: Tensor) -> Weights | None:
     return Weights(x.device, x.dtype, groups, k, n, strides)
 
 
+def _is_here(device: torch.device) -> bool:
+    """Whether a device, that of a fake tensor perhaps, is an NVIDIA GPU of this machine."""
+    return device.type == "cuda" and torch.cuda.is_available() and describe_device(device)[0] == "cuda"
+
+
 def fewest_tokens(x: Tensor, w: Tensor) -> int | None:
     """The number of tokens from which on a row of `x @ w` has the same bits in any batch; fewer are padded to it.
 
     None where there is no such number, or it is not known: while a CUDA graph is recorded, nothing is tried.
     """
-    if x.dtype not in HALF or describe_device(x.device)[0] != "cuda" or not torch.cuda.is_available():
-        return None
-    weights = weights_of(x, w)
+    weights = weights_of(x, w) if x.dtype in HALF and _is_here(x.device) else None
     if weights is None:
         return None
     fewest = _known(_fewest, weights, lambda: _try_numbers(weights))
@@ -114,16 +165,18 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 
 def _takes_as_is(weights: Weights, x: Tensor) -> bool:
     """Whether x, strided as it is, gives the bits that it gives when it is contiguous."""
-    strides = x.stride()[:2]
+    strides = x.stride(0), x.stride(1)
     if x.is_contiguous():
         return True
     unit = _BYTES // x.element_size()
-    if x.stride(2) != 1 or not all(type(stride) is int and stride > 0 and stride % unit == 0 for stride in strides):
+    if x.stride(2) != 1 or not all(
+        type(stride) is int and stride > 0 and stride % unit == 0 for stride in strides
+    ):
         return False
     return bool(_known(_as_contiguous, (weights, strides), lambda: _try_strides(weights, strides)))
 
 
-def _known(found: dict[Any, Any], key: Any, find: Callable[[], Any]) -> Any:
+def _known(found: dict[K, V], key: K, find: Callable[[], V]) -> V | None:
     """What was found for a key, else what `find` finds, unless a CUDA graph is being recorded: then None, for now.
 
     It runs in a thread of its own, which has none of the caller's modes: tensors are real there while a graph is traced
@@ -151,9 +204,7 @@ def _try_strides(weights: Weights, strides: tuple[int, int]) -> bool:
     expected = _product(x, w)
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, (*strides, 1)))
     x = x.new_empty(size).as_strided(x.shape, (*strides, 1)).copy_(x)
-    return fewest is not None and all(
-        _agrees(x, w, expected, n) for n in NUMBERS if fewest <= n <= len(x)
-    )
+    return fewest is not None and all(_agrees(x, w, expected, n) for n in NUMBERS if fewest <= n <= len(x))
 
 
 def _agrees(x: Tensor, w: Tensor, expected: Tensor, tokens: int) -> bool:
@@ -167,7 +218,7 @@ def _draw(weights: Weights) -> tuple[Tensor, Tensor]:
     """The most tokens, and weights, whose products show in what order they are added.
 
     A sum of random numbers, rounded to half precision, hides the order in all but one of ten thousand elements. Here
-    half of the terms, 2**17 times as large, cancel: float32's roundings of the partial sums are what is left.
+    half of the terms, 2**20 times as large, cancel: float32's roundings of the partial sums are what is left.
     """
     device, dtype, groups, k, n, strides = weights
     generator = torch.Generator(device).manual_seed(0)
@@ -176,7 +227,7 @@ def _draw(weights: Weights) -> tuple[Tensor, Tensor]:
     w = w.as_strided((groups, k, n), strides)
     x = torch.randn(weights.most_tokens, groups, k, generator=generator, dtype=dtype, device=device)
     first, second = torch.randperm(k, generator=generator, device=device)[: k // 2].view(2, -1)
-    x[..., first] *= 2**8
-    w[:, first] *= 2**9
+    x[..., first] *= 2**10
+    w[:, first] *= 2**10
     x[..., second], w[:, second] = x[..., first], -w[:, first]
     return x, w

@@ -279,7 +279,8 @@ def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPa
     assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"
     experts = moe_case(0, 4)
     assert (
-        reason("moe_experts", *experts.args(), None, 1, False) == "takes (token, expert) pairs of 1 or more, got 0"
+        reason("moe_experts", *experts.args(), None, 1, False)
+        == "takes (token, expert) pairs of 1 or more, got 0"
     )
     x, weights, ids, gate_up, down = moe_case(4, 2).args()
     assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1, False) == (

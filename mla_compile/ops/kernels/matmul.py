@@ -55,7 +55,7 @@ def matmul_kernel(
 
 
 def matmul_triton(x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = None) -> Tensor:
-    """`batch_invariant_matmul` on the GPU or in Triton's interpreter; the tiles are chosen by `plan.py` unless given."""
+    """`batch_invariant_matmul` on the GPU or in Triton's interpreter, with tiles of `plan.py` unless given."""
     x = x if x.stride(2) == 1 else x.contiguous()
     (tokens, groups, k), n = x.shape, w.shape[2]
     tiles = tiles or matmul_tiles(tokens, groups * n, x.dtype, device_of(x))
