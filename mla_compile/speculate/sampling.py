@@ -6,6 +6,9 @@ in vLLM's `SamplingParams`, and are applied in the order of its sampler (`vllm/v
 
 Plain decoding, verification and drafting ask for the noise of the same position and get the same numbers; the draft
 that agrees with the target's logits then agrees with its sample too.
+
+Nothing here is added up in floating point, whose order would differ from one compiled graph to another, nor left to
+how a kernel breaks ties: probabilities are summed as integers, and of equal logits the lower id comes first.
 """
 
 import torch
@@ -34,15 +37,24 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def _mass(scores: Tensor) -> Tensor:
+    """`exp(scores)`, at most 1, as int64 in units of 2**-40: of 2**23 ids, the sum is exact in any order."""
+    return (scores.exp() * 2.0**40).to(torch.int64)
+
+
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`."""
-    ordered, ids = scores.sort(dim=-1, descending=True)
+    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`.
+
+    The largest score is 0.
+    """
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[..., None]
     rank = torch.arange(scores.shape[-1], device=scores.device)
     ordered = ordered.masked_fill(rank >= limit, -torch.inf)
-    probability = ordered.softmax(dim=-1)
-    before = probability.cumsum(dim=-1) - probability
-    ordered = ordered.masked_fill(before >= top_p[..., None], -torch.inf)
+    mass = _mass(ordered)
+    before = mass.cumsum(dim=-1) - mass
+    kept = top_p[..., None].double() * mass.sum(dim=-1, keepdim=True)
+    ordered = ordered.masked_fill(before >= kept, -torch.inf)
     # The most likely id always stays, however small top_p is.
     ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
     return torch.empty_like(scores).scatter(-1, ids, ordered)
@@ -155,6 +167,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
     logits = logits.float()
     chosen = logits.gather(2, tokens[..., None])
     rank = 1 + (logits > chosen).sum(dim=2, keepdim=True)
-    largest, ids = logits.topk(n, dim=2)
-    total = logits.logsumexp(dim=2, keepdim=True)
-    return torch.cat([chosen, largest], dim=2) - total, torch.cat([rank, ids], dim=2)
+    ids = _likeliest(logits, n)
+    highest = logits.amax(dim=2, keepdim=True)
+    total = highest + (_mass(logits - highest).sum(dim=2, keepdim=True) * 2.0**-40).log()
+    return torch.cat([chosen, logits.gather(2, ids)], dim=2) - total, torch.cat([rank, ids], dim=2)
+
+
+def _likeliest(logits: Tensor, n: int) -> Tensor:
+    """The ids of the n largest of float32 logits `[..., vocab]`, in order; of equal ones the lower id first."""
+    bits = logits.view(torch.int32)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative ones are in the order of floats too
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    keys = order.to(torch.int64) * 2**32 + (_MASK - ids)
+    return _MASK - (keys.topk(n, dim=-1).values & _MASK)

@@ -64,7 +64,7 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
     if op == "moe_experts":
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
-        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1
+        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1, False
     if op == "mla_prefill_metadata":
         lens, bounds, table, *rest = prefill_metadata_args(draw)
         return lens, bounds, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
@@ -173,7 +173,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
         *prefill_args(make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)),
         False,
     ),
-    "moe_experts": lambda dtype: moe_case(4, 2, dtype=dtype).args(),
+    "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).args(), None, 1, False),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),
 }
@@ -287,10 +287,11 @@ def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPa
     assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"
     experts = moe_case(0, 4)
     assert (
-        reason("moe_experts", *experts.args(), None, 1) == "takes (token, expert) pairs of 1 or more, got 0"
+        reason("moe_experts", *experts.args(), None, 1, False)
+        == "takes (token, expert) pairs of 1 or more, got 0"
     )
     x, weights, ids, gate_up, down = moe_case(4, 2).args()
-    assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1) == (
+    assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1, False) == (
         "takes w_down.is_contiguous() True, got False"
     )
     append = ORDINARY["mla_append"](torch.float64)

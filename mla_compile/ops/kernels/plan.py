@@ -221,3 +221,64 @@ def moe_tiles(
     if min(pairs, experts) * columns < 4 * 32 * device.multiprocessors:
         return MoeTiles(tokens, columns=16, depth=256, warps=2, stages=4)
     return MoeTiles(tokens, columns=32, depth=128, warps=4, stages=4)
+
+
+@dataclass(frozen=True)
+class MatmulTiles(MoeTiles):
+    """How much a program of the batch-invariant product holds."""
+
+
+# Widest first. Those of Hopper won among the expert kernels' on an H200, which read the same way.
+_MATMUL_HOPPER = (
+    MatmulTiles(128, 256, 64, warps=8, stages=3),
+    MatmulTiles(64, 128, 64, warps=4, stages=3),
+    MatmulTiles(64, 64, 128, warps=4, stages=3),
+    MatmulTiles(64, 32, 128, warps=4, stages=4),
+    MatmulTiles(64, 16, 128, warps=4, stages=4),
+)
+_MATMUL_OTHERS = (
+    MatmulTiles(128, 128, 64, warps=8, stages=3),
+    MatmulTiles(64, 64, 64, warps=4, stages=3),
+    MatmulTiles(64, 32, 128, warps=4, stages=3),
+)
+_MATMUL_FEW = (
+    MatmulTiles(32, 32, 128, warps=4, stages=4),
+    MatmulTiles(32, 16, 256, warps=2, stages=4),
+    MatmulTiles(16, 32, 128, warps=4, stages=4),
+    MatmulTiles(16, 16, 256, warps=2, stages=4),
+)
+_MATMUL_BLACKWELL = (
+    MatmulTiles(128, 128, 64, warps=4, stages=3),
+    MatmulTiles(128, 64, 64, warps=4, stages=3),
+    MatmulTiles(128, 32, 64, warps=4, stages=4),
+)
+_MATMUL_FLOAT32 = (
+    MatmulTiles(64, 64, 32, warps=4, stages=2),
+    MatmulTiles(32, 32, 32, warps=4, stages=2),
+    MatmulTiles(16, 16, 32, warps=2, stages=3),
+)
+
+
+def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> MatmulTiles:
+    """The widest that waste less than half of their tokens and still give most multiprocessors a program.
+
+    No choice among them changes a bit. A half-precision tile of any size and depth is a sequence of matrix
+    instructions that add 16 products each, in the order of k. Hopper has two kinds, one of 16 tokens and one of 64,
+    which an H200 was seen to give the same bits. Of data-centre Blackwell's two that is not known: it gets one kind,
+    tiles of 128 tokens. Float32 runs on the plain cores, one fused multiply-add after another in the order of k.
+
+    columns: of all groups.
+    """
+    wanted = power_of_two(tokens)
+    choices: tuple[MatmulTiles, ...] = _MATMUL_BLACKWELL
+    if dtype == torch.float32:
+        choices = tuple(tiles for tiles in _MATMUL_FLOAT32 if tiles.tokens <= wanted)
+    elif device.capability[0] != 10:
+        choices = (_MATMUL_HOPPER if device.capability[0] == 9 else _MATMUL_OTHERS) + _MATMUL_FEW
+        choices = tuple(tiles for tiles in choices if min(wanted, 64) <= tiles.tokens <= wanted)
+
+    def fills(tiles: MatmulTiles) -> bool:
+        programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
+        return 4 * programs >= 3 * device.multiprocessors
+
+    return next(filter(fills, choices), choices[-1])
