@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_ONE = 2.0**48
+"""Probabilities are added as integers, of which this is 1: float32's are multiples of so little, or next to nothing."""
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -35,14 +37,19 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`."""
-    ordered, ids = scores.sort(dim=-1, descending=True)
+    """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`.
+
+    Which ids stay depends on nothing but the scores: equal ones are in the order of their ids, and integers have the
+    same sum in whatever order a scan adds them.
+    """
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[..., None]
     rank = torch.arange(scores.shape[-1], device=scores.device)
     ordered = ordered.masked_fill(rank >= limit, -torch.inf)
     probability = ordered.softmax(dim=-1)
-    before = probability.cumsum(dim=-1) - probability
-    ordered = ordered.masked_fill(before >= top_p[..., None], -torch.inf)
+    share = (probability * _ONE).long()
+    before = share.cumsum(dim=-1) - share
+    ordered = ordered.masked_fill(before >= (top_p[..., None] * _ONE).long(), -torch.inf)
     # The most likely id always stays, however small top_p is.
     ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
     return torch.empty_like(scores).scatter(-1, ids, ordered)
@@ -142,6 +149,19 @@ def sample(
     return torch.where(greedy[:, None], logits.argmax(dim=-1), (scores + noise).argmax(dim=-1))
 
 
+def _likeliest(logits: Tensor, n: int) -> Tensor:
+    """The ids of the n largest, int64 `[..., n]`, of equal ones the lowest first, of float32 logits `[..., vocab]`.
+
+    `topk` leaves open which of equal ones it takes, and half types have many: for other n or numbers of rows it may be
+    another. Here no two keys are equal: a logit's bits, in the order of integers, and the id behind them.
+    """
+    bits = logits.view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = logits.shape[-1] - 1
+    keys = (order << 32) | (last - torch.arange(last + 1, device=logits.device))
+    return last - (keys.topk(n, dim=-1).values & _MASK)
+
+
 def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities of chosen tokens and of the n most likely ones, by logits before penalties and temperature.
 
@@ -149,12 +169,14 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
         logits: `[rows, positions, vocab]`, float. tokens: int64 `[rows, positions]`. n: <= vocab.
 
     Returns:
-        log-probabilities, float32 `[rows, positions, 1 + n]`: the chosen token's, then the largest ones in order;
-        int64 of the same shape: the chosen token's rank, 1 + the number of more likely ids, then the ids.
+        log-probabilities, float32 `[rows, positions, 1 + n]`: the chosen token's, then the largest ones in order, of
+        equal ones the lowest ids; int64 of the same shape: the chosen token's rank, 1 + the number of more likely ids,
+        then the ids.
     """
     logits = logits.float()
     chosen = logits.gather(2, tokens[..., None])
     rank = 1 + (logits > chosen).sum(dim=2, keepdim=True)
-    largest, ids = logits.topk(n, dim=2)
+    ids = _likeliest(logits, n)
+    largest = logits.gather(2, ids)
     total = logits.logsumexp(dim=2, keepdim=True)
     return torch.cat([chosen, largest], dim=2) - total, torch.cat([rank, ids], dim=2)
