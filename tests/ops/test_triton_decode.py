@@ -75,7 +75,9 @@ def test_one_compiled_kernel_serves_all_batch_invariant_calls_of_a_model(dtype: 
             decode_triton_invariant(*case.args())
             decode_triton_invariant(*case.args(), at_once=1)
             by_head = case.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
-            apart = torch.cat([case.q_pe, case.q_pe, case.q_pe], -1)[..., 8:72]  # not at a multiple of 16 elements
+            apart = torch.cat([case.q_pe, case.q_pe, case.q_pe], -1)[
+                ..., 8:72
+            ]  # not at a multiple of 16 elements
             decode_triton_invariant(*replace(case, q_latent=by_head, q_pe=apart).args())
     for name in ("split_kernel", "join_kernel"):
         assert len({kernel.text for kernel in kernels if kernel.name == name}) == 1, name

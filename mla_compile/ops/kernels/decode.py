@@ -145,7 +145,8 @@ def split_kernel(
     bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
     query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
     if SPLIT_KEYS > 0:
-        idle = program * SPLIT_KEYS >= keys
+        start, stop = program * SPLIT_KEYS, keys
+        idle = start >= stop
     else:
         start, stop = split_of(keys, program, programs, BLOCK_N, MIN_KEYS)
         # The sum skips an empty split, so its `out` may stay unwritten.
@@ -293,7 +294,18 @@ def decode_triton(
     seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
         _launch(
-            *(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale, part_out, part_lse),
+            *(
+                q_latent,
+                q_pe,
+                kv_cache,
+                block_table,
+                seq_lens,
+                q_lens,
+                q_len,
+                softmax_scale,
+                part_out,
+                part_lse,
+            ),
             tiles=tiles,
             programs=splits,
             min_keys=min_keys,
