@@ -119,6 +119,14 @@ def generate(
         Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
     ] = None,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
+    batch_invariant: Annotated[
+        bool,
+        Option(
+            "--batch-invariant",
+            help="A completion has the same tokens and logprobs, bit for bit, alone and beside any others, in any "
+            "dtype, with any K; compiles every step.",
+        ),
+    ] = False,
 ) -> None:
     """Complete prompts with a checkpoint.
 
@@ -145,6 +153,8 @@ def generate(
         stop=stop or (),
         n=n,
     )
+    if batch_invariant and not compile:
+        raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "leave one of the two out")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)
     prompts = read_prompts(prompt, input_file, sampling)
@@ -165,6 +175,7 @@ def generate(
             dtype=dtype,
             device=device,
             compile=compile,
+            batch_invariant=batch_invariant,
         )
 
 

@@ -38,13 +38,14 @@ def complete(
     dtype: str,
     device: str | None,
     compile: bool,
+    batch_invariant: bool,
 ) -> None:
     """Complete the prompts, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
 
     grammar: the flag that asked for it, and its text. The others: see the command.
     """
     place = pick_device(device)
-    compile = compile and _can_compile(place)
+    compile = compile and _can_compile(place, must=batch_invariant)
     mtp = loads_mtp(num_speculative_tokens, drafter)
     text = grammar is not None or any(
         isinstance(each.prompt, str) or each.sampling.stop_strings for each in given
@@ -64,6 +65,7 @@ def complete(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         compile=compile,
+        batch_invariant=batch_invariant,
     )
     # Other kinds of sampling, and with grammars the halves of steps, are compiled when they are first met.
     if compile and grammar is None:
@@ -92,9 +94,11 @@ def _grammar(flag: str, text: str, checkpoint: Checkpoint) -> Grammar:
     return _GRAMMARS[flag](text, checkpoint.tokenizer)
 
 
-def _can_compile(device: torch.device) -> bool:
+def _can_compile(device: torch.device, *, must: bool) -> bool:
     why_not = cannot_compile() if device.type == "cpu" else None
     if why_not is not None:
+        if must:
+            raise MLAError("--batch-invariant", "a machine that can compile steps", why_not)
         typer.echo(f"mla-compile: {why_not}; running without compilation, slowly", err=True)
     return why_not is None
 

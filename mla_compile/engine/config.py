@@ -1,7 +1,7 @@
 """What an engine is set to: one frozen object that the engine, the command and integrations share."""
 
 from dataclasses import dataclass, fields, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DrafterName
@@ -39,6 +39,7 @@ class EngineSettings(TypedDict, total=False):
     shadow_check_every: int | None
     decode_backend: str | None
     capture_budget: int | None
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class EngineConfig:
         page_size: tokens per cache page.
         num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
             `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
-            part of their prompt; at least as many as one request needs.
+            part of their prompt (see `batch_invariant`); at least as many as one request needs.
         max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
             512 more than `max_rows` decode rows take.
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
@@ -75,6 +76,12 @@ class EngineConfig:
             recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. Steps with
             prompts take no more than half of it; further sizes of prompts run uncaptured. 0 captures nothing. None for
             no limit: there are few sizes of either, and graphs share memory.
+        batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
+            beside any others, in every dtype: whatever `max_rows`, the drafts and `max_tokens_per_step` are, with
+            pages of others or without, preempted or not, in every process on the same model of GPU with the same
+            versions. All steps are compiled then, those with prompts too; prompts share only pages that prompts have
+            filled, not what others have said; and requests that find no page say all that they have said again, from
+            their prompts on. Not for `compile=False` or models with recurrent layers.
 
     Raises:
         MLAError: a bad argument, named.
@@ -94,6 +101,7 @@ class EngineConfig:
     shadow_check_every: int | None = None
     decode_backend: str | None = None
     capture_budget: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_num_drafts(self.num_speculative_tokens)
@@ -103,14 +111,30 @@ class EngineConfig:
         for name in ("num_pages", "max_tokens_per_step", "shadow_check_every"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        for name in ("adaptive_draft_length", "prefix_caching", "compile"):
+        for name in ("adaptive_draft_length", "prefix_caching", "compile", "batch_invariant"):
             check_boolean(name, getattr(self, name))
         budget = self.capture_budget
         if budget is not None and (type(budget) is not int or budget < 0):
             raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(budget))
+        if self.batch_invariant and not self.compile:
+            mend = "leave one of the two out"
+            raise MLAError(
+                "compile", "True with batch_invariant=True, which compiled steps keep", False, mend
+            )
         if self.compile:
-            resolve_settings(self.mode, None)
+            resolve_settings(self.mode, self._options)
         check_name("decode_backend", self.decode_backend)
+
+    @property
+    def _options(self) -> dict[str, Any] | None:
+        return {"batch_invariant": True} if self.batch_invariant else None
+
+    @property
+    def compile_settings(self) -> dict[str, Any]:
+        """How `torch.compile` is told of them: it takes a mode or options, not both."""
+        if self._options is None:
+            return {"mode": self.mode}
+        return {"options": resolve_settings(self.mode, self._options)}
 
     @property
     def pages_per_row(self) -> int:
@@ -128,7 +152,8 @@ class EngineConfig:
         if model.is_recurrent:
             given = self._fitted_to_recurrent()
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
-        select_backend(DecodeCall(*device, captured=self.compile), self.decode_backend, "decode_backend")
+        call = DecodeCall(*device, captured=self.compile, batch_invariant=self.batch_invariant)
+        select_backend(call, self.decode_backend, "decode_backend")
         num_pages = given.num_pages or 1 + self.max_rows * self.pages_per_row
         if num_pages < 1 + self.pages_per_row:
             expected = f"at least {1 + self.pages_per_row}, for one row of max_model_len = {self.max_model_len} tokens"
@@ -148,6 +173,9 @@ class EngineConfig:
 
     def _fitted_to_recurrent(self) -> "EngineConfig":
         """A row keeps one block of pages, by which its state is found, and its prompt runs in one piece."""
+        if self.batch_invariant:
+            expected = "False for a model with recurrent layers, whose kernels promise no such thing"
+            raise MLAError("batch_invariant", expected, True)
         if self.num_speculative_tokens > 0:
             expected = (
                 "0 for a model with recurrent layers, whose state cannot be taken back from a rejected draft"

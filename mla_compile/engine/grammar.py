@@ -142,6 +142,11 @@ class GrammarRow:
         self._num_read = 0
         self._dead_end: _DeadEnd | None = None
 
+    def follow(self, completion: Completion) -> None:
+        """Read another completion from now on, from its beginning."""
+        self.matcher = self.grammar.matcher()
+        self._completion, self._num_read, self._dead_end = completion, 0, None
+
     def read(self) -> None:
         """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
         emitted = self._completion.token_ids

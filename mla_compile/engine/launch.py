@@ -58,7 +58,8 @@ class Launcher:
 
     A step is one compiled call, captured if it can be, the prompts in it padded to one of a few sizes. Where no CUDA
     graph is recorded, steps with prompts run eagerly: compiling them would take longer than it saves. Where tokens are
-    chosen on the host a step is a call for each half.
+    chosen on the host a step is a call for each half, and what chooses between them runs eagerly. With
+    `batch_invariant` all of this is compiled, since compiled code and eager code round differently.
 
     Args:
         model: with the caches that `config` asks for.
@@ -84,7 +85,8 @@ class Launcher:
             for length in lengths
         }
         why_not = _why_not_captured(config, self._device)
-        self._compiles_mixed = _compiles_mixed(model, why_not)
+        self._pads = _compiles_mixed(model, why_not)
+        self._compiles_mixed = self._pads or config.batch_invariant
         self._captures = Captures(
             config.max_rows, device=self._device, budget=config.capture_budget, why_not=why_not
         )
@@ -149,9 +151,7 @@ class Launcher:
         if self._compiles_mixed:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
-            begun = PromptChunk(0, [0, 0], 0, 1)
-            page_size = self._config.page_size
-            chunks = PackedChunks.pack([begun], state, page_size=page_size, pad=True, kept=self._chunks)
+            chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
             chunks.bounds.zero_()  # it is padding
             for length in lengths:
                 self._mixed(variant, length)(state, chunks)
@@ -173,7 +173,8 @@ class Launcher:
         if key not in self._calls:
             call = method
             if config.compile and compile:
-                call = torch.compile(with_own_code(method), backend="mla", mode=config.mode, fullgraph=True)
+                own, settings = with_own_code(method), config.compile_settings
+                call = torch.compile(own, backend="mla", fullgraph=True, **settings)
                 call = self._captures.measured(name, decoder.k + 1, call)
             if is_checked and config.shadow_check_every is not None:
                 call = shadow_check(call, every=config.shadow_check_every)
@@ -205,14 +206,18 @@ class Launcher:
         return self._states[key]
 
     def _packed(self, plan: Plan, state: DecodeState) -> PackedChunks:
-        rows, pads = self.rows, self._compiles_mixed
+        rows = self.rows
+        chunks = [PromptChunk(rows[c.request], rows.text(c.request), c.start, c.end) for c in plan.chunks]
+        return self._pack(chunks, state)
+
+    def _pack(self, chunks: Sequence[PromptChunk], state: DecodeState) -> PackedChunks:
         return PackedChunks.pack(
-            [PromptChunk(rows[c.request], rows.text(c.request), c.start, c.end) for c in plan.chunks],
+            chunks,
             state,
             page_size=self._config.page_size,
-            pad=pads,
+            pad=self._pads,
             most=self._config.prompt_tokens_per_step,
-            kept=self._chunks if pads else None,
+            kept=self._chunks if self._pads else None,
         )
 
     def _run_in_halves(
@@ -233,13 +238,15 @@ class Launcher:
             logits, hidden = self._call(f"mixed, {VERIFY}", decoder, decoder.verify, compile=compile)(
                 state, chunks
             )
-        targets = self._choose(decoder, state, logits, plan)
+        targets = self._choose(variant, decoder, state, logits, plan)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
         for given in (targets, hidden, begins):
             mark_varying(given)
         self._call(f"advance, {variant.name}", decoder, decoder.advance)(state, targets, hidden, begins)
 
-    def _choose(self, decoder: SpeculativeDecoder, state: DecodeState, logits: Tensor, plan: Plan) -> Tensor:
+    def _choose(
+        self, variant: Variant, decoder: SpeculativeDecoder, state: DecodeState, logits: Tensor, plan: Plan
+    ) -> Tensor:
         """The target's tokens, int64 `[rows, k + 1]`: among those that grammars allow, or those of a `TokenChooser`."""
         sampled = [(self.rows[request], request) for request in plan.sampled]
         grammars = {row: request.grammar for row, request in sampled if request.grammar is not None}
@@ -247,10 +254,17 @@ class Launcher:
         guesses, allowed = state.drafts[:, : decoder.k], None
         if grammars:
             allowed = allowed_tokens(grammars, guesses, vocab_size=self._model.vocab_size, first=first)
-        targets = decoder.choose_targets(state, logits, allowed)
+        choose_targets = decoder.choose_targets
+        if self._config.batch_invariant:
+            choose_targets = self._call(f"choose, {variant.name}", decoder, decoder.choose_targets)
+            logits = logits.clone()  # the next replay overwrites it
+            for given in (logits, allowed):
+                if given is not None:
+                    mark_varying(given)
+        targets = choose_targets(state, logits, allowed).clone()
         choosers = dict.fromkeys(request.choose for _, request in sampled if request.choose is not None)
         for choose in choosers:
-            asked = {row: request.completion for row, request in sampled if request.choose is choose}
+            asked = {row: request.said for row, request in sampled if request.choose is choose}
             # A first token follows no drafts.
             for n, rows in ((1, asked.keys() & first), (decoder.k + 1, asked.keys() - first)):
                 if rows:
@@ -263,7 +277,7 @@ class Launcher:
 
 
 def _compiles_mixed(model: ServedModel, why_not_captured: str | None) -> bool:
-    """Whether steps with prompts in them are compiled, and their prompts padded."""
+    """Whether it pays to compile steps with prompts in them, and to pad their prompts to a few sizes."""
     # Uncaptured, they would save less than compiling takes. Recurrent layers take lengths on the host.
     return why_not_captured is None and not model.is_recurrent
 

@@ -1,7 +1,7 @@
 """A request: what was asked for, what has come of it, and where it stands."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -71,6 +71,7 @@ class Request:
     What has come of it:
 
     completion: what is known by now; it grows, and has a `finish_reason` in the end.
+    said: what its row has said: the completion itself, unless a preemption made it begin anew (see `begin_anew`).
     progress: of the requests that it was asked for with.
 
     Where it stands, which only the scheduler changes:
@@ -99,6 +100,7 @@ class Request:
     calls: EngineCalls | None = None
     progress: Progress = field(default_factory=Progress)
 
+    said: Completion = field(init=False)
     rank: tuple[int, int] | None = None
     is_running: bool = False
     pages: list[int] = field(default_factory=list)
@@ -108,14 +110,22 @@ class Request:
     num_steps: int = 0
     num_samples: int = 0
 
+    def __post_init__(self) -> None:
+        self.said = self.completion
+
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and what is known to follow it."""
-        return [*self.prompt, *self.completion.token_ids] if self.completion.token_ids else self.prompt
+        """The prompt and what its row is known to have said."""
+        return [*self.prompt, *self.said.token_ids] if self.said.token_ids else self.prompt
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.completion.token_ids)
+        return len(self.prompt) + len(self.said.token_ids)
+
+    @property
+    def num_to_repeat(self) -> int:
+        """Tokens that its row has not said again yet."""
+        return len(self.completion.token_ids) - len(self.said.token_ids)
 
     @property
     def will_have_ended(self) -> bool:
@@ -136,6 +146,14 @@ class Request:
         """Whether the host must see the logits of each step."""
         return self.grammar is not None or self.choose is not None
 
+    def begin_anew(self) -> None:
+        """After a preemption: from the prompt on, its row says all that it has said once more, which reaches nobody."""
+        self.said = self.completion
+        if self.completion.token_ids:
+            self.said = Completion(prompt_index=self.completion.prompt_index, index=self.completion.index)
+        if self.grammar is not None:
+            self.grammar.follow(self.said)
+
     def take(self, report: RowReport, *, is_step: bool) -> None:
         """Take in what a step emitted, or a prompt's last chunk (`is_step` False).
 
@@ -144,6 +162,10 @@ class Request:
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
+        if self.said is not completion:
+            report = self._without_what_was_said(report)
+            if report.active and not report.tokens:
+                return
         num_known = len(completion.token_ids)
         completion.token_ids += report.tokens
         if report.logprobs is not None:
@@ -168,6 +190,23 @@ class Request:
                 text = decode(self.tokenizer, completion.token_ids)
             completion.text = text
             self.end(reason, None if found else report.error)
+
+    def _without_what_was_said(self, report: RowReport) -> RowReport:
+        """The rest of a report, behind what its row had to say again; an error where that was something else."""
+        known, place = self.completion.token_ids, len(self.said.token_ids)
+        again = report.tokens[: self.num_to_repeat]
+        self.said.token_ids += again
+        expected = known[place : place + len(again)]
+        if again != expected or (self.num_to_repeat and not report.active):
+            what = f"what it had said before it lost its pages, {expected} at position {len(self.prompt) + place}"
+            error = MLAError("batch_invariant", what, report.error or again)
+            return RowReport([], active=False, error=str(error))
+        if not self.num_to_repeat:
+            self.said = self.completion
+            if self.grammar is not None:
+                self.grammar.follow(self.said)
+        logprobs = None if report.logprobs is None else report.logprobs[len(again) :]
+        return replace(report, tokens=report.tokens[len(again) :], logprobs=logprobs)
 
     def end(self, finish_reason: str, error: str | None = None) -> None:
         """Nothing more comes."""

@@ -60,7 +60,7 @@ class Rows:
         return self._row_of[request]
 
     def text(self, request: Request) -> Tensor:
-        """What it was admitted with, on the CPU, int64 `[n]`: its prompt, and what it had emitted before."""
+        """What it was admitted with, on the CPU, int64 `[n]`: its prompt, and what it was to go on from."""
         return self._texts[request]
 
     def prepare(self, plan: Plan) -> DecodeState:
@@ -115,7 +115,7 @@ class Rows:
             (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
         ]
         prompts = [(row, token) for row, request in texts for token in set(request.prompt)]
-        emitted = [(row, token) for row, request in texts for token in request.completion.token_ids]
+        emitted = [(row, token) for row, request in texts for token in request.said.token_ids]
         columns: list[Sequence[int]] = [
             inactive,
             at,

@@ -96,6 +96,9 @@ class Scheduler:
     - When a decode row needs a page and none is free, the lowest-ranking running request gives all of its pages back
       and waits again at its rank, to prefill its prompt and what it has emitted. The highest-ranking one never does,
       so there is always progress. A waiting request takes nothing from running ones.
+    - Where latents must be `batch_invariant`, it prefills its prompt alone and says again what it has emitted, once
+      there are pages for all of that; and what was emitted is never shared. A latent that decode has made is not
+      bitwise the one that prefill makes of the same text, and must not stand for it.
 
     Args:
         pages: what its requests' pages come from; nobody else takes any.
@@ -104,6 +107,7 @@ class Scheduler:
         max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`.
         max_keys_per_step: that prompts see in the part of their texts that a step reads in one piece, and where texts
             are cut (see `prefill_segment`); None for prompts that run in one piece.
+        batch_invariant: whether a request's latents have the same bits whatever becomes of others.
 
     Raises:
         MLAError: a bad argument, named.
@@ -117,6 +121,7 @@ class Scheduler:
         max_rows: int,
         max_tokens_per_step: int,
         max_keys_per_step: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         k = num_speculative_tokens
         if k < 0:
@@ -129,6 +134,7 @@ class Scheduler:
         self.q_len, self.max_rows = 1 + k, max_rows
         self.max_tokens_per_step = max_tokens_per_step
         self._max_keys = max_keys_per_step
+        self._batch_invariant = batch_invariant
         self.pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
@@ -154,6 +160,7 @@ class Scheduler:
             max_rows=config.max_rows,
             max_tokens_per_step=config.max_tokens_per_step,
             max_keys_per_step=config.max_keys_per_step,
+            batch_invariant=config.batch_invariant,
         )
 
     @property
@@ -249,6 +256,8 @@ class Scheduler:
     def _commit(self, request: Request, num_cached: int) -> None:
         # One that does not run has lost its pages. One that runs has not lost any since, as it waits for reports.
         if request.is_running:
+            if self._batch_invariant:
+                num_cached = min(num_cached, len(request.prompt))
             self.pool.commit(request.pages, request.tokens, num_cached)
 
     def _plan_decodes(self, plan: Plan) -> bool:
@@ -307,9 +316,12 @@ class Scheduler:
             return False
         if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
+        if self._batch_invariant and request.said.token_ids:
+            request.begin_anew()
         num_free = self.pool.num_free
         pages = self.pool.match(request.tokens)
-        more = self.pool.allocate(self._pages_needed(request, request.num_tokens) - len(pages))
+        num_known = request.num_tokens + request.num_to_repeat
+        more = self.pool.allocate(self._pages_needed(request, num_known) - len(pages))
         if more is None:
             self.pool.release(pages)
             self._misfit = request, num_free

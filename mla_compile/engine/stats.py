@@ -15,6 +15,7 @@ class EngineStats:
     num_tokens: that requests have received, those behind a stop string included.
     num_prompt_tokens: of the prompts that began to run, and of what preempted ones had emitted; num_reused_tokens: of
         these, the ones that were in the cache already.
+    num_repeated_tokens: that preempted requests said again instead, with `batch_invariant`: nobody has received them.
     num_verified, num_verified_tokens: rows that verification ran for, and the tokens that they emitted.
     num_drafts: that these rows had.
     num_preemptions: requests that lost their pages and run again.
@@ -30,6 +31,7 @@ class EngineStats:
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
+    num_repeated_tokens: int = 0
     num_verified: int = 0
     num_verified_tokens: int = 0
     num_drafts: int = 0
@@ -56,7 +58,9 @@ class EngineStats:
         for index, (request, report) in enumerate(zip(plan.sampled, reports, strict=True)):
             if request.has_ended:
                 continue
-            self.num_tokens += len(report.tokens)
+            again = min(len(report.tokens), request.num_to_repeat)
+            self.num_tokens += len(report.tokens) - again
+            self.num_repeated_tokens += again
             if index < len(plan.decodes):
                 self.num_verified += 1
                 self.num_drafts += report.num_verified

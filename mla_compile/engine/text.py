@@ -138,6 +138,7 @@ def fitting_engine(
     drafter: DrafterName | DrafterKind | None = None,
     adaptive_draft_length: bool = False,
     compile: bool = True,
+    batch_invariant: bool = False,
 ) -> Engine:
     """An engine large enough to complete these prompts.
 
@@ -148,7 +149,7 @@ def fitting_engine(
     num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
         else none.
     sampling: as for `Engine.generate`; its `n` and `max_tokens` count.
-    drafter, adaptive_draft_length, compile: see `EngineConfig`.
+    drafter, adaptive_draft_length, compile, batch_invariant: see `EngineConfig`.
     """
     model = checkpoint.model
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
@@ -168,6 +169,7 @@ def fitting_engine(
         max_model_len=max_model_len,
         num_pages=1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),
         compile=compile,
+        batch_invariant=batch_invariant,
     )
     return Engine(model, config, tokenizer=checkpoint.tokenizer)
 

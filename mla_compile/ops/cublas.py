@@ -173,7 +173,8 @@ def _takes_as_is(weights: Weights, x: Tensor) -> bool:
         type(stride) is int and stride > 0 and stride % unit == 0 for stride in strides
     ):
         return False
-    return bool(_known(_as_contiguous, (weights, strides), lambda: _try_strides(weights, strides)))
+    agrees = _known(_as_contiguous, (weights, strides), lambda: _try_strides(weights, strides))
+    return agrees is True
 
 
 def _known(found: dict[K, V], key: K, find: Callable[[], V]) -> V | None:

@@ -31,7 +31,7 @@ from mla_compile.errors import MLAError
 from mla_compile.ops.attention import attention_op
 from mla_compile.ops.library import FLAG
 from mla_compile.ops.masked_decode import masked_decode_op
-from mla_compile.ops.matmul import matmul_op
+from mla_compile.ops.matmul import batch_invariant_matmul_op as matmul_op
 from mla_compile.ops.row_sums import rms_norm_op, row_sum_op
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (

@@ -53,8 +53,10 @@ def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered.masked_fill(rank >= limit, -torch.inf)
     mass = _mass(ordered)
     before = mass.cumsum(dim=-1) - mass
-    kept = top_p[..., None].double() * mass.sum(dim=-1, keepdim=True)
-    ordered = ordered.masked_fill(before >= kept, -torch.inf)
+    share = top_p[..., None]
+    kept = share.double() * mass.sum(dim=-1, keepdim=True)
+    # With 1 all stay, those too improbable for a unit of mass among them.
+    ordered = ordered.masked_fill((before >= kept) & (share < 1), -torch.inf)
     # The most likely id always stays, however small top_p is.
     ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
     return torch.empty_like(scores).scatter(-1, ids, ordered)
@@ -154,6 +156,19 @@ def sample(
     return torch.where(greedy[:, None], logits.argmax(dim=-1), (scores + noise).argmax(dim=-1))
 
 
+def _likeliest(logits: Tensor, n: int) -> Tensor:
+    """The ids of the n largest, int64 `[..., n]`, of equal ones the lowest first, of float32 logits `[..., vocab]`.
+
+    `topk` leaves open which of equal ones it takes, and half types have many: for other n or numbers of rows it may be
+    another. Here no two keys are equal: a logit's bits, in the order of integers, and the id behind them.
+    """
+    bits = logits.view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = logits.shape[-1] - 1
+    keys = (order << 32) | (last - torch.arange(last + 1, device=logits.device))
+    return last - (keys.topk(n, dim=-1).values & _MASK)
+
+
 def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities of chosen tokens and of the n most likely ones, by logits before penalties and temperature.
 
@@ -161,8 +176,9 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
         logits: `[rows, positions, vocab]`, float. tokens: int64 `[rows, positions]`. n: <= vocab.
 
     Returns:
-        log-probabilities, float32 `[rows, positions, 1 + n]`: the chosen token's, then the largest ones in order;
-        int64 of the same shape: the chosen token's rank, 1 + the number of more likely ids, then the ids.
+        log-probabilities, float32 `[rows, positions, 1 + n]`: the chosen token's, then the largest ones in order, of
+        equal ones the lowest ids; int64 of the same shape: the chosen token's rank, 1 + the number of more likely ids,
+        then the ids.
     """
     logits = logits.float()
     chosen = logits.gather(2, tokens[..., None])
@@ -171,12 +187,3 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
     highest = logits.amax(dim=2, keepdim=True)
     total = highest + (_mass(logits - highest).sum(dim=2, keepdim=True) * 2.0**-40).log()
     return torch.cat([chosen, logits.gather(2, ids)], dim=2) - total, torch.cat([rank, ids], dim=2)
-
-
-def _likeliest(logits: Tensor, n: int) -> Tensor:
-    """The ids of the n largest of float32 logits `[..., vocab]`, in order; of equal ones the lower id first."""
-    bits = logits.view(torch.int32)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative ones are in the order of floats too
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    keys = order.to(torch.int64) * 2**32 + (_MASK - ids)
-    return _MASK - (keys.topk(n, dim=-1).values & _MASK)

@@ -176,6 +176,9 @@ class SpeculativeDecoder(nn.Module):
         allowed: what may be chosen at each position, bool `[rows, k + 1, vocab_size]`; None for every id.
         """
         with torch.no_grad():
+            rows = state.num_rows()
+            for given in (logits,) if allowed is None else (logits, allowed):
+                torch._check(given.shape[0] == rows)
             position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=logits.device)
             targets = choose_tokens(
                 state, logits, position, state.drafts[:, : self.k], sampled=self.sampled, allowed=allowed

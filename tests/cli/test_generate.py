@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from mla_compile.engine import Engine
 
@@ -214,11 +215,32 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
     assert result.stderr.count("\n") == 1
 
 
+def test_a_batch_invariant_run_needs_a_compiler(generate, monkeypatch):
+    monkeypatch.setattr("mla_compile.cli.machine.cpp_compiler", lambda: None)
+    result = generate("--prompt", "hello", "--compile", "--batch-invariant", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "--batch-invariant: expected a machine that can compile steps, got no C++ compiler" in result.stderr
+
+
+def test_a_batch_invariant_engine_serves_where_it_is_asked_for(complete, monkeypatch):
+    expected, configs, init = complete(MIXED), [], Engine.__init__
+
+    def spied(self, *args, **settings):
+        init(self, *args, **settings)
+        configs.append(self.config)
+
+    monkeypatch.setattr(Engine, "__init__", spied)
+    with torch.compiler.set_stance("force_eager"):
+        assert complete(MIXED, "--compile", "--batch-invariant") == expected
+    assert [config.batch_invariant for config in configs] == [True]
+
+
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer or --drafter is given, else 0" in text
     assert "mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts" in text
     flags = "model prompt input output num-speculative-tokens drafter adaptive-draft-length max-new-tokens"
+    flags += " batch-invariant"
     flags += " temperature top-k top-p min-p"
     flags += (
         " seed dtype repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"

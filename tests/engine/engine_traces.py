@@ -115,6 +115,7 @@ class Outcome:
     num_emitting_mixed_steps: int = 0
     num_preemptions: int = 0
     num_reused_tokens: int = 0
+    num_repeated_tokens: int = 0
     num_accepted: int = 0
     num_ngram_drafts: int = 0
     num_aborted: int = 0
@@ -147,7 +148,8 @@ class EngineRun:
             page_size=trace.page_size,
             num_pages=pages + trace.spare_pages,
             max_tokens_per_step=trace.max_rows * (1 + trace.k) + trace.spare_tokens,
-            compile=False,
+            compile=trace.batch_invariant,
+            batch_invariant=trace.batch_invariant,
         )
         with_lag(self.engine, trace.lag)
         if trace.adaptive:
@@ -169,7 +171,8 @@ class EngineRun:
         with_new_caches(self.engine, self.engine.config.num_pages)
         arrivals = self.trace.arrivals
         clock, last = 0, max(arrival.step for arrival in arrivals)
-        limit = last + 50 + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
+        patience = 100 if self.trace.batch_invariant else 20
+        limit = last + 50 + patience * sum(a.num_shared + a.num_own + a.max_new_tokens for a in arrivals)
         while clock <= last or self.engine.has_work():
             assert clock < limit, "no end"
             for number, arrival in enumerate(arrivals):
@@ -233,6 +236,7 @@ class EngineRun:
             self._check_request(number, arrival, self.requests[number])
         outcome.num_steps, outcome.num_mixed_steps = stats.num_steps, stats.num_mixed_steps
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
+        outcome.num_repeated_tokens = stats.num_repeated_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
         outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
         pool = pool_of(self.engine)
@@ -285,4 +289,5 @@ class EngineRun:
 
 
 def run(trace: Trace) -> Outcome:
-    return EngineRun(trace).run()
+    with torch.compiler.set_stance("force_eager"):  # steps that must be compiled too
+        return EngineRun(trace).run()

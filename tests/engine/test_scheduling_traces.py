@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, settings
 
 from mla_compile.engine.request import Request
+from mla_compile.engine.scheduler import Plan
 from tests.engine.toy_engine import ToyEngine, Trace, check_traces, run, traces
 
 NUM_TRACES = int(os.environ.get("MLA_TRACES", "500"))
@@ -20,6 +21,7 @@ def test_random_traces() -> None:
     # The traces exercise what they are for, each in a share of them.
     for name in ("mixed_steps", "preemptions", "reused_tokens", "late_reports", "aborted"):
         assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"
+    assert met["num_repeated_tokens"] > met["traces"] / 50
 
 
 def pages_too_few(engine: ToyEngine) -> None:
@@ -55,6 +57,25 @@ def leaks_a_page(engine: ToyEngine) -> None:
     engine.pool.release = lambda pages: release(pages[1:])  # type: ignore[method-assign]
 
 
+def shares_what_decode_wrote(engine: ToyEngine) -> None:
+    scheduler = engine.scheduler
+    scheduler._commit = lambda request, num_cached: (  # type: ignore[method-assign]
+        engine.pool.commit(request.pages, request.tokens, num_cached) if request.is_running else None
+    )
+
+
+def prefills_what_was_said(engine: ToyEngine) -> None:
+    scheduler, admit = engine.scheduler, engine.scheduler._admit
+
+    def again(plan: Plan, request: Request) -> bool:
+        scheduler._batch_invariant = False
+        admitted = admit(plan, request)
+        scheduler._batch_invariant = engine.trace.batch_invariant
+        return admitted
+
+    scheduler._admit = again  # type: ignore[method-assign]
+
+
 def serves_the_last_first(engine: ToyEngine) -> None:
     admit = engine.scheduler._admit
 
@@ -74,6 +95,8 @@ def serves_the_last_first(engine: ToyEngine) -> None:
         commits_one_token_early,
         commits_rows_that_end,
         leaks_a_page,
+        shares_what_decode_wrote,
+        prefills_what_was_said,
         serves_the_last_first,
     ],
 )

@@ -20,6 +20,8 @@ from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Chunk, Plan, Scheduler
 
 EOS = 0
+DECODED = 10**9
+"""What decode adds to the number of a text, where its latents must not stand for those of prefill."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Trace:
     acceptance: with which probability a draft is right.
     vocab_size: of the model; one token of it ends a row.
     adaptive: steps have any number of drafts, up to k; in the real engine only.
+    batch_invariant: whether latents of decode and of prefill are told apart.
     poison: what an id makes NaN or infinite where it is read, and the id; in the real engine only. See `engine_traces`.
     """
 
@@ -74,6 +77,7 @@ class Trace:
     acceptance: float = 0.5
     vocab_size: int = 20
     adaptive: bool = False
+    batch_invariant: bool = False
     poison: tuple[str, int] | None = None
     seed: int = 0
 
@@ -121,6 +125,7 @@ def traces(draw: st.DrawFn) -> Trace:
         acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
         vocab_size=draw(st.sampled_from([4, 20, 1000])),
         adaptive=draw(st.booleans()),
+        batch_invariant=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
 
@@ -157,6 +162,7 @@ class Texts:
 class DeviceRow:
     """What the device knows of a request that runs."""
 
+    num_prompt: int  # tokens, that prefill has to write
     tokens: list[int]  # as far as it was prefilled, or sampled
     texts: list[int]
     num_cached: int
@@ -172,6 +178,7 @@ class ToyDevice:
     def __init__(self, trace: Trace, pool: PagePool, texts: Texts) -> None:
         self.k, self.has_mtp, self.pool, self.texts = trace.k, trace.has_mtp, pool, texts
         self.acceptance, self.random = trace.acceptance, random.Random(trace.seed)
+        self.decoded = DECODED * trace.batch_invariant
         self.rows: dict[Request, DeviceRow] = {}
         self.trunk = [[-1] * pool.page_size for _ in range(pool.num_pages)]
         self.mtp = [[-1] * pool.page_size for _ in range(pool.num_pages)]
@@ -181,7 +188,7 @@ class ToyDevice:
             del self.rows[request]
         for request in plan.admitted:
             assert request not in self.rows, "a request was given two rows"
-            self.rows[request] = DeviceRow([], [], 0, request.max_len)
+            self.rows[request] = DeviceRow(len(request.prompt), [], [], 0, request.max_len)
         for grant in plan.grants:
             pages = self.rows[grant.request].pages
             assert len(pages) == grant.first, "a hole in a block table"
@@ -237,14 +244,15 @@ class ToyDevice:
         n, run = row.num_cached, min(self.k + 1, row.max_len - 1 - row.num_cached)
         assert len(row.tokens) == n + 1
         fed = [row.tokens[-1], *row.drafts]
-        self._read(self.trunk, row, row.texts, n)
+        latents = [text + self.decoded * (i >= row.num_prompt) for i, text in enumerate(row.texts)]
+        self._read(self.trunk, row, latents, n)
         if self.has_mtp:
             self._read(self.mtp, row, row.texts[1:], n)
         # (rejected drafts make texts of their own, which a later read would notice)
         text, emitted, agrees = row.texts[n - 1], [], True
         for j in range(run):
             text = self.texts.append(text, fed[j])
-            self._write(self.trunk, row, n + j, text)
+            self._write(self.trunk, row, n + j, text + self.decoded)
             if agrees:
                 emitted.append(self.texts.tokens_after[text])
                 agrees = emitted[-1] != EOS and j < self.k and fed[j + 1] == emitted[-1]
@@ -298,6 +306,7 @@ class Outcome:
     num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_reused_tokens: int = 0
+    num_repeated_tokens: int = 0
     num_late_reports: int = 0
     num_aborted: int = 0
     tokens: list[list[int]] = field(default_factory=list)
@@ -315,6 +324,7 @@ class ToyEngine:
             num_speculative_tokens=trace.k,
             max_rows=trace.max_rows,
             max_tokens_per_step=trace.max_rows * q_len + trace.spare_tokens,
+            batch_invariant=trace.batch_invariant,
         )
         self.texts = Texts(trace.vocab_size)
         self.device = ToyDevice(trace, self.pool, self.texts)
@@ -331,7 +341,8 @@ class ToyEngine:
         limit = (
             idle_until
             + 50
-            + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
+            + (100 if self.trace.batch_invariant else 20)
+            * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
         )
         while clock <= idle_until or self.scheduler.has_work() or self.reports:
             assert clock < limit, "no end"
@@ -382,6 +393,7 @@ class ToyEngine:
             ended = [request.has_ended for request in launched.sampled]
             self.outcome.num_late_reports += sum(ended)
             before = [request.num_tokens for request in launched.sampled]
+            self.outcome.num_repeated_tokens += sum(request.num_to_repeat for request in launched.sampled)
             self.scheduler.update(launched, reports)
             for request, report, late, count in zip(launched.sampled, reports, ended, before):
                 grown = request.num_tokens - count

@@ -402,6 +402,22 @@ def test_the_model_itself_stays_as_it_was(model: Any) -> None:
     assert torch.equal(model(IDS, attention_mask=MASK).logits, logits)
 
 
+def test_a_batch_invariant_engine_serves_where_it_is_asked_for(model: Any) -> None:
+    expected = generate(model)
+    accelerate(model, batch_invariant=True, max_rows=1)
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(generate(model), expected)
+    config = model.mla._engine.config
+    assert (config.batch_invariant, config.max_rows) == (True, 4), "a roomier engine too"
+
+
+def test_batch_invariance_without_compiled_steps_is_refused_and_nothing_changes(model: Any) -> None:
+    own = type(model)
+    with pytest.raises(MLAError, match=r"^compile: expected True with batch_invariant=True"):
+        accelerate(model, batch_invariant=True, compile=False)
+    assert type(model) is own
+
+
 def test_a_streamer_that_fails_leaves_the_model_usable(model: Any) -> None:
     class Broken(Collect):
         def put(self, value: Tensor) -> None:

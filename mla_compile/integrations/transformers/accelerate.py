@@ -30,6 +30,7 @@ def accelerate(
     page_size: int = 64,
     compile: bool = True,
     mode: str | None = "reduce-overhead",
+    batch_invariant: bool = False,
 ) -> Model:
     """Let `model.generate` run on paged latents through the `mla` backend, with speculation where asked for.
 
@@ -52,6 +53,8 @@ def accelerate(
         page_size: tokens per cache page.
         compile: False runs everything eagerly.
         mode: the mode of `torch.compile`; "reduce-overhead" replays one CUDA graph per step.
+        batch_invariant: a sequence's tokens are bitwise the same alone and in any batch, with any number of drafts; see
+            `EngineConfig`. Not for `compile=False` or a model with recurrent layers.
 
     Raises:
         MLAError: a bad argument, named; the model is then as it was.
@@ -65,6 +68,7 @@ def accelerate(
         prefix_caching=False,  # weights may change between calls
         compile=compile,
         mode=mode,
+        batch_invariant=batch_invariant,
     )
     kind = known_drafter(drafter)
     reads_mtp = num_speculative_tokens > 0 and (kind is None or kind.needs_mtp)

@@ -5,12 +5,9 @@ import random
 import pytest
 import torch
 
-from tests.triton_interpreter import mend_interpreter
+from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
-
-import numpy as np  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
 
 from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
 from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
@@ -27,24 +24,6 @@ def test_drawn_shapes_strides_and_tiles(seeds: range) -> None:
         draw = random.Random(seed)
         x, w = drawn_matmul(draw, most_tokens=60, most=70, dtypes=(torch.bfloat16, torch.float32))
         check_matmul(x, w, matmul_triton(x, w, tiles=drawn_tiles(draw) if draw.random() < 0.7 else None))
-
-
-def add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products add along k one after another, as the plain cores do. (NumPy's order depends on the tile.)"""
-    dot = interpreter.InterpreterBuilder.create_dot
-
-    def in_order(self, a, b, acc, *rest):
-        widened = [x.data for x in (a, b)]
-        if a.dtype == interpreter.tl.bfloat16:
-            widened = [(x.astype(np.uint32) << 16).view(np.float32) for x in widened]
-        if widened[0].ndim != 2:
-            return dot(self, a, b, acc, *rest)
-        total = acc.data.copy()
-        for k in range(widened[0].shape[1]):
-            total += widened[0][:, k, None] * widened[1][k]
-        return interpreter.TensorHandle(total, acc.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)
 
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)], ids=len)
