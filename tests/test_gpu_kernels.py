@@ -10,7 +10,7 @@ import torch
 from mla_compile import MLAError, mla_append, mla_decode, prefill_segment
 from mla_compile.ops import batch_invariant_matmul, cublas
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, describe_device
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
 from mla_compile.ops.implementations import Call
@@ -43,9 +43,11 @@ from tests.kernel_cases import (
     prefill_args,
     prefill_metadata_args,
 )
-from tests.ops.conformance import DecodeConformance, Subject
-from tests.ops.prefill_conformance import PrefillConformance, subject_of
+from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
+from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
+from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
 from tests.ops.prefill_conformance import Subject as PrefillSubject
+from tests.ops.prefill_conformance import Texts as Prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +63,10 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=DECODE_BACKENDS, ids=lambda backend: backend.name)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    backend = request.param
+    return on_the_gpu(request.param)
+
+
+def on_the_gpu(backend: DecodeBackend) -> Subject:
     reason = backend.why_not(DecodeCall(*describe_device(torch.device("cuda:0"))))
     if reason is not None:
         pytest.skip(f"{backend.name} {reason}")
@@ -142,6 +147,40 @@ class TestOnTheGpu(DecodeConformance):
             case.seq_lens.copy_((lengths - shorter).clamp(min=0))
             graph.replay()
             check_decode(case, (out, lse))
+
+
+class TestBatchInvariantOnTheGpu(DecodeInvariance):
+    borders: tuple[int, ...] = (1, 64, 256, 512, 4096)
+
+    @pytest.fixture(params=INVARIANT, ids=lambda backend: backend.name)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        return on_the_gpu(request.param)
+
+    def sizes(self, draw: random.Random) -> dict[str, int]:
+        return {
+            **sizes(draw.choice([*MODELS])),
+            "page_size": draw.choice([1, 16, 64]),
+            "seed": draw.randint(0, 99),
+        }
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("model", MODELS)
+    def test_models(self, subject: Subject, model: str, dtype: torch.dtype) -> None:
+        texts = Texts(subject, [3000, 260, 70, 1], dtype=dtype, **sizes(model))
+        for q_len in (1, 2, 4, 6):
+            rows = [Shown(0, 3000, q_len), Shown(1, 257, q_len), Shown(2, 64 + q_len, q_len), Shown(3, 1, 1)]
+            for more in (0, 500):
+                texts.check(rows, q_len, more)
+                texts.check(rows[::-1], q_len + 1, more)
+
+    @pytest.mark.parametrize("rows", [32, 100, 256])
+    def test_many_rows(self, subject: Subject, rows: int) -> None:
+        draw = random.Random(rows)
+        texts = Texts(subject, [draw.randint(1, 1200) for _ in range(rows)], **sizes("GLM"))
+        found = texts.call([Shown(text, n, 1) for text, n in enumerate(texts.lengths)], 1)
+        for text in draw.sample(range(rows), 20):
+            token = text, texts.lengths[text] - 1
+            assert all(map(torch.equal, found[token], texts.alone(*token)))
 
 
 def test_a_rows_bits_of_triton_do_not_depend_on_the_other_rows() -> None:
@@ -345,7 +384,7 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.fixture(scope="module", params=[row.name for row in PREFILL[:-1]])
+@pytest.fixture(scope="module", params=[row.name for row in PREFILL if row.name != "reference"])
 def prefill_subject(request: pytest.FixtureRequest) -> PrefillSubject:
     subject = subject_of(request.param, device="cuda", dtype=torch.bfloat16)
     if (reason := subject.row.why_not(Call(*describe_device(torch.device("cuda"))))) is not None:
@@ -384,24 +423,46 @@ class TestPrefill(PrefillConformance):
         check_prefill(case, out)
 
 
-def test_flash_attention_gives_a_token_the_same_bits_in_chunks_of_any_size() -> None:
-    subject = subject_of("flash_attn", device="cuda", dtype=torch.bfloat16)
+PROMPTS = {
+    "V3": {"nope": 128, "rope": 64, "v": 128, "rank": 512, "heads": 16},
+    "GLM": {"nope": 192, "rope": 64, "v": 256, "rank": 512, "heads": 20},
+    "MiniCPM3": {"nope": 64, "rope": 32, "v": 64, "rank": 256, "heads": 40},
+}
+
+
+@pytest.fixture(params=[row.name for row in INVARIANT_PREFILL])
+def invariant(request: pytest.FixtureRequest) -> PrefillSubject:
+    subject = subject_of(request.param, device="cuda", dtype=torch.bfloat16)
     if (reason := subject.row.why_not(Call(*describe_device(torch.device("cuda"))))) is not None:
-        pytest.skip(f"flash_attn {reason}")
-    sizes = {"nope": 128, "rope": 64, "v": 128, "rank": 512, "heads": 16, "page_size": 16}
-    q, kv_cache, w_uk, w_uv, *_, scale = prefill_args(subject.case([(900, 0)], **sizes))
-    segment = subject.case([(900, 0)], **sizes).batch.prefill
-    assert segment is not None
+        pytest.skip(f"{subject.row.name} {reason}")
+    return subject
 
-    def run(start: int, stop: int) -> torch.Tensor:
-        part, _ = prefill_segment([stop - start], [start], segment.block_table, page_size=16)
-        keys = part.cu_seqlens_q, part.cu_seqlens_k, part.key_slots
-        return subject.out((q[start:stop], kv_cache, w_uk, w_uv, *keys, scale))
 
-    whole = run(0, 900)
-    for size in (17, 100, 512):
-        chunks = [run(start, min(900, start + size)) for start in range(0, 900, size)]
-        assert torch.equal(torch.cat(chunks), whole), size
+class TestBatchInvariantPrefill(PrefillInvariance):
+    borders: tuple[int, ...] = (1, 64, 128, 256)
+
+    @pytest.fixture
+    def subject(self, invariant: PrefillSubject) -> PrefillSubject:
+        return invariant
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("model", PROMPTS)
+    @pytest.mark.parametrize("drawn_weights", [False, True])
+    def test_models(
+        self, subject: PrefillSubject, model: str, dtype: torch.dtype, drawn_weights: bool
+    ) -> None:
+        """With weights that are drawn, it is a test of the products that make keys, too."""
+        texts = Prompts(
+            replace(subject, drawn_weights=drawn_weights),
+            [900, 70],
+            page_size=16,
+            dtype=dtype,
+            **PROMPTS[model],
+        )
+        for size in (17, 100, 512):
+            for start in range(0, 900, size):
+                texts.check([(0, start, min(900, start + size))])
+        texts.check([(1, 3, 70), (0, 130, 140)], num_tokens=300, num_chunks=5, num_keys=2000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -1,15 +1,15 @@
 """What every decode backend must do, whatever the device: `DecodeConformance` is the one list, run for each of them.
 
-What the batch-invariant ones must do besides is `DecodeInvariance`. `test_decode_conformance.py` runs it on the CPU, `interpreted/decode.py` in Triton's interpreter and
-`../test_gpu_kernels.py` on a GPU. Each defines a fixture `subject` and a subclass. Every case has NaN in all that no
-row owns, page 0 and the tails of last pages included, and huge numbers in unused table entries (`decode_case`);
-`check_decode` compares out and lse with float64, row by row.
+What the batch-invariant ones must do besides is `DecodeInvariance`. `test_decode_conformance.py` runs both on the CPU,
+`interpreted/decode.py` in Triton's interpreter and `../test_gpu_kernels.py` on a GPU. Each defines a fixture `subject`
+and a subclass. Every case has NaN in all that no row owns, page 0 and the tails of last pages included, and huge
+numbers in unused table entries (`decode_case`); `check_decode` compares out and lse with float64, row by row.
 """
 
 import random
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, decode_call
 from mla_compile.ops.implementations import ANY
 from tests.kernel_cases import HUGE, DecodeCase, check_decode, decode_case
-
 
 INVARIANT = [backend for backend in DECODE_BACKENDS if backend.batch_invariant]
 
@@ -163,12 +162,14 @@ class Texts:
     """Texts that are cached to their ends, with queries for all their tokens, and calls that show parts of some."""
 
     def __init__(self, subject: Subject, lengths: list[int], **sizes: Any) -> None:
-        self.subject = subject
+        self.subject, self.lengths = subject, lengths
         self.case = subject.case(lengths, **sizes)
         tokens = subject.case([0] * sum(lengths), **sizes)  # for its queries
         self.q_latent, self.q_pe = (x.split(lengths) for x in (tokens.q_latent, tokens.q_pe))
 
-    def call(self, rows: list[Shown], q_len: int, more_columns: int = 0) -> dict[tuple[int, int], list[Tensor]]:
+    def call(
+        self, rows: list[Shown], q_len: int, more_columns: int = 0
+    ) -> dict[tuple[int, int], list[Tensor]]:
         """out and lse of every query, by its text and position. All that nobody sees in this call is NaN."""
         page_size = self.case.kv_cache.shape[1]
         used = [-(-row.stop // page_size) for row in rows]
@@ -208,13 +209,17 @@ class Texts:
 class DecodeInvariance:
     """A token has the bits that it has alone, as the only row of one token in the narrowest table, in every call."""
 
-    borders: ClassVar[list[int]] = [1, 16, 64, 256, 512]
+    borders: tuple[int, ...] = (1, 16, 64, 256, 512)
     """Of pages, tiles, splits and what a backend sums at a time: the texts end, and tokens are, about these."""
     drawn = 3
     """How many sets of texts are drawn for each dtype; each is shown in 4 calls."""
 
     def sizes(self, draw: random.Random) -> dict[str, Any]:
-        return {"heads": draw.choice([1, 4, 20]), "page_size": draw.choice([1, 16, 64]), "seed": draw.randint(0, 99)}
+        return {
+            "heads": draw.choice([1, 4, 20]),
+            "page_size": draw.choice([1, 16, 64]),
+            "seed": draw.randint(0, 99),
+        }
 
     @pytest.mark.parametrize("q_len", range(2, 7))
     def test_one_of_many_tokens(self, subject: Subject, q_len: int) -> None:
@@ -246,5 +251,7 @@ class DecodeInvariance:
                 rows = []
                 for text in draw.sample(range(len(lengths)), draw.randint(1, len(lengths))):
                     stop = min(lengths[text], max(1, draw.choice(self.borders) + draw.randint(-1, 6)))
-                    rows.append(Shown(text, stop, draw.choice([min(stop, q_len), draw.randint(0, min(stop, q_len))])))
+                    rows.append(
+                        Shown(text, stop, draw.choice([min(stop, q_len), draw.randint(0, min(stop, q_len))]))
+                    )
                 texts.check(rows, q_len, draw.choice([0, 0, 1, 40]))

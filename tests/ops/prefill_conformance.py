@@ -8,7 +8,7 @@ What the batch-invariant ones must do besides is `PrefillInvariance`.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -175,9 +175,13 @@ class Texts:
 
     def call(self, chunks: list[tuple[int, int, int]], **padding: int) -> tuple[Tensor, ...]:
         """Attention of chunks: text, first token and the one behind the last. What nobody sees in the call is NaN."""
-        texts, starts, stops = map(list, zip(*chunks))
+        texts, starts, _ = map(list, zip(*chunks))
         segment, _ = prefill_segment(
-            [stop - start for _, start, stop in chunks], starts, self.table[texts], page_size=self.page_size, **padding
+            [stop - start for _, start, stop in chunks],
+            starts,
+            self.table[texts],
+            page_size=self.page_size,
+            **padding,
         )
         seen = torch.zeros(self.cache.shape[:2].numel(), dtype=torch.bool)
         seen[segment.key_slots[segment.key_slots >= 0]] = True
@@ -192,19 +196,23 @@ class Texts:
     def check(self, chunks: list[tuple[int, int, int]], **padding: int) -> None:
         for (text, start, stop), found in zip(chunks, self.call(chunks, **padding), strict=True):
             assert found.isfinite().all()
-            assert torch.equal(found, self.whole[text][start:stop]), f"text {text}, {start} to {stop} of {chunks}"
+            assert torch.equal(found, self.whole[text][start:stop]), (
+                f"text {text}, {start} to {stop} of {chunks}"
+            )
 
 
 def one_each(weight: Tensor) -> Tensor:
     """Like a weight `[heads, n, rank]`, but in each row one 1 and zeros."""
-    chosen = torch.randint(weight.shape[2], (*weight.shape[:2], 1), generator=torch.Generator().manual_seed(0))
+    chosen = torch.randint(
+        weight.shape[2], (*weight.shape[:2], 1), generator=torch.Generator().manual_seed(0)
+    )
     return torch.zeros_like(weight).scatter_(2, chosen, 1)
 
 
 class PrefillInvariance:
     """A token has the bits that it has where its text is one chunk, alone, in every call."""
 
-    borders: ClassVar[list[int]] = [1, 16, 64, 256]
+    borders: tuple[int, ...] = (1, 16, 64, 256)
     """Of tiles and of what an implementation sums at a time: the texts end, and chunks are cut, about these."""
 
     @pytest.mark.parametrize("size", [1, 5, 16, 17, 63])
@@ -218,15 +226,25 @@ class PrefillInvariance:
         texts = Texts(subject, [border + 2 for border in self.borders])
         chunks = [(i, border // 2, border + 1) for i, border in enumerate(self.borders)]
         texts.check(chunks)
-        texts.check(chunks[::-1], num_tokens=2 * sum(self.borders), num_chunks=9, num_keys=4 * sum(self.borders))
+        texts.check(
+            chunks[::-1], num_tokens=2 * sum(self.borders), num_chunks=9, num_keys=4 * sum(self.borders)
+        )
 
-    def test_parts_and_rows_that_have_no_key_in_some(self, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_parts_and_rows_that_have_no_key_in_some(
+        self, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A chunk that goes beyond a multiple of MAX_KEYS would have other parts; whoever cuts prompts cuts there."""
         size = 48
         monkeypatch.setattr(segments, "MAX_KEYS", size)
         texts = Texts(subject, [3 * size, size, 9])
         texts.whole[0] = torch.cat([texts.call([(0, at, at + size)])[0] for at in range(0, 3 * size, size)])
-        for start, stop in ((0, 7), (size - 1, size), (size, size + 1), (2 * size - 5, 2 * size), (2 * size, 3 * size)):
+        for start, stop in (
+            (0, 7),
+            (size - 1, size),
+            (size, size + 1),
+            (2 * size - 5, 2 * size),
+            (2 * size, 3 * size),
+        ):
             texts.check([(0, start, stop)])
             texts.check([(1, size // 2, size), (0, start, stop), (2, 0, 9)])
 
@@ -235,7 +253,9 @@ class PrefillInvariance:
         draw = random.Random(0)
         for _ in range(2):
             lengths = [draw.choice(self.borders) + draw.randint(0, 8) for _ in range(draw.randint(1, 4))]
-            texts = Texts(subject, lengths, dtype=dtype, page_size=draw.choice([1, 4, 16]), seed=draw.randint(0, 99))
+            texts = Texts(
+                subject, lengths, dtype=dtype, page_size=draw.choice([1, 4, 16]), seed=draw.randint(0, 99)
+            )
             for _ in range(4):
                 chunks = []
                 for text in draw.sample(range(len(lengths)), draw.randint(1, len(lengths))):

@@ -325,7 +325,9 @@ def test_a_batch_invariant_row_serves_every_call_that_asks_for_one_and_no_other(
             chosen = choose(op, (*args, True)).chosen
             assert library._serving(op, (*args, True)) is chosen and chosen.batch_invariant
             ordinary = choose(op, (*args, False)).chosen
-            assert chosen.name == ("by_token" if ordinary.name == "reference" else ordinary.name), f"seed {seed}"
+            assert chosen.name == ("by_token" if ordinary.name == "reference" else ordinary.name), (
+                f"seed {seed}"
+            )
 
 
 def test_the_log_says_once_who_serves_a_kind_of_call_and_why(caplog: pytest.LogCaptureFixture) -> None:

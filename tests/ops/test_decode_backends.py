@@ -201,7 +201,8 @@ def test_decode_takes_a_backend_by_name() -> None:
         got = mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend=backend)
         check_decode(case, got)
     with pytest.raises(
-        MLAError, match=r"^backend: expected .*\(reference, by_token\), got triton, which runs on cuda, got cpu"
+        MLAError,
+        match=r"^backend: expected .*\(reference, by_token\), got triton, which runs on cuda, got cpu",
     ):
         mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend="triton")
 

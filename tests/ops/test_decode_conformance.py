@@ -51,7 +51,9 @@ class TestOnTheCpu(DecodeConformance):
 
 
 class TestBatchInvariantOnTheCpu(DecodeInvariance):
-    @pytest.fixture(params=[b for b in INVARIANT if b.why_not(DecodeCall("cpu")) is None], ids=lambda b: b.name)
+    @pytest.fixture(
+        params=[b for b in INVARIANT if b.why_not(DecodeCall("cpu")) is None], ids=lambda b: b.name
+    )
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         return Subject(request.param)
 

@@ -3,7 +3,13 @@
 import pytest
 
 from mla_compile.ops.implementations import Call
-from tests.ops.prefill_conformance import INVARIANT, PrefillConformance, PrefillInvariance, Subject, subject_of
+from tests.ops.prefill_conformance import (
+    INVARIANT,
+    PrefillConformance,
+    PrefillInvariance,
+    Subject,
+    subject_of,
+)
 
 ON_THE_CPU = [row.name for row in INVARIANT if row.why_not(Call("cpu")) is None]
 

@@ -145,7 +145,8 @@ def split_kernel(
     bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
     query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
     if SPLIT_KEYS > 0:
-        idle = program * SPLIT_KEYS >= keys
+        start, stop = program * SPLIT_KEYS, keys
+        idle = start >= stop
     else:
         start, stop = split_of(keys, program, programs, BLOCK_N, MIN_KEYS)
         # The sum skips an empty split, so its `out` may stay unwritten.

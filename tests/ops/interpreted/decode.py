@@ -46,7 +46,7 @@ in_turn = partial(in_small_splits, programs=2, at_once=1)
 
 @slow
 class TestBatchInvariant(DecodeInvariance):
-    borders = [1, 16, 32, 64, 96, 160]
+    borders: tuple[int, ...] = (1, 16, 32, 64, 96, 160)
 
     @pytest.fixture(params=["in_small_splits", "in_turn"])
     def subject(self, request: pytest.FixtureRequest) -> Subject:
@@ -56,8 +56,10 @@ class TestBatchInvariant(DecodeInvariance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_drawn_set_of_texts_is_batch_invariant(dtype: torch.dtype) -> None:
     suite = TestBatchInvariant()
-    suite.borders, suite.drawn = [16, 32, 64], 1
-    suite.test_drawn_calls(Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:in_turn")), dtype)
+    suite.borders, suite.drawn = (16, 32, 64), 1
+    suite.test_drawn_calls(
+        Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:in_turn")), dtype
+    )
 
 
 def test_splits_that_are_shares_of_a_row_are_not_batch_invariant() -> None:

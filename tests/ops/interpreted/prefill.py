@@ -41,7 +41,7 @@ class TestTriton(PrefillConformance):
 
 
 class TestBatchInvariant(PrefillInvariance):
-    borders = [1, 16, 32, 64]
+    borders: tuple[int, ...] = (1, 16, 32, 64)
 
     @pytest.fixture
     def subject(self) -> Subject:
