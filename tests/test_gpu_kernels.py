@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_compile import MLAError, mla_append, mla_decode, prefill_segment
+from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops import batch_invariant_matmul, cublas
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, describe_device
