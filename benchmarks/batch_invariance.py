@@ -14,6 +14,7 @@ random weights. All in bfloat16, with 0 and 3 drafts, greedy and sampled.
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,26 @@ def completions(model: Any, prompts: list[list[int]], rows: int, k: int, tokens:
     return [completion.token_ids for completion in engine.generate(prompts, max_new_tokens=tokens)]
 
 
-def differing(prompts: list[list[int]], tokens: int, repeats: int, invariant: bool) -> dict[str, Any]:
+def differing(
+    prompts: list[list[int]], tokens: int, repeats: int, invariant: bool, runs: list[str]
+) -> Iterator[dict[str, Any]]:
+    """A row for each kind of run: how many completions differ, in each repetition."""
     model = shipped()
     alone = completions(model, prompts, 1, 0, tokens, invariant)
-    row: dict[str, Any] = {"part": "differing", "batch_invariant": invariant, "prompts": len(prompts)}
-    for name, (rows, k) in RUNS.items():
-        row[name] = []
+    for name in runs:
+        rows, k = RUNS[name]
+        counts = []
         for _ in range(repeats if rows > 1 else 1):
             found = completions(model, prompts, rows, k, tokens, invariant)
-            row[name].append(sum(mine != theirs for mine, theirs in zip(found, alone, strict=True)))
-    return row
+            counts.append(sum(mine != theirs for mine, theirs in zip(found, alone, strict=True)))
+        yield {
+            "part": "differing",
+            "batch_invariant": invariant,
+            "run": name,
+            "prompts": len(prompts),
+            "tokens": tokens,
+            "different": counts,
+        }
 
 
 def compared(name: str, prompts: list[list[int]], tokens: int, new_tokens: int, rows: int) -> dict[str, Any]:
@@ -107,6 +118,7 @@ def main() -> None:
         "--models", nargs="*", choices=["shipped", "v3", "glm"], default=["shipped", "v3", "glm"]
     )
     parser.add_argument("--modes", nargs="*", choices=["off", "on"], default=["off", "on"])
+    parser.add_argument("--runs", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument(
         "--tokens", type=int, default=384, help="new ones of each prompt, where they are counted"
@@ -120,7 +132,8 @@ def main() -> None:
         report |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     for mode in args.modes if "differing" in args.parts else ():
         torch.compiler.reset()
-        add_row(report, differing(prompts, args.tokens, args.repeats, mode == "on"), args.output)
+        for row in differing(prompts, args.tokens, args.repeats, mode == "on", args.runs):
+            add_row(report, row, args.output)
     for name in args.models if "compared" in args.parts else ():
         torch.compiler.reset()
         add_row(report, compared(name, prompts, args.compare, args.tokens, len(prompts)), args.output)

@@ -21,53 +21,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 NUMBERS: tuple[int, ...] = (
-    *(
-        *range(1, 34),
-        40,
-        48,
-        49,
-        56,
-        63,
-        64,
-        65,
-        72,
-        80,
-        95,
-        96,
-        97,
-        112,
-        127,
-        128,
-        129,
-        160,
-        191,
-        192,
-        193,
-        200,
-    ),
-    *(
-        224,
-        255,
-        256,
-        257,
-        320,
-        384,
-        385,
-        448,
-        512,
-        513,
-        544,
-        576,
-        640,
-        700,
-        768,
-        896,
-        1000,
-        1024,
-        1025,
-        1064,
-        1280,
-    ),
+    *range(1, 34),
+    *(40, 48, 49, 56, 63, 64, 65, 72, 80, 95, 96, 97, 112, 127, 128, 129, 160, 191, 192, 193, 200, 224, 255),
+    *(256, 257, 320, 384, 385, 448, 512, 513, 544, 576, 640, 700, 768, 896, 1000, 1024, 1025, 1064, 1280),
     *(1536, 1792, 2048, 2049, 2088, 2560, 3000, 3072, 3584, 4095, 4096),
 )
 """Numbers of tokens that are tried: all small ones, and the borders of tiles of 16 to 256 tokens."""
@@ -105,10 +61,10 @@ _probing = threading.Lock()
 
 def weights_of(x: Tensor, w: Tensor) -> Weights | None:
     """What a product is chosen by; None where some of it is a symbol, or cuBLAS would need another alignment."""
+    if not all(type(size) is int for size in (*w.shape, *w.stride(), w.storage_offset())) or w.numel() == 0:
+        return None
     groups, k, n = w.shape
     strides = (w.stride(0) if groups != 1 else 0, w.stride(1), w.stride(2))
-    if not all(type(size) is int for size in (groups, k, n, *strides, w.storage_offset())) or not w.numel():
-        return None
     unit = _BYTES // w.element_size()
     along, across = sorted(strides[1:])
     if along != 1 or across < (k if strides[1] == 1 else n) or (groups != 1 and strides[0] == 0):

@@ -192,7 +192,7 @@ def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:
-    return op in flagged and bool(args[-1])
+    return op in flagged and args[-1] is True  # else it was left out
 
 
 @functools.cache

@@ -162,6 +162,21 @@ def test_a_reason_says_that_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     assert (name, reason) == ("cublas", "takes bits in any batch equal, got different")
 
 
+def test_numbers_that_are_tried_ascend() -> None:
+    assert list(cublas.NUMBERS) == sorted({*cublas.NUMBERS}) and cublas.NUMBERS[-1] >= max(cublas.PADDED)
+    assert {*range(1, 34), *cublas.PADDED} <= {*cublas.NUMBERS}
+
+
+def test_symbolic_sizes_of_weights_are_not_tried_and_add_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "_is_here", lambda device: True)
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        n = shapes.create_unbacked_symint()
+        x, w = torch.empty(4, 1, 16, dtype=torch.half), torch.empty(1, 16, n, dtype=torch.half)
+        assert cublas.fewest_tokens(x, w) is None
+    assert not shapes.guards
+
+
 # How cuBLAS is tried. On the CPU, a product whose order depends on the number of tokens stands in for it.
 
 

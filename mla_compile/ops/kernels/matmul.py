@@ -1,4 +1,8 @@
-"""`x @ w` for a matrix of weights a group, with one order along k: a row's bits do not depend on the other rows."""
+"""`x @ w` for a matrix of weights a group, with one order along k: a row's bits do not depend on the other rows.
+
+In half precision a program takes all of k. In float32, on the plain cores, that would take few programs long: k is in
+parts of a fixed length, which programs of their own may take. Parts are added in their order, whoever computed them.
+"""
 
 import torch
 import triton

@@ -4,6 +4,11 @@ A program takes one expert and a tile of its columns, and streams the columns' w
 it gathers itself. With few (token, choice) pairs the time is that of reading the chosen experts' weights once, so
 nothing comes first: each program finds its pairs among all by itself. With many, one launch more sorts them by expert,
 and tokens are divided among programs too. Grids follow from shapes alone.
+
+A token gets the same bits in any batch. A row of a product is that of one token, whatever shares its tile, and adds
+along k in one order: 16 elements to a matrix instruction, or in float32 one by one, at one depth for all tiles.
+Sorting and padding change which program computes a row, not how. The sum over a token's experts follows the order in
+which it chose them.
 """
 
 import torch
