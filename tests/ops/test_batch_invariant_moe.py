@@ -38,23 +38,20 @@ def invariant(case: MoeCase, row_lens: Tensor | None = None, q_len: int = 1) -> 
     return moe_experts_op(*case.args(), row_lens, q_len, True)
 
 
-@pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 400), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 150), marks=pytest.mark.slow)], ids=len)
 def test_a_tokens_bits_depend_on_no_other_token(seeds: range) -> None:
-    before = torch.get_num_threads()
     for seed in seeds:
         draw = random.Random(seed)
-        case = drawn_case(draw, draw.choice([5, 100, 600] if seed % 5 == 0 else [5, 40]))
+        case = drawn_case(draw, draw.choice([5, 100, 300] if seed % 5 == 0 else [5, 40]))
         whole = invariant(case)
         check_moe(case, whole)
         for _ in range(3):
-            torch.set_num_threads(draw.choice([1, 2]))
             which = torch.randperm(len(case.x))[: draw.randint(1, len(case.x))]
             part = tokens_of(case, which)
             assert torch.equal(invariant(part), whole[which]), seed
             lens = [draw.randint(0, 1) for _ in range(draw.randint(0, len(which)))]
             row_lens, q_len, runs = padding(part, 1, lens)
             assert torch.equal(invariant(part, row_lens, q_len)[runs], whole[which][runs]), seed
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""`batch_invariant_sum` and `batch_invariant_rms_norm`: values, bits, contracts, errors; the kernels are interpreted."""
+"""`batch_invariant_sum` and `batch_invariant_rms_norm`: values, bits, contracts, errors."""
 
 import pytest
 import torch
@@ -32,9 +32,11 @@ def test_contracts(rows: int) -> None:
 
 def test_a_mistake_is_named() -> None:
     x = torch.randn(3, 12)
-    with pytest.raises(MLAError, match="x: expected .*rows, columns"):
+    with pytest.raises(MLAError, match=r"x: expected .*rows, columns"):
         batch_invariant_sum(x[0])
     with pytest.raises(MLAError, match=r"weight: expected \[12\], got \[11\]"):
         batch_invariant_rms_norm(x, torch.ones(11), 1e-5)
-    with pytest.raises(MLAError, match="weight: expected the dtype of x, torch.float32, got torch.float64"):
+    with pytest.raises(
+        MLAError, match=r"weight: expected the dtype of x, torch\.float32, got torch\.float64"
+    ):
         batch_invariant_rms_norm(x, torch.ones(12).double(), 1e-5)

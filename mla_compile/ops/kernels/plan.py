@@ -265,7 +265,8 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
     No choice among them changes a bit. A half-precision tile of any size and depth is a sequence of matrix
     instructions that add 16 products each, in the order of k. Hopper has two kinds, one of 16 tokens and one of 64,
     which an H200 was seen to give the same bits. Of data-centre Blackwell's two that is not known: it gets one kind,
-    tiles of 128 tokens. Float32 runs on the plain cores, one fused multiply-add after another in the order of k.
+    tiles of 128 tokens. Float32 runs on the plain cores, one fused multiply-add after another in the order of k, at
+    one depth.
 
     columns: of all groups.
     """
@@ -282,3 +283,8 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
         return 4 * programs >= 3 * device.multiprocessors
 
     return next(filter(fills, choices), choices[-1])
+
+
+def splits_matmul(programs: int, device: Device) -> bool:
+    """Whether parts of k go to programs of their own, where so many take all of them: few would take long."""
+    return programs < _WAVES * device.multiprocessors
