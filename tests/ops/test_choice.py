@@ -314,7 +314,7 @@ def serves_every_call(row: Implementation) -> bool:
     return anywhere and row.takes in ({}, {"dtype": DTYPES})  # every float dtype is all that an op takes
 
 
-@pytest.mark.parametrize("op", ["mla_prefill"])
+@pytest.mark.parametrize("op", ["mla_prefill", "moe_experts"])
 def test_a_batch_invariant_row_serves_every_call_that_asks_for_one_and_no_other(op: str) -> None:
     for seed in range(200):
         draw = random.Random(seed)

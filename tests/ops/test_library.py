@@ -35,18 +35,18 @@ SCHEMAS = {
     ),
     "mla_decode": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
-        "SymInt q_len, float softmax_scale, str? backend=None) -> (Tensor out, Tensor lse)"
+        "SymInt q_len, float softmax_scale, str? backend=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)"
     ),
     "mla_masked_decode": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? mask, float softmax_scale) -> Tensor"
     ),
     "mla_prefill": (
         "(Tensor q, Tensor kv_cache, Tensor w_uk, Tensor w_uv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-        "Tensor key_slots, float softmax_scale) -> Tensor"
+        "Tensor key_slots, float softmax_scale, bool batch_invariant=False) -> Tensor"
     ),
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
-        "SymInt q_len=1) -> Tensor"
+        "SymInt q_len=1, bool batch_invariant=False) -> Tensor"
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "mla_attention": (

@@ -13,9 +13,9 @@ MIN_KEYS = 128
 """Keys of a row under which a further split is not worth its start and its share of the sum."""
 
 SPLIT_KEYS = 256
-"""Keys of a split of batch-invariant decode. A row of 1000 keys has 4 to read side by side. Half as many keys would
-write and read as much of partial results as of latents for 20 heads; twice as many would take a row alone twice as
-long. One split more or fewer would be other bits, so rows, heads and lengths do not count here."""
+"""Keys of a split of batch-invariant decode; rows, heads and lengths do not count, as other splits are other bits. With
+twice as many a row of 1000 keys, alone, would leave more of the GPU idle. With half as many, partial results, which for
+20 heads in half precision are written and read with a quarter of the latents' bytes, would have half of them."""
 
 SPLIT_BLOCK = 16
 """Splits whose results are summed at a time: 4096 keys."""

@@ -11,9 +11,11 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
+from mla_compile.ops.kernels import keys  # noqa: E402
 from mla_compile.ops.kernels.absorbed_prefill import prefill_absorbed  # noqa: E402
 from mla_compile.ops.kernels.keys import expanded_keys  # noqa: E402
-from mla_compile.ops.kernels.plan import DecodeTiles, PrefillTiles  # noqa: E402
+from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
+from mla_compile.ops.kernels.plan import DecodeTiles, MatmulTiles, PrefillTiles  # noqa: E402
 from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
 from tests.cases import make_case  # noqa: E402
 from tests.kernel_cases import check_prefill, prefill_args  # noqa: E402
@@ -23,6 +25,12 @@ from tests.ops.prefill_conformance import (  # noqa: E402
     Subject,
     subject_of,
 )
+
+
+@pytest.fixture(autouse=True)
+def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs make the keys: each takes the interpreter as long, whatever it holds."""
+    monkeypatch.setattr(keys, "matmul_triton", partial(matmul_triton, tiles=MatmulTiles(64, 32, 32, 4, 1)))
 
 
 @pytest.fixture(scope="module", params=["triton", "absorbed"])
@@ -49,7 +57,7 @@ class TestBatchInvariant(PrefillInvariance):
         return subject_of("triton", run=partial(prefill_triton, tiles=tiles), heads=1)
 
 
-def padded(args: tuple[Any, ...], lens: list[int], place: int, keys: int) -> tuple[Any, ...]:
+def padded(args: tuple[Any, ...], lens: list[int], place: int, num_keys: int) -> tuple[Any, ...]:
     """Arguments with rows of nobody, without keys, at a place, and so many slots of padding."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, scale = args
     q_lens, k_lens = cu_seqlens_q.diff(), cu_seqlens_k.diff(dim=1)
@@ -60,7 +68,7 @@ def padded(args: tuple[Any, ...], lens: list[int], place: int, keys: int) -> tup
         [k_lens[:, :place], k_lens.new_zeros(len(k_lens), len(lens)), k_lens[:, place:]], dim=1
     )
     sums = (torch.nn.functional.pad(x.cumsum(-1).int(), (1, 0)) for x in (q_lens, k_lens))
-    return q, kv_cache, w_uk, w_uv, *sums, torch.nn.functional.pad(key_slots, (0, keys), value=-1), scale
+    return q, kv_cache, w_uk, w_uv, *sums, torch.nn.functional.pad(key_slots, (0, num_keys), value=-1), scale
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 50), marks=pytest.mark.slow)], ids=str)
