@@ -89,7 +89,10 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--device", "toaster"], "--device: expected cpu, cuda or cuda:N"),
         (["--prompt", "a", "--device", "meta"], "--device: expected cpu, cuda or cuda:N"),
         (["--prompt", "a", "--model", "no/such/directory"], "no such directory"),
-        (["--prompt", "a", "--batch-invariant"], "--batch-invariant: expected compiled steps, got --no-compile"),
+        (
+            ["--prompt", "a", "--batch-invariant"],
+            "--batch-invariant: expected compiled steps, got --no-compile",
+        ),
         (["--prompt", "a", "--frobnicate"], "No such option"),
         (["--prompt"], "requires an argument"),
     ],
