@@ -121,7 +121,7 @@ Run = Callable[[], tuple[Tensor, Tensor | None]]
 def ours(args: tuple[Any, ...]) -> Iterator[tuple[str, Run]]:
     call = decode_call(args[0], args[1], args[2], args[5], args[6], captured=True)
     for backend in DECODE_BACKENDS:
-        if backend.why_not(call) is None and backend.name != "reference":
+        if backend.why_not(call) is None and backend.packages:
             yield backend.name, lambda backend=backend: backend.run(call, *args)
 
 

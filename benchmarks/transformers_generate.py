@@ -50,6 +50,7 @@ from transformers import (
 from transformers.modeling_layers import MtpModel
 
 from benchmarks.reporting import write_report
+from mla_compile.engine.config import EngineSettings
 from mla_compile.engine.launch import Launcher
 from mla_compile.integrations.transformers import accelerate, restore
 
@@ -60,8 +61,9 @@ CONTEXTS = {"glm": 1024, "v3": 4096}
 """Tokens cached halfway through the timed generation."""
 STOCK = {"stock_dynamic": None, "stock_static_inductor": "inductor", "stock_static_mla": "mla"}
 """Variants of stock `generate`: what compiles the step on its static cache; None for its dynamic cache."""
-OURS = {"ours_k0": 0, "ours_k1": 1, "ours_k3": 3}
-"""Variants of an accelerated model: the number of drafts."""
+OURS: dict[str, EngineSettings] = {f"ours_k{k}": {"num_speculative_tokens": k} for k in (0, 1, 3)}
+OURS |= {f"{name}_invariant": {**settings, "batch_invariant": True} for name, settings in OURS.items()}
+"""Variants of an accelerated model: its settings."""
 MAX_MEAN_GAP = 0.2
 """Of what chance gives."""
 TINY_CONTEXT = 128
@@ -77,15 +79,18 @@ TINY = {
 }
 
 
-def random_model(name: str, *, tiny: bool = False) -> tuple[PreTrainedModel, MtpModel]:
-    """A model with random weights and one MTP layer, on the GPU if there is one."""
+def random_model(
+    name: str, *, tiny: bool = False, layers: int | None = None
+) -> tuple[PreTrainedModel, MtpModel]:
+    """A model with random weights and one MTP layer, on the GPU if there is one. layers: None for the shape's own."""
     extra: dict[str, Any] = {"num_mtp_layers": 1, "eos_token_id": None, "pad_token_id": 0}
+    shape = {**(TINY if tiny else {}), **({} if layers is None else {"num_hidden_layers": layers})}
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(DEVICE):
         model: PreTrainedModel
         if name == "glm":
-            glm = Glm4MoeLiteConfig(**{"mtp_mlp_layer_types": ["sparse"], **extra, **(TINY if tiny else {})})
+            glm = Glm4MoeLiteConfig(**{"mtp_mlp_layer_types": ["sparse"], **extra, **shape})
             model = Glm4MoeLiteForCausalLM(glm)
         else:
             sizes = {
@@ -100,7 +105,7 @@ def random_model(name: str, *, tiny: bool = False) -> tuple[PreTrainedModel, Mtp
                 "num_attention_heads": 16,
                 "num_key_value_heads": 16,
             }
-            model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **extra, **(TINY if tiny else {})}))
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **extra, **shape}))
         mtp = MtpModel(model, 1)
     torch.set_default_dtype(torch.float32)
     for module in (model, mtp):
@@ -225,9 +230,9 @@ def prepare(name: str, model: Any, mtp: MtpModel, max_rows: int, context: int) -
     """Make a variant of the model; gives what its `generate` is given."""
     longest = context + WARM_UP + TIMED
     if name in OURS:
-        k = OURS[name]
+        settings = OURS[name]
         sizes = {"max_rows": max_rows, "max_model_len": longest + max_rows * context // 1024}
-        accelerate(model, num_speculative_tokens=k, mtp=mtp if k else None, **sizes)
+        accelerate(model, mtp=mtp if settings["num_speculative_tokens"] else None, **settings, **sizes)
         return {}
     backend = STOCK[name]
     if backend is None:

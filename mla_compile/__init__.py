@@ -11,7 +11,14 @@ from mla_compile.registration import register_backend
 
 if TYPE_CHECKING:
     from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
-    from mla_compile.engine import Completion, Engine, Grammar, generate
+    from mla_compile.engine import (
+        BatchInvarianceReport,
+        Completion,
+        Engine,
+        Grammar,
+        check_batch_invariance,
+        generate,
+    )
     from mla_compile.errors import MLAError
     from mla_compile.explanation import Explanation, explain
     from mla_compile.models import load_model, load_tokenizer
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchInvarianceReport",
     "Completion",
     "DecodeSegment",
     "Engine",
@@ -41,6 +49,7 @@ __all__ = [
     "PrefillSegment",
     "SamplingParams",
     "ShadowCheckError",
+    "check_batch_invariance",
     "decode_segment",
     "explain",
     "generate",
@@ -57,7 +66,14 @@ __all__ = [
 
 _PARTS = {
     "batch": ("DecodeSegment", "MLABatch", "PrefillSegment"),
-    "engine": ("Completion", "Engine", "Grammar", "generate"),
+    "engine": (
+        "BatchInvarianceReport",
+        "Completion",
+        "Engine",
+        "Grammar",
+        "check_batch_invariance",
+        "generate",
+    ),
     "errors": ("MLAError",),
     "explanation": ("Explanation", "explain"),
     "models": ("load_model", "load_tokenizer"),

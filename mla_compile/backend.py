@@ -10,6 +10,7 @@ from torch import fx
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
+from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
 from mla_compile.torch_internals import (
     inductor_modes,
     inductor_options,
@@ -19,6 +20,9 @@ from mla_compile.torch_internals import (
 )
 
 log = logging.getLogger(__name__)
+
+_OURS = ("passes", "decode_backend", "batch_invariant")
+"""The options that are not Inductor's."""
 
 
 def mla(
@@ -34,18 +38,20 @@ def mla(
         gm: the graph; it is rewritten in place.
         example_inputs: its fake inputs.
         mode: a mode of `torch.compile`; "default" arrives as None.
-        options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`, and
-            `decode_backend`: the name of the backend for decode calls that do not name theirs.
+        options: Inductor's options, and `passes`: graph passes to run instead of `pipeline.PASSES`, `decode_backend`:
+            the name of the backend for decode calls that do not name theirs, and `batch_invariant`: whether a token's
+            bits must not depend on what is computed beside it (see `passes/make_batch_invariant.py`).
 
     Raises:
         MLAError: an unknown mode, an unknown option, something that is not a pass, a pass that fails or leaves a broken
             graph, a decode backend that is unknown or cannot serve a call of the graph.
     """
     settings = resolve_settings(mode, options)
-    passes, decode_backend = settings.pop("passes", None), settings.pop("decode_backend", None)
+    passes, decode_backend, batch_invariant = (settings.pop(name, None) for name in _OURS)
     know_least_sizes(example_inputs)
     trace_graph("mla_before_passes", gm)
-    gm = pipeline.run(gm, example_inputs, pipeline.passes_for(gm, passes, decode_backend))
+    chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
+    gm = pipeline.run(gm, example_inputs, chosen)
     trace_graph("mla_after_passes", gm)
     log.debug("after the mla passes:\n%s", gm.graph)
     return lower_with_inductor(gm, example_inputs, settings)
@@ -62,10 +68,15 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
     # Loops on the CPU take as many threads as there are when they run, instead of when they were compiled. So commands
     # that differ in nothing else share what one of them has compiled.
     threads = {"cpp.dynamic_threads": True, "cpp.threads": os.cpu_count() or 1}
-    defaults = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
-    settings = {**defaults, **modes[mode or "default"], **(options or {})}
-    if unknown := sorted(settings.keys() - inductor_options() - {"passes", "decode_backend"}):
-        mend = "see torch._inductor.config for the names; ours are 'passes' and 'decode_backend'"
+    defaults: dict[str, Any] = {"graph_partition": True, "joint_graph_constant_folding": False, **threads}
+    given = options or {}
+    if type(given.get("batch_invariant", False)) is not bool:
+        raise MLAError("options['batch_invariant']", "True or False", repr(given["batch_invariant"]))
+    if given.get("batch_invariant"):
+        defaults |= INDUCTOR_OPTIONS
+    settings = {**defaults, **modes[mode or "default"], **given}
+    if unknown := sorted(settings.keys() - inductor_options() - set(_OURS)):
+        mend = f"see torch._inductor.config for the names; ours are {', '.join(map(repr, _OURS))}"
         raise MLAError("options", "options of Inductor or ours", ", ".join(unknown), mend)
     passes = settings.get("passes", [])
     if not isinstance(passes, Sequence) or not all(callable(p) for p in passes):

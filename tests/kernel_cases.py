@@ -423,3 +423,45 @@ def prefill_metadata_args(random: random.Random, device: str = "cpu") -> tuple:
     keys = int((bounds[:, 1::2] - bounds[:, ::2]).sum(0).max()) + random.choice([0, 5])
     tensors = torch.tensor(lens), bounds, table
     return *(x.to(device) for x in tensors), sum(n for n, _ in lens), keys, page_size
+
+
+def drawn_matmul(
+    draw: random.Random,
+    *,
+    most_tokens: int,
+    most: int,
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """Arguments of `batch_invariant_matmul` of any strides: weights transposed or not, whole or a slice; x too.
+
+    Terms differ much in size, so that another order shows.
+    """
+    g = torch.Generator(device).manual_seed(draw.randint(0, 10**6))
+    dtype = draw.choice(dtypes)
+    tokens, groups = draw.choice([1, 2, draw.randint(1, most_tokens)]), draw.choice([1, 1, 2, 5])
+    k, n = (draw.choice([draw.randint(1, most), 16 * draw.randint(1, 1 + most // 16)]) for _ in range(2))
+
+    def randn(*shape: int) -> Tensor:
+        """With rows as they are, or apart and from anywhere on."""
+        before, after = draw.choice([(0, 0), (draw.randint(0, 9), draw.randint(0, 9))])
+        wide = torch.randn(*shape[:-1], before + shape[-1] + after, generator=g, device=device)
+        return wide.to(dtype)[..., before : before + shape[-1]]
+
+    w = randn(groups, n, k).mT if draw.random() < 0.6 else randn(groups, k, n)
+    x = randn(tokens, groups, k)
+    x.mul_(torch.randn(k, generator=g, device=device).mul_(2).exp2_().to(dtype))
+    if draw.random() < 0.2:
+        x = x.mT.contiguous().mT
+    return x, w
+
+
+def check_matmul(x: Tensor, w: Tensor, got: Tensor) -> None:
+    exact = torch.einsum("tgk,gkn->tgn", x.double(), w.double())
+    size = torch.einsum("tgk,gkn->tgn", x.double().abs(), w.double().abs())
+    assert got.is_contiguous() and got.dtype == x.dtype and got.shape == exact.shape
+    added = 1e-14 if got.dtype == torch.float64 else 1e-5
+    unit = torch.finfo(got.dtype).eps
+    assert (
+        (got.double() - exact).abs() <= added * size + unit * exact.abs() + torch.finfo(got.dtype).tiny
+    ).all()

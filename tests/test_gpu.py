@@ -190,6 +190,7 @@ def outcomes(engine: Engine) -> dict[int, str]:
     return {bucket.rows: bucket.outcome for bucket in buckets if not bucket.prompt_tokens}
 
 
+@pytest.mark.usefixtures("eager_mixed_steps")
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
@@ -214,8 +215,7 @@ def test_beyond_the_budget_batches_are_padded_or_uncaptured_and_the_tokens_stay(
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) == sum(bucket.num_graphs for bucket in report.buckets)
     assert not any(recorded), f"tensors copied on each replay: {recorded}"
-    assert compile_counters()["graphs"] == 2, "what runs uncaptured is the same compiled code"
-    assert any(bucket.prompt_tokens and bucket.num_graphs for bucket in report.buckets) == (budget != 0)
+    assert compile_counters()["graphs"] == 1, "what runs uncaptured is the same compiled code"
     assert (report.num_bytes > 0) == (report.capture_seconds > 0) == (budget != 0)
     assert report.compile_seconds > 0
 
@@ -287,7 +287,9 @@ def test_thousands_of_captured_steps_do_what_eager_ones_do(k: int, dtype: torch.
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     run_checked_streams(tiny_model(dtype).cuda(), k, steps=2000, every=2)
-    assert compile_counters() == {"graphs": 2, "cudagraph_skips": 0}, "one greedy, one sampled"
+    assert compile_counters() == {"graphs": 4, "cudagraph_skips": 0}, (
+        "greedy and sampled, prompts beside or not"
+    )
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
     assert len(recorded) >= 8, "each for 1, 2, 4 and 8 rows"
     assert not any(recorded), f"tensors copied on each replay: {recorded}"

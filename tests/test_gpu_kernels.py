@@ -1,20 +1,24 @@
 """Every decode backend and the other Triton kernels on a CUDA device, at the sizes of real models, against float64."""
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from mla_compile import MLAError, mla_append, mla_decode, prefill_segment
+from mla_compile import MLAError, mla_append, mla_decode
+from mla_compile.ops import batch_invariant_matmul, cublas
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, describe_device
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, describe_device
+from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
 from mla_compile.ops.implementations import Call
-from mla_compile.ops.kernels.plan import device_of
+from mla_compile.ops.kernels.plan import device_of, matmul_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
-from mla_compile.ops.moe import moe_experts, moe_experts_op
+from mla_compile.ops.matmul import batch_invariant_matmul_op
+from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
@@ -24,11 +28,13 @@ from tests.kernel_cases import (
     MoeCase,
     check_decode,
     check_masked,
+    check_matmul,
     check_moe,
     check_norm_rope_append,
     check_padded_moe,
     check_prefill,
     decode_case,
+    drawn_matmul,
     masked_case,
     metadata_args,
     moe_case,
@@ -37,9 +43,11 @@ from tests.kernel_cases import (
     prefill_args,
     prefill_metadata_args,
 )
-from tests.ops.conformance import DecodeConformance, Subject
-from tests.ops.prefill_conformance import PrefillConformance, subject_of
+from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
+from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
+from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
 from tests.ops.prefill_conformance import Subject as PrefillSubject
+from tests.ops.prefill_conformance import Texts as Prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -55,11 +63,20 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=DECODE_BACKENDS, ids=lambda backend: backend.name)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    backend = request.param
+    return on_the_gpu(request.param)
+
+
+def on_the_gpu(backend: DecodeBackend) -> Subject:
     reason = backend.why_not(DecodeCall(*describe_device(torch.device("cuda:0"))))
     if reason is not None:
         pytest.skip(f"{backend.name} {reason}")
     return Subject(backend, "cuda", heads=20, rank=512, rope=64, page_size=64, dtype=torch.bfloat16)
+
+
+def matmul_triton(*args: torch.Tensor, **options) -> torch.Tensor:
+    from mla_compile.ops.kernels.matmul import matmul_triton as run
+
+    return run(*args, **options)
 
 
 def is_triton(op: str, *args: object) -> bool:
@@ -130,6 +147,40 @@ class TestOnTheGpu(DecodeConformance):
             case.seq_lens.copy_((lengths - shorter).clamp(min=0))
             graph.replay()
             check_decode(case, (out, lse))
+
+
+class TestBatchInvariantOnTheGpu(DecodeInvariance):
+    borders: tuple[int, ...] = (1, 64, 256, 512, 4096)
+
+    @pytest.fixture(params=INVARIANT, ids=lambda backend: backend.name)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        return on_the_gpu(request.param)
+
+    def sizes(self, draw: random.Random) -> dict[str, int]:
+        return {
+            **sizes(draw.choice([*MODELS])),
+            "page_size": draw.choice([1, 16, 64]),
+            "seed": draw.randint(0, 99),
+        }
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("model", MODELS)
+    def test_models(self, subject: Subject, model: str, dtype: torch.dtype) -> None:
+        texts = Texts(subject, [3000, 260, 70, 1], dtype=dtype, **sizes(model))
+        for q_len in (1, 2, 4, 6):
+            rows = [Shown(0, 3000, q_len), Shown(1, 257, q_len), Shown(2, 64 + q_len, q_len), Shown(3, 1, 1)]
+            for more in (0, 500):
+                texts.check(rows, q_len, more)
+                texts.check(rows[::-1], q_len + 1, more)
+
+    @pytest.mark.parametrize("rows", [32, 100, 256])
+    def test_many_rows(self, subject: Subject, rows: int) -> None:
+        draw = random.Random(rows)
+        texts = Texts(subject, [draw.randint(1, 1200) for _ in range(rows)], **sizes("GLM"))
+        found = texts.call([Shown(text, n, 1) for text, n in enumerate(texts.lengths)], 1)
+        for text in draw.sample(range(rows), 20):
+            token = text, texts.lengths[text] - 1
+            assert all(map(torch.equal, found[token], texts.alone(*token)))
 
 
 def test_a_rows_bits_of_triton_do_not_depend_on_the_other_rows() -> None:
@@ -226,7 +277,7 @@ def test_a_captured_masked_decode_serves_other_masks_at_replay(masked: str, dtyp
 @pytest.mark.parametrize("tokens", [1, 3, 8, 32, 100, 128])
 def test_experts_at_the_size_of_glm(tokens: int, dtype: torch.dtype) -> None:
     case = moe_case(tokens, 4, experts=64, hidden=2048, intermediate=1536, dtype=dtype, device="cuda")
-    assert is_triton("moe_experts", *case.args())
+    assert is_triton("moe_experts", *case.args(), None, 1, False)
     check_moe(case, moe_experts(*case.args()))
 
 
@@ -292,7 +343,7 @@ def test_many_captured_experts_serve_other_choices_and_padding_at_replay(
 ) -> None:
     case, padded = many_experts(tokens, dtype), many_experts(tokens, dtype)
     row_lens, q_len, _ = padding(padded, 4, [4] * 8)
-    assert is_triton("moe_experts", *case.args())
+    assert is_triton("moe_experts", *case.args(), None, 1, False)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return moe_experts_op(*case.args()), moe_experts_op(*padded.args(), row_lens, q_len)
@@ -333,7 +384,7 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(tokens: int, dtype: t
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.fixture(scope="module", params=[row.name for row in PREFILL[:-1]])
+@pytest.fixture(scope="module", params=[row.name for row in PREFILL if row.name != "reference"])
 def prefill_subject(request: pytest.FixtureRequest) -> PrefillSubject:
     subject = subject_of(request.param, device="cuda", dtype=torch.bfloat16)
     if (reason := subject.row.why_not(Call(*describe_device(torch.device("cuda"))))) is not None:
@@ -372,24 +423,46 @@ class TestPrefill(PrefillConformance):
         check_prefill(case, out)
 
 
-def test_flash_attention_gives_a_token_the_same_bits_in_chunks_of_any_size() -> None:
-    subject = subject_of("flash_attn", device="cuda", dtype=torch.bfloat16)
+PROMPTS = {
+    "V3": {"nope": 128, "rope": 64, "v": 128, "rank": 512, "heads": 16},
+    "GLM": {"nope": 192, "rope": 64, "v": 256, "rank": 512, "heads": 20},
+    "MiniCPM3": {"nope": 64, "rope": 32, "v": 64, "rank": 256, "heads": 40},
+}
+
+
+@pytest.fixture(params=[row.name for row in INVARIANT_PREFILL])
+def invariant(request: pytest.FixtureRequest) -> PrefillSubject:
+    subject = subject_of(request.param, device="cuda", dtype=torch.bfloat16)
     if (reason := subject.row.why_not(Call(*describe_device(torch.device("cuda"))))) is not None:
-        pytest.skip(f"flash_attn {reason}")
-    sizes = {"nope": 128, "rope": 64, "v": 128, "rank": 512, "heads": 16, "page_size": 16}
-    q, kv_cache, w_uk, w_uv, *_, scale = prefill_args(subject.case([(900, 0)], **sizes))
-    segment = subject.case([(900, 0)], **sizes).batch.prefill
-    assert segment is not None
+        pytest.skip(f"{subject.row.name} {reason}")
+    return subject
 
-    def run(start: int, stop: int) -> torch.Tensor:
-        part, _ = prefill_segment([stop - start], [start], segment.block_table, page_size=16)
-        keys = part.cu_seqlens_q, part.cu_seqlens_k, part.key_slots
-        return subject.out((q[start:stop], kv_cache, w_uk, w_uv, *keys, scale))
 
-    whole = run(0, 900)
-    for size in (17, 100, 512):
-        chunks = [run(start, min(900, start + size)) for start in range(0, 900, size)]
-        assert torch.equal(torch.cat(chunks), whole), size
+class TestBatchInvariantPrefill(PrefillInvariance):
+    borders: tuple[int, ...] = (1, 64, 128, 256)
+
+    @pytest.fixture
+    def subject(self, invariant: PrefillSubject) -> PrefillSubject:
+        return invariant
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("model", PROMPTS)
+    @pytest.mark.parametrize("drawn_weights", [False, True])
+    def test_models(
+        self, subject: PrefillSubject, model: str, dtype: torch.dtype, drawn_weights: bool
+    ) -> None:
+        """With weights that are drawn, it is a test of the products that make keys, too."""
+        texts = Prompts(
+            replace(subject, drawn_weights=drawn_weights),
+            [900, 70],
+            page_size=16,
+            dtype=dtype,
+            **PROMPTS[model],
+        )
+        for size in (17, 100, 512):
+            for start in range(0, 900, size):
+                texts.check([(0, start, min(900, start + size))])
+        texts.check([(1, 3, 70), (0, 130, 140)], num_tokens=300, num_chunks=5, num_keys=2000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -468,3 +541,245 @@ def test_captured_decode_metadata_serves_other_lengths_at_replay() -> None:
         q_lens.fill_(n)
         graph.replay()
         assert all(map(torch.equal, got, decode_metadata_torch(cached, table, q_lens, q_len, page_size)))
+
+
+# The product of which a token's bits are the same in any batch, and the experts.
+
+# groups, k, n
+MATMULS = {
+    "GLM q_a": (1, 2048, 768),
+    "GLM kv_a": (1, 2048, 576),
+    "GLM q_b": (1, 768, 5120),
+    "GLM w_uk": (20, 192, 512),
+    "GLM w_uv": (20, 512, 256),
+    "GLM o": (1, 5120, 2048),
+    "GLM dense up": (1, 2048, 10240),
+    "GLM dense down": (1, 10240, 2048),
+    "GLM shared up": (1, 2048, 3072),
+    "GLM shared down": (1, 1536, 2048),
+    "GLM head": (1, 2048, 154880),
+    "V3 q_a": (1, 7168, 1536),
+    "V3 kv_a": (1, 7168, 576),
+    "V3 q_b": (1, 1536, 24576),
+    "V3 w_uk": (128, 128, 512),
+    "V3 w_uv": (128, 512, 128),
+    "V3 o": (1, 16384, 7168),
+    "V3 shared up": (1, 7168, 4096),
+    "V3 shared down": (1, 2048, 7168),
+    "shipped q_a": (1, 256, 64),
+    "shipped q_b": (1, 64, 1280),
+    "shipped w_uk": (16, 16, 512),
+    "shipped w_uv": (16, 512, 16),
+    "shipped o": (1, 256, 256),
+    "shipped dense down": (1, 640, 256),
+    "shipped head": (1, 256, 3072),
+}
+ROUTERS = {"GLM": (1, 2048, 64), "V3": (1, 7168, 256), "shipped": (1, 256, 8), "odd": (3, 300, 33)}
+TOKENS = (
+    *range(1, 20),
+    31,
+    32,
+    33,
+    48,
+    63,
+    64,
+    65,
+    95,
+    96,
+    97,
+    128,
+    129,
+    200,
+    256,
+    257,
+    544,
+    552,
+    700,
+    1024,
+    1064,
+    2088,
+    4095,
+)
+
+
+def order_sensitive(
+    shape: tuple[int, int, int], dtype: torch.dtype, *, transposed: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to 4096 tokens and weights whose products differ in most elements when they add in another order."""
+    groups, k, n = shape
+    strides = (k * n if groups > 1 else 0, *((1, k) if transposed else (n, 1)))
+    x, w = cublas._draw(cublas.Weights(torch.device("cuda", 0), dtype, *shape, strides))
+    return x, w.as_strided(shape, (k * n, *strides[1:]))
+
+
+def bits_are_those_of_all(
+    call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, numbers: Iterable[int]
+) -> None:
+    """The first, the last and some tokens between, by themselves and shuffled, have their bits among all."""
+    whole = call(x)
+    assert whole.is_contiguous() and whole.isfinite().all()
+    for tokens in numbers:
+        if tokens > len(x):
+            continue
+        between = (len(x) - tokens) // 2
+        for part in (slice(tokens), slice(-tokens, None), slice(between, between + tokens)):
+            assert torch.equal(call(x[part]), whole[part]), (tokens, part)
+        some = torch.randperm(len(x), device=x.device)[:tokens]
+        assert torch.equal(call(x[some]), whole[some]), tokens
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["n x k", "k x n"])
+@pytest.mark.parametrize("name", MATMULS)
+def test_bits_of_the_product_do_not_depend_on_other_tokens(name: str, transposed: bool) -> None:
+    x, w = order_sensitive(MATMULS[name], torch.bfloat16, transposed=transposed)
+    fewest = cublas.fewest_tokens(x, w)
+    print(f"{name}: {'triton' if fewest is None else f'cublas from {fewest} tokens on'}")
+    bits_are_those_of_all(lambda x: batch_invariant_matmul(x, w), x, TOKENS)
+    bits_are_those_of_all(lambda x: matmul_triton(x, w), x, TOKENS)
+
+
+@pytest.mark.parametrize("name", MATMULS)
+def test_bits_of_the_product_in_float16(name: str) -> None:
+    x, w = order_sensitive(MATMULS[name], torch.float16)
+    bits_are_those_of_all(lambda x: batch_invariant_matmul(x, w), x, TOKENS[::3])
+    bits_are_those_of_all(lambda x: matmul_triton(x, w), x, TOKENS[::3])
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_bits_of_float32_products(name: str) -> None:
+    groups, k, n = ROUTERS[name]
+    x, w = torch.randn(4096, groups, k, device="cuda"), torch.randn(groups, n, k, device="cuda").mT
+    assert is_triton("batch_invariant_matmul", x, w)
+    bits_are_those_of_all(lambda x: batch_invariant_matmul(x, w), x, TOKENS)
+    first = x[:300]
+    bits = {split: matmul_triton(first, w, split=split) for split in (False, True)}
+    assert torch.equal(bits[False], bits[True]) and torch.equal(bits[True], matmul_triton(x, w)[:300])
+    check_matmul(first, w, bits[True])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2048, 576), (1, 5120, 2048), (4, 192, 512), (2, 1000, 77)], ids=str)
+def test_no_tile_changes_a_bit(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    groups, k, n = shape
+    if dtype == torch.float32 or k % 8:
+        x, w = torch.randn(200, groups, k, device="cuda"), torch.randn(groups, n, k, device="cuda").mT
+        x, w = x.to(dtype), w.to(dtype)
+    else:
+        x, w = order_sensitive(shape, dtype)
+        x = x[:200]
+    device = device_of(x)
+    tiles = {
+        matmul_tiles(t, c, dtype, device)
+        for t in (1, 20, 40, 100, 5000)
+        for c in (64, 2048, 5120, 10240, 200_000)
+    }
+    assert len(tiles) >= 3
+    expected = matmul_triton(x, w)
+    for one in tiles:
+        assert torch.equal(matmul_triton(x, w, tiles=one), expected), one
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_products_of_any_strides(seed: int) -> None:
+    draw = random.Random(seed)
+    x, w = drawn_matmul(draw, most_tokens=600, most=600, device="cuda")
+    check_matmul(x, w, batch_invariant_matmul(x, w))
+    bits_are_those_of_all(lambda x: batch_invariant_matmul(x, w), x, (1, 2, 7, 64, 65, 200, 500))
+    if x.dtype != torch.float64:
+        check_matmul(x, w, matmul_triton(x, w))
+    check_matmul(x[:9], w, product_by_row(x[:9], w))
+    bits_are_those_of_all(lambda x: product_by_row(x, w), x[:9], (1, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_opcheck_of_the_product(dtype: torch.dtype) -> None:
+    for groups in (1, 3):
+        x, w = torch.randn(5, groups, 64, device="cuda"), torch.randn(groups, 40, 64, device="cuda").mT
+        torch.library.opcheck(batch_invariant_matmul_op, (x.to(dtype), w.to(dtype)))
+
+
+@pytest.mark.parametrize("name", ["GLM w_uk", "V3 w_uk", "shipped w_uk"])
+def test_bits_of_the_product_do_not_depend_on_strides_of_x(name: str) -> None:
+    x, w = order_sensitive(MATMULS[name], torch.bfloat16)
+    x = x[:600]
+    whole = batch_invariant_matmul(x, w)
+    for before, after in ((0, 64), (64, 0), (1, 2), (8, 8)):
+        wide = torch.full(
+            (*x.shape[:2], before + x.shape[2] + after), torch.nan, device="cuda", dtype=x.dtype
+        )
+        strided = wide[..., before : before + x.shape[2]].copy_(x)
+        assert torch.equal(batch_invariant_matmul(strided, w), whole)
+        assert torch.equal(matmul_triton(strided, w), matmul_triton(x, w))
+
+
+@pytest.mark.parametrize("name", ["GLM o", "GLM q_b", "GLM w_uv", "shipped o"])
+def test_bits_of_captured_products_are_those_of_eager_ones(name: str) -> None:
+    x, w = order_sensitive(MATMULS[name], torch.bfloat16)
+    whole = batch_invariant_matmul(x, w)
+    compiled = torch.compile(batch_invariant_matmul, fullgraph=True, dynamic=True)
+    for tokens in (1, 3, 64, 200):
+        part = x[-tokens:].clone()
+        assert torch.equal(compiled(part, w), whole[-tokens:])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = batch_invariant_matmul_op(part, w)
+        part.copy_(x[:tokens])
+        graph.replay()
+        assert torch.equal(out, whole[:tokens])
+
+
+def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "_fewest", {})
+    x, w = torch.randn(8, 1, 512, device="cuda").half(), torch.randn(1, 264, 512, device="cuda").half().mT
+    matmul_triton(x, w)
+    state = torch.cuda.get_rng_state()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert is_triton("batch_invariant_matmul", x, w)
+        batch_invariant_matmul_op(x, w)
+    assert not cublas._fewest
+    torch.compile(batch_invariant_matmul, backend="aot_eager", fullgraph=True)(x, w)
+    assert list(cublas._fewest) == [cublas.weights_of(x, w)]
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def experts_in_any_batch(case: MoeCase) -> torch.Tensor:
+    assert is_triton("moe_experts", *case.args(), None, 1, True)
+    return moe_experts_op(*case.args(), None, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("size", "topk"),
+    [
+        ({"experts": 64, "hidden": 2048, "intermediate": 1536}, 4),
+        ({"experts": 256, "hidden": 512, "intermediate": 264}, 8),
+    ],
+    ids=["GLM", "256 experts"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_bits_of_experts_do_not_depend_on_other_tokens(
+    dtype: torch.dtype, size: dict[str, int], topk: int
+) -> None:
+    """Around the numbers of pairs from which on they are sorted and get other tiles, and beside padding."""
+    case = moe_case(3000, topk, **size, dtype=dtype, device="cuda")
+    whole = experts_in_any_batch(case)
+    for tokens in (1, 2, 7, 8, 16, 33, 63, 64, 65, 127, 128, 129, 200, 500, 552, 1100, 2200, 2999):
+        for which in (slice(tokens), slice(-tokens, None), torch.randperm(3000, device="cuda")[:tokens]):
+            part = replace(
+                case, **{name: getattr(case, name)[which] for name in ("x", "topk_weights", "topk_ids")}
+            )
+            assert torch.equal(experts_in_any_batch(part), whole[which]), tokens
+        part = replace(
+            part, **{name: getattr(part, name).clone() for name in ("x", "topk_weights", "topk_ids")}
+        )
+        row_lens, q_len, runs = padding(part, 1, [i % 3 % 2 for i in range(tokens // 2)])
+        got = moe_experts_op(*part.args(), row_lens, q_len, True)
+        assert torch.equal(got[runs], whole[which][runs]) and not got[~runs].any(), tokens
+
+
+def test_experts_by_token_on_the_gpu() -> None:
+    for dtype in (torch.float64, torch.float32):
+        case = moe_case(9, 2, dtype=dtype, device="cuda")
+        row_lens, q_len, runs = padding(case, 2, [2, 0, 1])
+        whole = moe_by_token(*case.args(), row_lens, q_len)
+        check_padded_moe(case, whole, runs)
+        assert torch.equal(moe_by_token(*(arg[-3:] for arg in case.args()[:3]), *case.args()[3:]), whole[-3:])

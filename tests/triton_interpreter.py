@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 INTERPRETED = Path(__file__).parent / "ops" / "interpreted"
 
 
@@ -73,3 +75,25 @@ def mend_interpreter() -> None:
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
         self, widened(a), widened(b), *rest
     )
+
+
+def add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tiles add along k one after another, as a GPU's plain cores do. (NumPy's order follows the tile.)"""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def values(operand):
+        return (
+            (operand.data.astype(np.uint32) << 16).view(np.float32)
+            if operand.dtype == tl.bfloat16
+            else operand.data
+        )
+
+    def in_order(self, a, b, acc, *rest):
+        left, right, total = values(a), values(b), acc.data.copy()
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[k]
+        return interpreter.TensorHandle(total, acc.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)

@@ -14,7 +14,7 @@ import mla_compile
 from mla_compile.cli.machine import cannot_compile, cpp_compiler
 from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.implementations import ANY, SOME, Call, Implementation, describe_device, in_words
-from mla_compile.ops.library import tables
+from mla_compile.ops.library import flagged, tables
 
 
 def print_environment() -> None:
@@ -40,12 +40,16 @@ def print_environment() -> None:
 
 
 def _implementations(here: Call) -> Iterator[tuple[str, ...]]:
-    """The lines of the table, its header first. What a row does not take, the next one serves."""
-    yield "op", "name", f"on {here.device_type}", "takes"
+    """The lines of the table, its header first. What a row does not take, the next one serves.
+
+    An op that cannot be asked for a batch-invariant row has "-" there.
+    """
+    yield "op", "name", "batch-invariant", f"on {here.device_type}", "takes"
     for op, table in tables.items():
         for row in table if op != "mla_decode" else ():
+            invariant = _yes(row.batch_invariant) if op in flagged else "-"
             limits = "; ".join(f"{fact}: {in_words(x)}" for fact, x in row.takes.items() if x != SOME)
-            yield op if row is table[0] else "", row.name, _works(row, here), limits or "all"
+            yield op if row is table[0] else "", row.name, invariant, _works(row, here), limits or "all"
 
 
 def _decode_backends(here: Call) -> Iterator[tuple[str, ...]]:
@@ -54,6 +58,7 @@ def _decode_backends(here: Call) -> Iterator[tuple[str, ...]]:
         "name",
         "query tokens",
         "captured",
+        "batch-invariant",
         "kv_lora_rank + qk_rope_head_dim",
         "dtypes",
         f"on {here.device_type}",
@@ -62,11 +67,16 @@ def _decode_backends(here: Call) -> Iterator[tuple[str, ...]]:
         yield (
             backend.name,
             backend.query_len_support.name,
-            "yes" if backend.capturable else "no",
+            _yes(backend.capturable),
+            _yes(backend.batch_invariant),
             backend.widths(),
             in_words(backend.takes.get("dtype", ANY)),
             _works(backend, here),
         )
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
 
 
 def _works(row: Implementation, here: Call) -> str:

@@ -1,5 +1,6 @@
 """Generation from token ids (`engine`) and from text (`text`)."""
 
+from mla_compile.engine.batch_invariance import BatchInvarianceReport, check_batch_invariance
 from mla_compile.engine.buckets import Bucket, CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig
@@ -12,6 +13,7 @@ from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.text import Checkpoint, fitting_engine, generate
 
 __all__ = [
+    "BatchInvarianceReport",
     "Bucket",
     "CaptureReport",
     "Checkpoint",
@@ -24,6 +26,7 @@ __all__ = [
     "Request",
     "TextStream",
     "TokenChooser",
+    "check_batch_invariance",
     "fitting_engine",
     "generate",
 ]

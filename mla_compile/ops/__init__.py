@@ -5,6 +5,7 @@ from mla_compile.ops.attention import mla_attention
 from mla_compile.ops.decode import mla_decode
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.masked_decode import mla_masked_decode
+from mla_compile.ops.matmul import batch_invariant_matmul
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
@@ -12,6 +13,7 @@ from mla_compile.ops.prefill_metadata import mla_prefill_metadata
 from mla_compile.ops.segments import decode_segment, prefill_segment
 
 __all__ = [
+    "batch_invariant_matmul",
     "decode_segment",
     "mla_append",
     "mla_attention",

@@ -142,13 +142,31 @@ DECODE_BACKENDS = (
         takes={"dtype": FLOATS, "kv_lora_rank": KV_LORA_RANKS, "qk_rope_head_dim": ROPE_HEAD_DIMS},
     ),
     DecodeBackend(
+        name="triton_invariant",
+        description="the portable kernel over splits of one size",
+        function="mla_compile.ops.kernels.decode:decode_triton_invariant",
+        device_types=("cuda",),
+        min_capability=(8, 0),
+        packages=("triton",),
+        takes={"dtype": FLOATS, "kv_lora_rank": KV_LORA_RANKS, "qk_rope_head_dim": ROPE_HEAD_DIMS},
+        batch_invariant=True,
+    ),
+    DecodeBackend(
         name="reference",
         description="plain torch, any device",
         function="mla_compile.ops.decode:decode_torch",
         takes={"dtype": (*FLOATS, torch.float64)},
     ),
+    DecodeBackend(
+        name="by_token",
+        description="plain torch, a token at a time, any device",
+        function="mla_compile.ops.decode:decode_by_token",
+        takes={"dtype": (*FLOATS, torch.float64)},
+        batch_invariant=True,
+    ),
 )
-"""Fastest first, the order of the automatic choice. The last one serves every call."""
+"""Fastest first, the order of the automatic choice. `reference` serves every call, and `by_token` every one that asks
+for a batch-invariant row."""
 
 
 def decode_call(

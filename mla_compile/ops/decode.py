@@ -7,8 +7,15 @@ from torch import Tensor
 
 from mla_compile.ops import validate
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, decode_call, select_backend
+from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.paging import accumulate_dtype, gather_latents, num_pages_to_read, visible_keys
+from mla_compile.ops.paging import (
+    accumulate_dtype,
+    gather_latents,
+    num_pages_to_read,
+    slots_of,
+    visible_keys,
+)
 from mla_compile.ops.softmax import product, softmax_weighted
 from mla_compile.torch_internals import is_fake
 
@@ -130,3 +137,26 @@ def decode_torch(
     scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) >= bounds, -torch.inf)
     out, lse = softmax_weighted(scores.view(rows, q_len * heads, -1), latents[..., :rank])
     return out.view(tokens, heads, rank).to(q_latent.dtype), lse.view(tokens, heads)
+
+
+def decode_by_token(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`mla_decode` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    tokens, _, rank = q_latent.shape
+    page_size, width = kv_cache.shape[1:]
+    columns = num_pages_to_read(seq_lens, block_table, page_size)
+    position = torch.arange(columns * page_size, device=block_table.device).expand(len(seq_lens), -1)
+    query = torch.cat([q_latent, q_pe], dim=-1).to(accumulate_dtype(q_latent.dtype))
+    row = torch.arange(tokens, device=block_table.device) // q_len
+    seen = visible_keys(seq_lens, q_lens, q_len).flatten().clamp(max=columns * page_size)
+    slots = slots_of(block_table, position, page_size)
+    out, lse = attend_by_token(query, kv_cache.view(-1, width), slots, row, seen, rank, softmax_scale)
+    return out.to(q_latent.dtype), lse

@@ -85,7 +85,7 @@ class Implementation:
         """The first reason why it cannot serve a call, with the values; None where it can."""
         reason = self.why_not_on(call.device_type, call.capability) or self.why_not_given(call.facts)
         if reason is None and call.batch_invariant and not self.batch_invariant:
-            return "a token's bits depend on what is computed beside it"
+            return "gives a token bits that depend on what is computed beside it"
         if reason is None and call.captured and not self.capturable:
             return "works on the host in every call, so it serves eager calls that ask for it by name only"
         return reason

@@ -37,7 +37,8 @@ tables: dict[str, Table] = {}
 """The implementations of each op that has a table, fastest first, by the op's name."""
 FLAG = "batch_invariant"
 """The argument of an op, its last one, that asks for a row of its table that is so. The row does not get it."""
-_flagged: set[str] = set()
+flagged: set[str] = set()
+"""The ops that have it."""
 _facts_of: dict[str, Callable[[Sequence[Any]], Mapping[str, object]]] = {}
 
 _TYPES = {
@@ -84,14 +85,14 @@ def define_op(
         positional = len(parameters) - len(keywords)
         if any(p.name == FLAG for p in parameters):
             assert parameters[-1].name == FLAG, f"{op}: {FLAG} comes last"
-            _flagged.add(op)
+            flagged.add(op)
 
         def implementation(*args: Any) -> Any:
             args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
             if run is not None:
                 return run(*args)
             row = _serving(op, args)
-            return row.load()(*args[:-1] if op in _flagged else args)
+            return row.load()(*args[:-1] if op in flagged else args)
 
         def fake(*args: Any) -> Any:
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
@@ -191,7 +192,7 @@ def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:
-    return op in _flagged and bool(args[-1])
+    return op in flagged and bool(args[-1])
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from torch import Tensor
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.implementations import FLOATS, SOME, reference, triton
+from mla_compile.ops.by_row import product_by_row
+from mla_compile.ops.implementations import FLOATS, SOME, Implementation, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
@@ -26,8 +27,15 @@ MOE_EXPERTS = (
             "w_gate_up.is_contiguous()": (True,),
             "w_down.is_contiguous()": (True,),
         },
+        batch_invariant=True,
     ),
     reference("mla_compile.ops.moe:moe_torch"),
+    Implementation(
+        "by_token",
+        "plain torch, any device, each token by itself",
+        "mla_compile.ops.moe:moe_by_token",
+        batch_invariant=True,
+    ),
 )
 
 
@@ -143,6 +151,35 @@ def moe_torch(
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
     out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
     return out if runs is None else torch.where(runs, out, 0)
+
+
+def moe_by_token(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None = None,
+    q_len: int = 1,
+) -> Tensor:
+    """`moe_experts` in plain torch, each token in operations of its own, whose shapes do not depend on the others.
+
+    Not only products: on the CPU the last elements of a tensor get other bits from `silu` than those before.
+    """
+    runs = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    if row_lens is not None and row_lens.shape[0] > 0:
+        runs = no_padding(torch.arange(x.shape[0], device=x.device), row_lens, q_len)
+    topk_ids = torch.where(runs[:, None], topk_ids, 0)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for token, chosen in enumerate(topk_ids):
+        row = x[token].expand(1, len(chosen), -1)
+        activated = _swiglu(product_by_row(row, w_gate_up[chosen].mT))
+        terms = product_by_row(activated, w_down[chosen].mT)[0] * topk_weights[token, :, None]
+        total = terms.new_zeros(x.shape[1])
+        for term in terms:
+            total = total + term
+        out[token] = torch.where(runs[token], total, 0)
+    return out
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
+from mla_compile.ops.by_token import attend_by_token, project_by_token
 from mla_compile.ops.implementations import (
     FLOATS,
     HALF,
@@ -58,6 +59,7 @@ PREFILL = (
             "qk_head_dim": range(8, 257, 8),
             "v_head_dim": range(8, 257, 8),
         },
+        batch_invariant=True,
     ),
     triton(
         "keys of whole texts, read by programs of one head",
@@ -69,8 +71,15 @@ PREFILL = (
             "qk_head_dim": range(1, 385),
             "v_head_dim": range(1, 257),
         },
+        batch_invariant=True,
     ),
     reference("mla_compile.ops.prefill:prefill_torch"),
+    Implementation(
+        "by_token",
+        "plain torch, a token at a time, any device",
+        "mla_compile.ops.prefill:prefill_by_token",
+        batch_invariant=True,
+    ),
 )
 
 
@@ -189,6 +198,38 @@ def prefill_torch(
         return out, lse
 
     return in_parts(attend, key_slots.shape[0]).transpose(0, 1).to(q.dtype).contiguous()
+
+
+def prefill_by_token(
+    q: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    key_slots: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """`mla_prefill` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    (tokens, heads, _), nope, (_, rank, v) = q.shape, w_uk.shape[1], w_uv.shape
+    if tokens * heads == 0:
+        return q.new_empty(tokens, heads, v)
+    query = q.to(accumulate_dtype(q.dtype))
+    query = torch.cat([project_by_token(query[..., :nope], w_uk), query[..., nope:]], dim=-1)
+    token = torch.arange(tokens, device=q.device)
+    row = _row_of(token, cu_seqlens_q)
+    to_end = cu_seqlens_q[row + 1] - 1 - token
+    latents = kv_cache.view(-1, kv_cache.shape[2])
+
+    def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
+        first, keys = cu_seqlens_k[part, :-1], cu_seqlens_k[part].diff()
+        most = int(keys.max()) if keys.device.type == "cpu" else key_slots.shape[1]
+        index = first[:, None] + torch.arange(most, device=q.device)
+        slots = key_slots[part][index.clamp(max=key_slots.shape[1] - 1)]
+        seen = (keys[row] - (to_end if causal else 0)).clamp(min=0)
+        return attend_by_token(query, latents, slots, row, seen, rank, softmax_scale)
+
+    return project_by_token(in_parts(attend, key_slots.shape[0]), w_uv).to(q.dtype)
 
 
 def _row_of(token: Tensor, cu_seqlens_q: Tensor) -> Tensor:

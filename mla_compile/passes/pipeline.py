@@ -23,6 +23,7 @@ from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, op_name
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import trace_graph
@@ -41,7 +42,10 @@ PASSES: list[Pass] = [
 
 
 def passes_for(
-    gm: fx.GraphModule, passes: Sequence[Pass] | None = None, decode_backend: str | None = None
+    gm: fx.GraphModule,
+    passes: Sequence[Pass] | None = None,
+    decode_backend: str | None = None,
+    batch_invariant: bool = False,
 ) -> list[Pass]:
     """The list for a graph: `passes` or the default ones, then those that an option asks for, bound to it.
 
@@ -51,8 +55,12 @@ def passes_for(
     if passes is None:
         ours = any(getattr(node.target, "namespace", "") == "mla_compile" for node in gm.graph.nodes)
         passes = PASSES if ours else [absorb_mla]
-    # After all others, so that it sees the decode calls that they emit.
-    bound = [] if decode_backend is None else [partial(choose_decode_backend, backend=decode_backend)]
+    # After all others, so that they see the calls that those emit.
+    bound: list[Pass] = []
+    if decode_backend is not None:
+        bound.append(partial(choose_decode_backend, backend=decode_backend))
+    if batch_invariant:
+        bound.append(make_batch_invariant)
     return [*passes, *bound]
 
 

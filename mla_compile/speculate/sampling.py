@@ -6,14 +6,15 @@ in vLLM's `SamplingParams`, and are applied in the order of its sampler (`vllm/v
 
 Plain decoding, verification and drafting ask for the noise of the same position and get the same numbers; the draft
 that agrees with the target's logits then agrees with its sample too.
+
+Nothing here is added up in floating point, whose order would differ from one compiled graph to another, nor left to
+how a kernel breaks ties: probabilities are summed as integers, and of equal logits the lower id comes first.
 """
 
 import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_ONE = 2.0**48
-"""Probabilities are added as integers, of which this is 1: float32's are multiples of so little, or next to nothing."""
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -36,20 +37,26 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def _mass(scores: Tensor) -> Tensor:
+    """`exp(scores)`, at most 1, as int64 in units of 2**-40: of 2**23 ids, the sum is exact in any order."""
+    return (scores.exp() * 2.0**40).to(torch.int64)
+
+
 def _keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Scores `[..., vocab]` with -inf outside the top-k ids, and then the top-p ids of those; top_k, top_p `[...]`.
 
-    Which ids stay depends on nothing but the scores: equal ones are in the order of their ids, and integers have the
-    same sum in whatever order a scan adds them.
+    The largest score is 0.
     """
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     limit = torch.where(top_k > 0, top_k, scores.shape[-1])[..., None]
     rank = torch.arange(scores.shape[-1], device=scores.device)
     ordered = ordered.masked_fill(rank >= limit, -torch.inf)
-    probability = ordered.softmax(dim=-1)
-    share = (probability * _ONE).long()
-    before = share.cumsum(dim=-1) - share
-    ordered = ordered.masked_fill(before >= (top_p[..., None] * _ONE).long(), -torch.inf)
+    mass = _mass(ordered)
+    before = mass.cumsum(dim=-1) - mass
+    share = top_p[..., None]
+    kept = share.double() * mass.sum(dim=-1, keepdim=True)
+    # With 1 all stay, those too improbable for a unit of mass among them.
+    ordered = ordered.masked_fill((before >= kept) & (share < 1), -torch.inf)
     # The most likely id always stays, however small top_p is.
     ordered = torch.where(rank == 0, scores.amax(dim=-1, keepdim=True), ordered)
     return torch.empty_like(scores).scatter(-1, ids, ordered)
@@ -177,6 +184,6 @@ def top_logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor
     chosen = logits.gather(2, tokens[..., None])
     rank = 1 + (logits > chosen).sum(dim=2, keepdim=True)
     ids = _likeliest(logits, n)
-    largest = logits.gather(2, ids)
-    total = logits.logsumexp(dim=2, keepdim=True)
-    return torch.cat([chosen, largest], dim=2) - total, torch.cat([rank, ids], dim=2)
+    highest = logits.amax(dim=2, keepdim=True)
+    total = highest + (_mass(logits - highest).sum(dim=2, keepdim=True) * 2.0**-40).log()
+    return torch.cat([chosen, logits.gather(2, ids)], dim=2) - total, torch.cat([rank, ids], dim=2)

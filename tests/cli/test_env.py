@@ -17,6 +17,11 @@ def rows(text):
     return {line[:14].strip(): line[15:] for line in text.partition("\n\n")[0].splitlines()}
 
 
+def row_of(op, lines):
+    """The first line of an op's implementations."""
+    return next(line for line in lines if line[0] == op)
+
+
 def test_env_names_versions_and_devices(run):
     result = run("env")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -38,6 +43,7 @@ def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
         "name",
         "query tokens",
         "captured",
+        "batch-invariant",
         "kv_lora_rank + qk_rope_head_dim",
         "dtypes",
         f"on {device}",
@@ -46,9 +52,10 @@ def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
     assert list(table) == ["newer", *(backend.name for backend in DECODE_BACKENDS)]
     lacking = "does not work: needs the Python package no_such_package, which is not installed"
     dtypes = "float16, bfloat16, float32, float64"
-    assert table["newer"] == ["VARLEN", "yes", "any + any", dtypes, lacking]
-    assert table["reference"] == ["VARLEN", "yes", "any + any", dtypes, "works"]
-    assert table["flashinfer"][:4] == ["UNIFORM", "no", "512 + 64", "float16, bfloat16"]
+    assert table["newer"] == ["VARLEN", "yes", "yes", "any + any", dtypes, lacking]
+    assert table["by_token"] == ["VARLEN", "yes", "yes", "any + any", dtypes, "works"]
+    assert table["reference"] == ["VARLEN", "yes", "no", "any + any", dtypes, "works"]
+    assert table["flashinfer"][:5] == ["UNIFORM", "no", "no", "512 + 64", "float16, bfloat16"]
     if device == "cpu":
         assert table["triton"][-1] == "does not work: runs on cuda, got cpu"
 
@@ -57,24 +64,33 @@ def test_env_says_of_every_op_who_serves_it_here_and_why_the_faster_ones_do_not(
     text = run("env").stdout.partition("implementations of the other ops, fastest first\n")[2]
     header, *lines = (re.split(r"  +", line.strip()) for line in text.splitlines())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert header == ["op", "name", f"on {device}", "takes"]
-    assert {op for op, *_ in lines if op.startswith(("mla_", "moe_"))} == {
-        op for op, table in library.tables.items() if table and op != "mla_decode"
+    assert header == ["op", "name", "batch-invariant", f"on {device}", "takes"]
+    first = [line[0] for line in lines if len(line) == len(header)]
+    assert first == [op for op, table in library.tables.items() if table and op != "mla_decode"]
+    plain = [line for line in lines if line[-4] in ("reference", "by_token", "by_row")]
+    assert len(plain) >= len(first)
+    assert all(rest[-2:] == ["works", "all"] for rest in plain)
+    kernels = [line for line in lines if line not in plain]
+    start = lines.index(row_of("mla_prefill", lines))
+    prefill = {line[-4]: (line[-3], line[-1]) for line in lines[start : start + 5]}
+    assert {name: invariant for name, (invariant, _) in prefill.items()} == {
+        "absorbed": "no",
+        "flash_attn": "yes",
+        "triton": "yes",
+        "reference": "no",
+        "by_token": "yes",
     }
-    last = [line for line in lines if line[-3] == "reference"]
-    assert len(last) == sum(line[0].startswith(("mla_", "moe_")) for line in lines)
-    assert all(rest[-2:] == ["works", "all"] for rest in last)
-    kernels = [line for line in lines if line not in last]
+    assert row_of("mla_append", lines)[-3] == "-", "it cannot be asked for such a row"
     if device == "cpu":
         assert {row[-2] for row in kernels} == {"does not work: runs on cuda, got cpu"}
-    limits = {tuple(row[:-2]): row[-1] for row in kernels}
+    limits = {name: takes for name, (_, takes) in prefill.items()}
     widths = "qk_head_dim: 8..256 by 8; v_head_dim: 8..256 by 8"
-    absorbed = limits["mla_prefill", "absorbed"].split("; ")
+    absorbed = limits["absorbed"].split("; ")
     assert [limit.partition(": ")[0] for limit in absorbed[:3]] == ["dtype", "tokens", "keys per token"]
     assert absorbed[2].endswith(" or more")
     assert absorbed[3:] == ["kv_lora_rank: 1..512", "qk_rope_head_dim: 1..128"]
-    assert limits["flash_attn",] == f"dtype: float16, bfloat16; {widths}"
-    assert limits["triton",] == "dtype: float16, bfloat16, float32; qk_head_dim: 1..384; v_head_dim: 1..256"
+    assert limits["flash_attn"] == f"dtype: float16, bfloat16; {widths}"
+    assert limits["triton"] == "dtype: float16, bfloat16, float32; qk_head_dim: 1..384; v_head_dim: 1..256"
 
 
 def test_version_is_the_packages(run):

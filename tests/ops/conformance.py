@@ -1,12 +1,14 @@
 """What every decode backend must do, whatever the device: `DecodeConformance` is the one list, run for each of them.
 
-`test_decode_conformance.py` runs it on the CPU, `interpreted/decode.py` in Triton's interpreter and
-`../test_gpu_kernels.py` on a GPU. Each defines a fixture `subject` and a subclass. Every case has NaN in all that no
-row owns, page 0 and the tails of last pages included, and huge numbers in unused table entries (`decode_case`);
-`check_decode` compares out and lse with float64, row by row.
+What the batch-invariant ones must do besides is `DecodeInvariance`. `test_decode_conformance.py` runs both on the CPU,
+`interpreted/decode.py` in Triton's interpreter and `../test_gpu_kernels.py` on a GPU. Each defines a fixture `subject`
+and a subclass. Every case has NaN in all that no row owns, page 0 and the tails of last pages included, and huge
+numbers in unused table entries (`decode_case`); `check_decode` compares out and lse with float64, row by row.
 """
 
+import random
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_compile.ops.backends import DecodeBackend, DecodeCall, decode_call
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, decode_call
 from mla_compile.ops.implementations import ANY
 from tests.kernel_cases import HUGE, DecodeCase, check_decode, decode_case
+
+INVARIANT = [backend for backend in DECODE_BACKENDS if backend.batch_invariant]
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class DecodeConformance:
     def test_rows_longer_than_their_tables_lose_only_the_keys_that_are_not_there(
         self, subject: Subject
     ) -> None:
-        if subject.backend.name not in ("triton", "gluon"):
+        if subject.backend.name not in ("triton", "gluon", "triton_invariant"):
             pytest.skip("it refuses these, where it reads lengths on the host")
         case = subject.case([16, 16], q_len=4, page_size=16)
         too_long = replace(case, seq_lens=case.seq_lens + torch.tensor([3, 1], device=subject.device).int())
@@ -143,3 +147,111 @@ class DecodeConformance:
             ),
             seed=data.draw(st.integers(0, 99)),
         )
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row of a call: a text up to the token `stop`, of which the last `valid` are queries; none where it is 0."""
+
+    text: int
+    stop: int
+    valid: int
+
+
+class Texts:
+    """Texts that are cached to their ends, with queries for all their tokens, and calls that show parts of some."""
+
+    def __init__(self, subject: Subject, lengths: list[int], **sizes: Any) -> None:
+        self.subject, self.lengths = subject, lengths
+        self.case = subject.case(lengths, **sizes)
+        tokens = subject.case([0] * sum(lengths), **sizes)  # for its queries
+        self.q_latent, self.q_pe = (x.split(lengths) for x in (tokens.q_latent, tokens.q_pe))
+
+    def call(
+        self, rows: list[Shown], q_len: int, more_columns: int = 0
+    ) -> dict[tuple[int, int], list[Tensor]]:
+        """out and lse of every query, by its text and position. All that nobody sees in this call is NaN."""
+        page_size = self.case.kv_cache.shape[1]
+        used = [-(-row.stop // page_size) for row in rows]
+        table = self.case.block_table.new_full((len(rows), max(1, *used) + more_columns), HUGE)
+        cache = torch.full_like(self.case.kv_cache, torch.nan)
+        queries = [
+            torch.full((len(rows) * q_len, *x[0].shape[1:]), torch.nan, dtype=x[0].dtype, device=x[0].device)
+            for x in (self.q_latent, self.q_pe)
+        ]
+        tokens: dict[tuple[int, int], int] = {}
+        for i, (row, pages) in enumerate(zip(rows, used)):
+            table[i, :pages] = self.case.block_table[row.text, :pages]
+            for page in range(pages if row.valid else 0):
+                filled = min(page_size, row.stop - page * page_size)
+                cache[table[i, page], :filled] = self.case.kv_cache[table[i, page], :filled]
+            for j in range(row.valid):
+                position = row.stop - row.valid + j
+                tokens[row.text, position] = i * q_len + j
+                queries[0][i * q_len + j] = self.q_latent[row.text][position]
+                queries[1][i * q_len + j] = self.q_pe[row.text][position]
+        lens = self.case.seq_lens.new_tensor([[row.stop, row.valid] for row in rows])
+        q_lens = None if all(row.valid == q_len for row in rows) else lens[:, 1]
+        case = DecodeCase(*queries, cache, table, lens[:, 0], q_lens, q_len, self.case.softmax_scale)
+        results = self.subject.run(case)
+        return {token: [x[at] for x in results] for token, at in tokens.items()}
+
+    @cache  # noqa: B019
+    def alone(self, text: int, position: int) -> list[Tensor]:
+        return self.call([Shown(text, position + 1, 1)], 1)[text, position]
+
+    def check(self, rows: list[Shown], q_len: int, more_columns: int = 0) -> None:
+        for token, found in self.call(rows, q_len, more_columns).items():
+            assert found[0].isfinite().all()
+            assert all(map(torch.equal, found, self.alone(*token))), f"{token} in {rows}, q_len {q_len}"
+
+
+class DecodeInvariance:
+    """A token has the bits that it has alone, as the only row of one token in the narrowest table, in every call."""
+
+    borders: tuple[int, ...] = (1, 16, 64, 256, 512)
+    """Of pages, tiles, splits and what a backend sums at a time: the texts end, and tokens are, about these."""
+    drawn = 3
+    """How many sets of texts are drawn for each dtype; each is shown in 4 calls."""
+
+    def sizes(self, draw: random.Random) -> dict[str, Any]:
+        return {
+            "heads": draw.choice([1, 4, 20]),
+            "page_size": draw.choice([1, 16, 64]),
+            "seed": draw.randint(0, 99),
+        }
+
+    @pytest.mark.parametrize("q_len", range(2, 7))
+    def test_one_of_many_tokens(self, subject: Subject, q_len: int) -> None:
+        texts = Texts(subject, [max(self.borders) + 6])
+        for border in self.borders:
+            texts.check([Shown(0, border + q_len - 1, q_len)], q_len)
+
+    def test_in_wide_tables(self, subject: Subject) -> None:
+        texts = Texts(subject, [max(self.borders) + 1])
+        for more in (1, 15, 100):
+            for border in self.borders:
+                texts.check([Shown(0, border + 1, 1)], 1, more)
+
+    def test_beside_rows_of_other_lengths_and_inactive_ones(self, subject: Subject) -> None:
+        texts = Texts(subject, [border + 4 for border in self.borders])
+        rows = [Shown(i, border + 2, 2) for i, border in enumerate(self.borders)]
+        texts.check(rows, 2)
+        for i in range(len(rows)):
+            texts.check([*rows[:i], replace(rows[i], valid=0), *rows[i + 1 :]], 3)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+    def test_drawn_calls(self, subject: Subject, dtype: torch.dtype) -> None:
+        draw = random.Random(0)
+        for _ in range(self.drawn):
+            lengths = [draw.choice(self.borders) + draw.randint(0, 8) for _ in range(draw.randint(1, 4))]
+            texts = Texts(subject, lengths, dtype=dtype, **self.sizes(draw))
+            for _ in range(4):
+                q_len = draw.randint(1, 6)
+                rows = []
+                for text in draw.sample(range(len(lengths)), draw.randint(1, len(lengths))):
+                    stop = min(lengths[text], max(1, draw.choice(self.borders) + draw.randint(-1, 6)))
+                    rows.append(
+                        Shown(text, stop, draw.choice([min(stop, q_len), draw.randint(0, min(stop, q_len))]))
+                    )
+                texts.check(rows, q_len, draw.choice([0, 0, 1, 40]))

@@ -2,8 +2,10 @@
 
 `test_prefill.py` runs it on the CPU, `interpreted/prefill.py` in Triton's interpreter and `../test_gpu_kernels.py` on
 a GPU. Each defines a fixture `subject` and a subclass. Every case has NaN in all that no row owns, page 0 included.
+What the batch-invariant ones must do besides is `PrefillInvariance`.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_compile import prefill_segment
+from mla_compile.ops import segments
 from mla_compile.ops.implementations import Implementation
 from mla_compile.ops.prefill import PREFILL
 from tests.cases import Case, make_case
@@ -33,6 +37,7 @@ class Subject:
     rope: int = 8
     v: int = 16
     rank: int = 32
+    drawn_weights: bool = False  # of `Texts`
 
     def case(self, chunks: Chunks, **sizes: Any) -> Case:
         """chunks: (length, tokens cached before) of each. The test is skipped where the row declares not to take it."""
@@ -56,6 +61,9 @@ class Subject:
     def check(self, chunks: Chunks, **sizes: Any) -> None:
         case = self.case(chunks, **sizes)
         check_prefill(case, self.out(prefill_args(case)))
+
+
+INVARIANT = [row for row in PREFILL if row.batch_invariant]
 
 
 def subject_of(name: str, **settings: Any) -> Subject:
@@ -144,3 +152,114 @@ class PrefillConformance:
         q, *others = prefill_args(case)
         apart = torch.cat([q, q], dim=1)[:, : q.shape[1]]
         assert torch.equal(subject.out((apart, *others)), subject.out((q, *others)))
+
+
+class Texts:
+    """Texts that are cached to their ends, with queries for all their tokens, and calls that have chunks of some.
+
+    Unless weights are drawn, the numbers of a key and of a value are single elements of a latent: then the product that
+    makes them has the same bits whoever multiplies.
+    """
+
+    def __init__(self, subject: Subject, lengths: list[int], **sizes: Any) -> None:
+        self.subject, self.lengths = subject, lengths
+        case = subject.case([(n, 0) for n in lengths], **sizes)
+        q, self.cache, w_uk, w_uv, *_, self.scale = prefill_args(case)
+        self.queries = q.split(lengths)
+        if not subject.drawn_weights:
+            w_uk, w_uv = one_each(w_uk), one_each(w_uv.mT).mT.contiguous()
+        self.weights = w_uk, w_uv
+        assert case.batch.prefill is not None
+        self.table, self.page_size = case.batch.prefill.block_table, case.batch.page_size
+        self.whole = [self.call([(text, 0, n)])[0] for text, n in enumerate(lengths)]
+
+    def call(self, chunks: list[tuple[int, int, int]], **padding: int) -> tuple[Tensor, ...]:
+        """Attention of chunks: text, first token and the one behind the last. What nobody sees in the call is NaN."""
+        texts, starts, _ = map(list, zip(*chunks))
+        segment, _ = prefill_segment(
+            [stop - start for _, start, stop in chunks],
+            starts,
+            self.table[texts],
+            page_size=self.page_size,
+            **padding,
+        )
+        seen = torch.zeros(self.cache.shape[:2].numel(), dtype=torch.bool)
+        seen[segment.key_slots[segment.key_slots >= 0]] = True
+        cache = self.cache.masked_fill(~seen.view(*self.cache.shape[:2], 1), torch.nan)
+        lens = [stop - start for _, start, stop in chunks]
+        q = torch.cat([self.queries[text][start:stop] for text, start, stop in chunks])
+        rest = segment.cu_seqlens_q[-1] - sum(lens)
+        q = torch.cat([q, q.new_full((rest, *q.shape[1:]), torch.nan)])
+        keys = segment.cu_seqlens_q, segment.cu_seqlens_k, segment.key_slots
+        return self.subject.out((q, cache, *self.weights, *keys, self.scale))[: sum(lens)].cpu().split(lens)
+
+    def check(self, chunks: list[tuple[int, int, int]], **padding: int) -> None:
+        for (text, start, stop), found in zip(chunks, self.call(chunks, **padding), strict=True):
+            assert found.isfinite().all()
+            assert torch.equal(found, self.whole[text][start:stop]), (
+                f"text {text}, {start} to {stop} of {chunks}"
+            )
+
+
+def one_each(weight: Tensor) -> Tensor:
+    """Like a weight `[heads, n, rank]`, but in each row one 1 and zeros."""
+    chosen = torch.randint(
+        weight.shape[2], (*weight.shape[:2], 1), generator=torch.Generator().manual_seed(0)
+    )
+    return torch.zeros_like(weight).scatter_(2, chosen, 1)
+
+
+class PrefillInvariance:
+    """A token has the bits that it has where its text is one chunk, alone, in every call."""
+
+    borders: tuple[int, ...] = (1, 16, 64, 256)
+    """Of tiles and of what an implementation sums at a time: the texts end, and chunks are cut, about these."""
+
+    @pytest.mark.parametrize("size", [1, 5, 16, 17, 63])
+    def test_chunks_of_every_size(self, subject: Subject, size: int) -> None:
+        length = min(max(self.borders) + 3, 20 * size)
+        texts = Texts(subject, [length])
+        for start in range(0, length, size):
+            texts.check([(0, start, min(length, start + size))])
+
+    def test_beside_others_and_padding(self, subject: Subject) -> None:
+        texts = Texts(subject, [border + 2 for border in self.borders])
+        chunks = [(i, border // 2, border + 1) for i, border in enumerate(self.borders)]
+        texts.check(chunks)
+        texts.check(
+            chunks[::-1], num_tokens=2 * sum(self.borders), num_chunks=9, num_keys=4 * sum(self.borders)
+        )
+
+    def test_parts_and_rows_that_have_no_key_in_some(
+        self, subject: Subject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A chunk that goes beyond a multiple of MAX_KEYS would have other parts; whoever cuts prompts cuts there."""
+        size = 48
+        monkeypatch.setattr(segments, "MAX_KEYS", size)
+        texts = Texts(subject, [3 * size, size, 9])
+        texts.whole[0] = torch.cat([texts.call([(0, at, at + size)])[0] for at in range(0, 3 * size, size)])
+        for start, stop in (
+            (0, 7),
+            (size - 1, size),
+            (size, size + 1),
+            (2 * size - 5, 2 * size),
+            (2 * size, 3 * size),
+        ):
+            texts.check([(0, start, stop)])
+            texts.check([(1, size // 2, size), (0, start, stop), (2, 0, 9)])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_drawn_calls(self, subject: Subject, dtype: torch.dtype) -> None:
+        draw = random.Random(0)
+        for _ in range(2):
+            lengths = [draw.choice(self.borders) + draw.randint(0, 8) for _ in range(draw.randint(1, 4))]
+            texts = Texts(
+                subject, lengths, dtype=dtype, page_size=draw.choice([1, 4, 16]), seed=draw.randint(0, 99)
+            )
+            for _ in range(4):
+                chunks = []
+                for text in draw.sample(range(len(lengths)), draw.randint(1, len(lengths))):
+                    start = draw.choice([0, draw.randrange(lengths[text]), draw.choice(self.borders) - 1])
+                    start = min(start, lengths[text] - 1)
+                    chunks.append((text, start, draw.randint(start + 1, lengths[text])))
+                texts.check(chunks, num_tokens=draw.choice([0, 200]), num_chunks=draw.choice([0, 6]))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from mla_compile.ops import backends, implementations, library
+from mla_compile.ops.implementations import Implementation
 from mla_compile.ops.library import choose, tables
 from tests.cases import make_case
 from tests.kernel_cases import (
@@ -59,11 +60,11 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         q, *others = prefill_args(
             make_case(prefill=[(3, 0)], nope=nope, rope=rope, v=v, rank=16, dtype=dtype)
         )
-        return q[: mostly(draw, [3], [0])], *others
+        return q[: mostly(draw, [3], [0])], *others, False
     if op == "moe_experts":
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
-        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1
+        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1, False
     if op == "mla_prefill_metadata":
         lens, bounds, table, *rest = prefill_metadata_args(draw)
         return lens, bounds, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
@@ -168,10 +169,11 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     ),
     "mla_norm_rope_append": lambda dtype: norm_rope_append_case(3, 512, 64, dtype=dtype).args(),
     "mla_masked_decode": lambda dtype: masked_case([5, 6], rank=512, rope=64, dtype=dtype).args(),
-    "mla_prefill": lambda dtype: prefill_args(
-        make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)
+    "mla_prefill": lambda dtype: (
+        *prefill_args(make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)),
+        False,
     ),
-    "moe_experts": lambda dtype: moe_case(4, 2, dtype=dtype).args(),
+    "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).args(), None, 1, False),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),
 }
@@ -225,7 +227,7 @@ def test_who_serves_a_decode_call(
     assert backends.select_backend(call).chosen.name == expected
 
 
-def prefill_of(tokens: int, keys: int, parts: int = 1) -> tuple[Any, ...]:
+def prefill_of(tokens: int, keys: int, parts: int = 1, *, batch_invariant: bool = False) -> tuple[Any, ...]:
     """Arguments of `mla_prefill` with DeepSeek-V3's widths, for the choice alone."""
     half = {"dtype": torch.bfloat16}
     sums, slots = torch.empty(parts, 2, dtype=torch.int32), torch.empty(parts, keys, dtype=torch.int64)
@@ -238,6 +240,7 @@ def prefill_of(tokens: int, keys: int, parts: int = 1) -> tuple[Any, ...]:
         sums,
         slots,
         1.0,
+        batch_invariant,
     )
 
 
@@ -266,6 +269,11 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
         )
     ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).passed_over
     assert reason == f"takes keys per token of {least} or more, got 2"
+    asked = choose("mla_prefill", fake(prefill_of(16, 8208, batch_invariant=True), (9, 0)))
+    assert asked.chosen.name == "flash_attn"
+    assert asked.passed_over == (
+        ("absorbed", "gives a token bits that depend on what is computed beside it"),
+    )
 
 
 def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +287,11 @@ def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPa
     assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"
     experts = moe_case(0, 4)
     assert (
-        reason("moe_experts", *experts.args(), None, 1) == "takes (token, expert) pairs of 1 or more, got 0"
+        reason("moe_experts", *experts.args(), None, 1, False)
+        == "takes (token, expert) pairs of 1 or more, got 0"
     )
     x, weights, ids, gate_up, down = moe_case(4, 2).args()
-    assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1) == (
+    assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1, False) == (
         "takes w_down.is_contiguous() True, got False"
     )
     append = ORDINARY["mla_append"](torch.float64)
@@ -292,15 +301,33 @@ def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_the_last_row_of_every_table_serves_every_call_and_functions_exist() -> None:
+def test_some_row_of_every_table_serves_every_call_and_functions_exist() -> None:
     assert tables.keys() >= {*KERNEL_SERVES, "mla_decode"}
-    for table in filter(None, tables.values()):
+    for op, table in tables.items():
         assert len({row.name for row in table}) == len(table)
-        *_, last = table
-        assert last.device_types is None and not last.packages and last.capturable
-        assert callable(last.load())
-        if last.takes:  # every float dtype, which is all that an op takes
-            assert last.takes == {"dtype": DTYPES}
+        for asked in (False, op in library.flagged) if table else ():
+            assert any(serves_every_call(row) for row in table if row.batch_invariant or not asked), op
+
+
+def serves_every_call(row: Implementation) -> bool:
+    anywhere = row.device_types is None and not row.packages and row.capturable and callable(row.load())
+    return anywhere and row.takes in ({}, {"dtype": DTYPES})  # every float dtype is all that an op takes
+
+
+@pytest.mark.parametrize("op", ["mla_prefill"])
+def test_a_batch_invariant_row_serves_every_call_that_asks_for_one_and_no_other(op: str) -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        machine = mostly(draw, [(8, 0), (9, 0), (12, 0)], [None, "hip", (7, 5)])
+        *args, _ = fake(arguments(op, draw), machine)
+        with pytest.MonkeyPatch.context() as patch:
+            on(machine, patch)
+            chosen = choose(op, (*args, True)).chosen
+            assert library._serving(op, (*args, True)) is chosen and chosen.batch_invariant
+            ordinary = choose(op, (*args, False)).chosen
+            assert chosen.name == ("by_token" if ordinary.name == "reference" else ordinary.name), (
+                f"seed {seed}"
+            )
 
 
 def test_the_log_says_once_who_serves_a_kind_of_call_and_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,9 +22,7 @@ from mla_compile.ops.backends import (
 from tests.cases import make_case
 from tests.kernel_cases import check_decode, decode_case
 
-BY_NAME = {backend.name: backend for backend in DECODE_BACKENDS}
-FLASHINFER, GLUON, TRITON = (BY_NAME[name] for name in ("flashinfer", "gluon", "triton"))
-REFERENCE = DECODE_BACKENDS[-1]
+FLASHINFER, GLUON, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
 
 GLM = DecodeCall(
     device_type="cuda",
@@ -88,6 +86,9 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (taking(TRITON, page_size=range(64, 65)), {"page_size": 16}, "takes page_size of 64, got 16"),
         (GLUON, {}, None),
         (GLUON, {"capability": (10, 0)}, "runs on SM 90, got SM 100"),
+        (GLUON, {"batch_invariant": True}, "gives a token bits that depend on what is computed beside it"),
+        (TRITON_INVARIANT, {"batch_invariant": True}, None),
+        (BY_TOKEN, {"batch_invariant": True, "dtype": torch.float64}, None),
     ],
 )
 def test_a_reason_names_what_a_backend_takes_and_what_came(
@@ -124,8 +125,21 @@ def test_some_backend_serves_every_call_and_may_be_captured(
         glm(capability=capability, dtype=dtype),
         glm(device_type="cpu", capability=None, kv_lora_rank=30, qk_rope_head_dim=6, dtype=dtype),
     ):
-        chosen = select_backend(call).chosen
-        assert chosen.capturable and chosen.why_not(call) is None
+        for asked in (call, replace(call, batch_invariant=True)):
+            chosen = select_backend(asked).chosen
+            assert chosen.capturable and chosen.why_not(asked) is None
+            assert chosen.batch_invariant == asked.batch_invariant
+
+
+@pytest.mark.parametrize("dtype", REFERENCE.takes["dtype"], ids=str)
+@pytest.mark.parametrize("rank", [512, 40])
+@pytest.mark.parametrize("device", [("cuda", (9, 0)), ("cuda", (7, 5)), ("cpu", None)], ids=str)
+def test_the_batch_invariant_kernel_serves_where_the_portable_one_does_and_plain_torch_all_else(
+    device: tuple[str, Any], rank: int, dtype: torch.dtype
+) -> None:
+    call = glm(device_type=device[0], capability=device[1], kv_lora_rank=rank, dtype=dtype)
+    expected = TRITON_INVARIANT if TRITON.why_not(call) is None else BY_TOKEN
+    assert select_backend(replace(call, batch_invariant=True)).chosen is expected
 
 
 def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_that_do() -> None:
@@ -133,13 +147,19 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
     with pytest.raises(MLAError) as refused:
         select_backend(glm(kv_lora_rank=1024), "triton")
     assert str(refused.value) == (
-        "backend: expected one that serves this call (reference), got triton, which takes "
+        "backend: expected one that serves this call (reference, by_token), got triton, which takes "
         "kv_lora_rank of 16..512 by 16, got 1024"
     )
-    with pytest.raises(
-        MLAError, match=r"^backend: expected one of flashinfer, gluon, triton, reference, or None, got 'fast'"
-    ):
+    names = "flashinfer, gluon, triton, triton_invariant, reference, by_token"
+    with pytest.raises(MLAError, match=rf"^backend: expected one of {names}, or None, got 'fast'"):
         select_backend(GLM, "fast")
+    assert select_backend(GLM, "triton_invariant").chosen is TRITON_INVARIANT, "asked for by name alone"
+    with pytest.raises(MLAError) as refused:
+        select_backend(replace(GLM, batch_invariant=True), "gluon")
+    assert str(refused.value) == (
+        "backend: expected one that serves this call (triton_invariant, by_token), got gluon, which gives a "
+        "token bits that depend on what is computed beside it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +190,7 @@ def test_flashinfer_gets_one_token_a_row_where_its_causal_mask_is_wrong(heads: i
 def test_names_are_unique_and_functions_exist() -> None:
     assert len({backend.name for backend in DECODE_BACKENDS}) == len(DECODE_BACKENDS)
     for backend in DECODE_BACKENDS:
-        if backend not in (GLUON, TRITON):  # their modules import triton
+        if "triton" not in backend.packages:  # their modules import triton
             assert callable(backend.load())
 
 
@@ -181,7 +201,8 @@ def test_decode_takes_a_backend_by_name() -> None:
         got = mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend=backend)
         check_decode(case, got)
     with pytest.raises(
-        MLAError, match=r"^backend: expected .*\(reference\), got triton, which runs on cuda, got cpu"
+        MLAError,
+        match=r"^backend: expected .*\(reference, by_token\), got triton, which runs on cuda, got cpu",
     ):
         mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend="triton")
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
-from tests.ops.conformance import DecodeConformance, Subject
+from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 
-REFERENCE = DECODE_BACKENDS[-1]
+REFERENCE = next(backend for backend in DECODE_BACKENDS if backend.name == "reference")
 
 
 def one_token_a_row(*args: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,3 +48,24 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 class TestOnTheCpu(DecodeConformance):
     pass
+
+
+class TestBatchInvariantOnTheCpu(DecodeInvariance):
+    @pytest.fixture(
+        params=[b for b in INVARIANT if b.why_not(DecodeCall("cpu")) is None], ids=lambda b: b.name
+    )
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        return Subject(request.param)
+
+
+@pytest.mark.parametrize("row", [Shown(0, 70, 2), Shown(0, 70, 1)], ids=["q_len", "table"])
+def test_the_suite_notices_a_backend_that_is_not_batch_invariant(row: Shown) -> None:
+    texts = Texts(Subject(replace(REFERENCE, function=f"{__name__}:sums_by_batch")), [70])
+    with pytest.raises(AssertionError, match=r"\(0, 6[89]\) in "):
+        texts.check([row], row.valid, more_columns=1)
+
+
+def sums_by_batch(*args: Tensor) -> tuple[Tensor, Tensor]:
+    """What the shapes of products depending on the batch may come to: a unit in the last place."""
+    out, lse = decode_torch(*args)
+    return out if args[0].shape[0] * args[3].shape[1] == 5 else out.nextafter(out + 1), lse

@@ -48,6 +48,7 @@ SCHEMAS = {
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
         "SymInt q_len=1) -> Tensor"
     ),
+    "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "mla_attention": (
         "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
         "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "

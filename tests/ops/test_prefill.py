@@ -1,14 +1,29 @@
-"""`prefill_torch`, the definition's twin on every device."""
+"""`prefill_torch`, the definition's twin on every device, and what serves batch-invariant calls on the CPU."""
 
 import pytest
 
-from tests.ops.prefill_conformance import PrefillConformance, Subject, subject_of
+from mla_compile.ops.implementations import Call
+from tests.ops.prefill_conformance import (
+    INVARIANT,
+    PrefillConformance,
+    PrefillInvariance,
+    Subject,
+    subject_of,
+)
+
+ON_THE_CPU = [row.name for row in INVARIANT if row.why_not(Call("cpu")) is None]
 
 
-@pytest.fixture(scope="module")
-def subject() -> Subject:
-    return subject_of("reference")
+@pytest.fixture(scope="module", params=["reference", *ON_THE_CPU])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return subject_of(request.param)
 
 
-class TestReference(PrefillConformance):
+class TestOnTheCpu(PrefillConformance):
     pass
+
+
+class TestBatchInvariantOnTheCpu(PrefillInvariance):
+    @pytest.fixture(params=ON_THE_CPU)
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        return subject_of(request.param, drawn_weights=True)

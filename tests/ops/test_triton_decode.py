@@ -1,12 +1,13 @@
 """The Triton decode kernel's plans, and what the compiled code uses on GPUs that are not there."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mla_compile.ops.kernels import plan
-from mla_compile.ops.kernels.plan import H200, MIN_KEYS, Device, decode_tiles, num_splits
+from mla_compile.ops.kernels.plan import H200, MIN_KEYS, Device, decode_tiles, num_splits, rows_at_once
 from tests.kernel_cases import decode_case
 
 GPUS = {
@@ -34,21 +35,52 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.decode import decode_triton
+    from mla_compile.ops.kernels.decode import decode_triton, decode_triton_invariant
     from tests.triton_compile import compiled_for
 
     heads, rank, rope = WIDTHS[model]
     device, shared_memory = GPUS[capability]
     monkeypatch.setattr(plan, "H200", device)
     case = decode_case([64, 64], heads=heads, rank=rank, rope=rope, page_size=64, columns=16, dtype=dtype)
-    with compiled_for(capability) as kernels:
-        decode_triton(*case.args())
-    assert [kernel.name for kernel in kernels] == ["split_kernel", "combine_kernel"]
-    for kernel in kernels:
-        assert kernel.shared_memory <= shared_memory, kernel.name
-        assert kernel.spilled_bytes <= 64, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
-    wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
-    assert wanted in kernels[0].text, "the products must run on tensor cores"
+    # 64 query rows, as many as its narrow latents leave room for
+    widest = model == "MiniCPM3" and capability == 90 and dtype == torch.bfloat16
+    for decode, join, spilled in ((decode_triton, "combine", 112), (decode_triton_invariant, "join", 400)):
+        with compiled_for(capability) as kernels:
+            decode(*case.args())
+        assert [kernel.name for kernel in kernels] == ["split_kernel", f"{join}_kernel"]
+        for kernel in kernels:
+            assert kernel.shared_memory <= shared_memory, kernel.name
+            most = spilled if widest else 64
+            assert kernel.spilled_bytes <= most, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
+        wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
+        assert wanted in kernels[0].text, "the products must run on tensor cores"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_compiled_kernel_serves_all_batch_invariant_calls_of_a_model(dtype: torch.dtype) -> None:
+    """Others, made for other rows, tables or `q_len`, might add in another order."""
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.decode import decode_triton_invariant
+    from tests.triton_compile import compiled_for
+
+    sizes = {"heads": 20, "rank": 512, "rope": 64, "page_size": 64, "dtype": dtype}
+    with compiled_for(90) as kernels:
+        for lengths, more in (
+            ([64], {}),
+            ([64] * 16, {"q_len": 16, "columns": 16}),
+            ([64, 3], {"q_len": 4, "q_lens": [4, 3]}),
+            ([64] * 3, {"q_len": 6, "columns": 301}),
+        ):
+            case = decode_case(lengths, **more, **sizes)
+            decode_triton_invariant(*case.args())
+            decode_triton_invariant(*case.args(), at_once=1)
+            by_head = case.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
+            apart = torch.cat([case.q_pe, case.q_pe, case.q_pe], -1)[
+                ..., 8:72
+            ]  # not at a multiple of 16 elements
+            decode_triton_invariant(*replace(case, q_latent=by_head, q_pe=apart).args())
+    for name in ("split_kernel", "join_kernel"):
+        assert len({kernel.text for kernel in kernels if kernel.name == name}) == 1, name
 
 
 @pytest.mark.parametrize("max_keys", [16, 1024, 5000, 131_072])
@@ -60,6 +92,12 @@ def test_splits_fill_the_gpu_without_flooding_it(programs: int, max_keys: int) -
     if max_keys >= 132 * MIN_KEYS:
         waves = programs * splits / H200.multiprocessors
         assert waves / -(-waves // 1) > 0.75, f"{waves} waves leave much of the GPU idle"
+
+
+def test_the_workspace_of_batch_invariant_decode_is_bounded_whatever_the_table() -> None:
+    for partial in (1, 20 * 512, 2**26, 2**30):
+        rows = rows_at_once(partial)
+        assert rows == 1 or rows * partial <= 2**26 < (rows + 1) * partial
 
 
 def test_a_plan_is_a_function_of_shapes_only() -> None:

@@ -1,12 +1,14 @@
 """The expert kernels without a GPU: plans, what the compiled code uses; their results: `test_interpreted.py`."""
 
+import re
+from collections import Counter
 from itertools import product
 
 import pytest
 import torch
 
 from mla_compile.ops.kernels.plan import H200, MOST_UNSORTED_PAIRS, Device, MoeTiles, moe_tiles
-from tests.kernel_cases import moe_case
+from tests.kernel_cases import moe_case, padding
 
 A100 = Device(108, (8, 0))
 FEW, MANY = 4, MOST_UNSORTED_PAIRS + 1
@@ -49,6 +51,47 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
     for kernel in kernels:
         assert kernel.shared_memory <= kilobytes * 1024, kernel.name
         assert kernel.spilled_bytes <= few, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
+        check_operations(kernel.name, kernel.text, dtype)
+
+
+# To compute one element, in float32, beside products by matrix instructions.
+OPERATIONS = {
+    "sort_kernel": {},
+    "gate_up_kernel": {"sub": 1, "mul": 2, "ex2": 1, "add": 1, "div": 1},
+    "down_kernel": {},
+    "weighted_sum_kernel": {"fma": 1},
+}
+
+
+def check_operations(kernel: str, text: str, dtype: torch.dtype) -> None:
+    """A compiler may join a product and a sum, which rounds once: in all variants of a kernel, or else bits differ."""
+    found = Counter(re.findall(r"\b(fma|mul|add|sub|div|ex2|rcp|neg)\.[\w.]*f32", text))
+    if dtype == torch.float32 and kernel in ("gate_up_kernel", "down_kernel"):
+        assert found.pop("fma")  # the product itself
+    elements = max(1, min(found.values(), default=0))
+    assert found == {name: times * elements for name, times in OPERATIONS[kernel].items()}, kernel
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("pairs", [FEW, MANY + 3])
+def test_padding_and_sorting_change_no_operation(pairs: int, padded: bool) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.moe import moe_triton
+    from tests.triton_compile import compiled_for
+
+    case = moe_case(pairs // 4, 4, hidden=256, intermediate=128, dtype=torch.bfloat16)
+    with compiled_for(90) as kernels:
+        moe_triton(*case.args(), *padding(case, 1, [1])[:2] if padded else ())
+    assert len(kernels) == (4 if pairs > MOST_UNSORTED_PAIRS else 3)
+    for kernel in kernels:
+        check_operations(kernel.name, kernel.text, torch.bfloat16)
+
+
+def test_float32_products_have_one_depth() -> None:
+    """On the plain cores; tensor cores add 16 products at a time, whatever the depth."""
+    assert {tiles.depth for _, dtype, *both in plans(H200) for tiles in both if dtype == torch.float32} == {
+        32
+    }
 
 
 @pytest.mark.parametrize("pairs", [4, 32, 128, 512, 1024, 5376, 16384])

@@ -34,12 +34,13 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
     widest = (
         model == "GLM" and capability == 90 and dtype == torch.bfloat16
     )  # quicker than any that do not spill
-    assert [kernel.name for kernel in kernels] == ["gather_kernel", "prefill_kernel"]
+    products = ["matmul_kernel"] * 2 if dtype == torch.float32 else []  # else cuBLAS's
+    assert [kernel.name for kernel in kernels] == ["gather_kernel", *products, "prefill_kernel"]
     for kernel in kernels:
         assert kernel.shared_memory <= shared_memory
         assert kernel.spilled_bytes <= (600 if widest else 64), f"{kernel.spilled_bytes} bytes per thread"
     wanted = "" if dtype == torch.float32 else "wgmma.mma_async" if capability == 90 else "mma.sync"
-    assert wanted in kernels[1].text, "the products must run on tensor cores"
+    assert wanted in kernels[-1].text, "the products must run on tensor cores"
 
 
 @pytest.mark.parametrize(

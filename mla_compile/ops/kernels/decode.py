@@ -6,6 +6,11 @@ cores want 64 rows, which keys always fill and 16 or 20 heads never do.
 
 Which keys a program reads follows from shapes and from its own row's length, so the grid can be captured, lengths
 may change at replay, and a row's bits do not depend on its neighbours.
+
+`decode_triton_invariant` gives a token the same bits in every call that has the same keys. Its splits are SPLIT_KEYS
+keys wide wherever a row ends, a tile is as high whatever `q_len` is, a token's splits are joined in order and those
+that it does not see are not read. Of a tile, the keys that it does not see weigh 0. One compiled kernel serves all its
+calls: no size that changes from call to call is a constant of it.
 """
 
 import torch
@@ -15,16 +20,21 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
+    SPLIT_BLOCK,
+    SPLIT_KEYS,
     DecodeTiles,
     decode_tiles,
     device_of,
     num_splits,
     power_of_two,
+    rows_at_once,
 )
 from mla_compile.ops.kernels.softmax import (
     LOG2_E,
     attend_latents,
+    columns_at_once,
     combine,
+    join_splits,
     split_of,
     split_results,
     store_split,
@@ -38,74 +48,42 @@ def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def split_kernel(
-    q_latent,  # [rows * Q_LEN, HEADS, RANK], any strides but the last
-    q_pe,  # [rows * Q_LEN, HEADS, ROPE], likewise
-    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
-    block_table,  # int32 [rows, columns]
-    seq_lens,  # int32 [rows]
-    q_lens,  # int32 [rows], unread unless HAS_Q_LENS
-    out,  # [splits, rows * Q_LEN * HEADS, RANK], contiguous
-    lse,  # float32 [splits, rows * Q_LEN * HEADS]
-    softmax_scale,
-    columns,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
-    table_stride,
-    HAS_Q_LENS: tl.constexpr,
-    Q_LEN: tl.constexpr,
-    HEADS: tl.constexpr,
+def _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys):
+    """`visible_keys` of query tokens of a row, below 0 for some that see none, and how many of its keys are read."""
+    length = tl.load(seq_lens + row)
+    valid = tl.load(q_lens + row, mask=has_q_lens != 0, other=q_len)
+    stored = tl.minimum(length, most_keys)
+    bounds = tl.where(token < valid, tl.minimum(length - (valid - 1 - token), stored), 0)
+    return bounds, tl.where(valid > 0, stored, 0)
+
+
+@triton.jit
+def _attend_split(
+    q,
+    qp,
+    kv_cache,
+    table,  # the row's
+    start,
+    stop,
+    bounds,
+    scale,
+    out,
+    lse,
+    first_target,  # int64: where the results of the row go
+    r,  # [BLOCK_R]: the row's queries of this program
+    inside,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,  # RANK and ROPE rounded up to powers of two
+    RANK_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
 ):
-    """Attention of one block of query rows over one split of a row's keys; grid `[rows * row blocks, splits]`."""
-    R: tl.constexpr = Q_LEN * HEADS
-    R_BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    row = tl.program_id(0) // R_BLOCKS
-    r = (tl.program_id(0) % R_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-
-    length = tl.load(seq_lens + row)
-    valid = Q_LEN
-    if HAS_Q_LENS:
-        valid = tl.load(q_lens + row)
-    token = r // HEADS
-    # `visible_keys`, for each query row; none for the rows that only fill the block.
-    stored = tl.minimum(length, columns * PAGE_SIZE)
-    bounds = tl.where((token < valid) & (r < R), tl.minimum(length - (valid - 1 - token), stored), 0)
-    stop = tl.where(valid > 0, stored, 0)
-
-    start, stop = split_of(stop, split, splits, BLOCK_N, MIN_KEYS)
-
-    target = split.to(tl.int64) * (tl.num_programs(0) // R_BLOCKS) * R + row * R + r
-    if (start >= stop) & (splits > 1):  # The sum skips an empty split, so its `out` may stay unwritten.
-        tl.store(lse + target, tl.full([BLOCK_R], -float("inf"), tl.float32), mask=r < R)
-        return
-
-    c = tl.arange(0, RANK_BLOCK)
-    p = tl.arange(0, ROPE_BLOCK)
-    query_token = (row * Q_LEN + token).to(tl.int64)
-    q_at = query_token * q_token_stride + (r % HEADS) * q_head_stride
-    pe_at = query_token * pe_token_stride + (r % HEADS) * pe_head_stride
-    q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=(r < R)[:, None] & (c < RANK)[None, :], other=0.0)
-    qp = tl.load(q_pe + pe_at[:, None] + p[None, :], mask=(r < R)[:, None] & (p < ROPE)[None, :], other=0.0)
-    q = tl.trans(q)
-    qp = tl.trans(qp)
-
-    scale = softmax_scale * LOG2_E
+    """Attention of the queries of a program over the keys from `start` to `stop` of their row."""
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
-    table = block_table + row.to(tl.int64) * table_stride
     key = start + tl.arange(0, BLOCK_N)
     page = _pages(table, key, stop, PAGE_SIZE)
     for first in range(start, stop, BLOCK_N):
@@ -117,7 +95,169 @@ def split_kernel(
             q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
             RANK, ROPE, RANK_BLOCK, ROPE_BLOCK,
         )  # fmt: skip
-    store_split(out, lse, target, r < R, top, total, acc, RANK, RANK_BLOCK)
+    store_split(out + first_target * RANK, lse + first_target, r, inside, top, total, acc, RANK, RANK_BLOCK)
+
+
+_VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
+"""What changes from call to call: compiled code knows nothing of it."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def split_kernel(
+    q_latent,  # [rows * q_len, HEADS, RANK], any strides but the last
+    q_pe,  # [rows * q_len, HEADS, ROPE], likewise
+    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
+    block_table,  # int32 [rows, columns]
+    seq_lens,  # int32 [rows]
+    q_lens,  # int32 [rows], unread unless has_q_lens
+    out,  # [splits, rows * q_len * HEADS, RANK], contiguous
+    lse,  # float32 [splits, rows * q_len * HEADS]
+    softmax_scale,
+    has_q_lens,
+    q_len,
+    columns,
+    q_token_stride,
+    q_head_stride,
+    pe_token_stride,
+    pe_head_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,  # RANK and ROPE rounded up to powers of two
+    ROPE_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,  # of a split, of which a program may have several; 0 for a program's share of its row
+):
+    """Attention of one block of query rows over splits of a row's keys; grid `[rows * row blocks, programs]`."""
+    R = q_len * HEADS
+    r_blocks = tl.cdiv(R, BLOCK_R)
+    row = tl.program_id(0) // r_blocks
+    r = (tl.program_id(0) % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
+
+    token = r // HEADS
+    bounds, keys = _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
+    bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
+    query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
+    if SPLIT_KEYS > 0:
+        start, stop = program * SPLIT_KEYS, keys
+        idle = start >= stop
+    else:
+        start, stop = split_of(keys, program, programs, BLOCK_N, MIN_KEYS)
+        # The sum skips an empty split, so its `out` may stay unwritten.
+        idle = (start >= stop) & (programs > 1)
+        nothing = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        tl.store(lse + program * query_rows + row * R + r, nothing, mask=(r < R) & idle)
+    if idle:
+        return
+
+    c = tl.arange(0, RANK_BLOCK)
+    p = tl.arange(0, ROPE_BLOCK)
+    query_token = (row * q_len + token).to(tl.int64)
+    q_at = query_token * q_token_stride + (r % HEADS) * q_head_stride
+    pe_at = query_token * pe_token_stride + (r % HEADS) * pe_head_stride
+    q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=(r < R)[:, None] & (c < RANK)[None, :], other=0.0)
+    qp = tl.load(q_pe + pe_at[:, None] + p[None, :], mask=(r < R)[:, None] & (p < ROPE)[None, :], other=0.0)
+    q = tl.trans(q)
+    qp = tl.trans(qp)
+
+    scale = softmax_scale * LOG2_E
+    table = block_table + row.to(tl.int64) * table_stride
+    if SPLIT_KEYS > 0:
+        for split in range(program, tl.cdiv(keys, SPLIT_KEYS), programs):
+            start = split * SPLIT_KEYS
+            stop = tl.minimum(keys, start + SPLIT_KEYS)
+            _attend_split(
+                q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
+                RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
+            )  # fmt: skip
+    else:
+        _attend_split(
+            q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
+            RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "most_keys", "total"])
+def join_kernel(
+    part_out,  # see `join_splits`
+    part_lse,
+    out,
+    lse,
+    seq_lens,
+    q_lens,
+    has_q_lens,
+    q_len,
+    most_keys,
+    total,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
+    i = tl.program_id(0)
+    row = i // (q_len * HEADS)
+    token = i // HEADS % q_len
+    keys, _ = _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
+    splits = tl.cdiv(tl.maximum(keys, 0), SPLIT_KEYS)
+    join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
+
+
+def _launch(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    softmax_scale: float,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    tiles: DecodeTiles,
+    programs: int,
+    min_keys: int = MIN_KEYS,
+    split_keys: int = 0,
+) -> None:
+    """`split_kernel` with so many programs for each block of query rows."""
+    (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
+    split_kernel[(rows * triton.cdiv(q_len * heads, tiles.rows), programs)](
+        q_latent,
+        q_pe,
+        kv_cache,
+        block_table,
+        seq_lens,
+        seq_lens if q_lens is None else q_lens,
+        part_out,
+        part_lse,
+        softmax_scale,
+        int(q_lens is not None),
+        q_len,
+        columns,
+        *q_latent.stride()[:2],
+        *q_pe.stride()[:2],
+        block_table.stride(0),
+        HEADS=heads,
+        RANK=rank,
+        ROPE=rope,
+        RANK_BLOCK=power_of_two(rank),
+        ROPE_BLOCK=power_of_two(rope),
+        PAGE_SIZE=kv_cache.shape[1],
+        BLOCK_R=tiles.rows,
+        BLOCK_N=tiles.keys,
+        MIN_KEYS=min_keys,
+        SPLIT_KEYS=split_keys,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
 
 
 def decode_triton(
@@ -140,49 +280,116 @@ def decode_triton(
     """
     tokens, heads, rank = q_latent.shape
     rows, columns = block_table.shape
-    rope, page_size = q_pe.shape[2], kv_cache.shape[1]
-    query_rows = q_len * heads
-    q_latent, q_pe, block_table = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, block_table)
-    )
-
     device = device_of(q_latent)
-    tiles = tiles or decode_tiles(query_rows, rank, q_latent.dtype, device)
-    blocks = rows * triton.cdiv(query_rows, tiles.rows)
-    splits = splits or num_splits(blocks, columns * page_size, device)
+    tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device)
+    blocks = rows * triton.cdiv(q_len * heads, tiles.rows)
+    splits = splits or num_splits(blocks, columns * kv_cache.shape[1], device)
 
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
     part_out, part_lse = split_results(out, lse, splits)
+    q_latent, q_pe, block_table = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, block_table)
+    )
+    seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        split_kernel[(blocks, splits)](
-            q_latent,
-            q_pe,
-            kv_cache,
-            block_table,
-            seq_lens.contiguous(),
-            seq_lens if q_lens is None else q_lens.contiguous(),
-            part_out,
-            part_lse,
-            softmax_scale,
-            columns,
-            *q_latent.stride()[:2],
-            *q_pe.stride()[:2],
-            block_table.stride(0),
-            HAS_Q_LENS=q_lens is not None,
-            Q_LEN=q_len,
-            HEADS=heads,
-            RANK=rank,
-            ROPE=rope,
-            RANK_BLOCK=power_of_two(rank),
-            ROPE_BLOCK=power_of_two(rope),
-            PAGE_SIZE=page_size,
-            BLOCK_R=tiles.rows,
-            BLOCK_N=tiles.keys,
-            MIN_KEYS=min_keys,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+        _launch(
+            *(
+                q_latent,
+                q_pe,
+                kv_cache,
+                block_table,
+                seq_lens,
+                q_lens,
+                q_len,
+                softmax_scale,
+                part_out,
+                part_lse,
+            ),
+            tiles=tiles,
+            programs=splits,
+            min_keys=min_keys,
         )
         if splits > 1:
             combine(part_out, part_lse, out, lse)
     return out, lse
+
+
+def decode_triton_invariant(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    softmax_scale: float,
+    *,
+    tiles: DecodeTiles | None = None,
+    programs: int | None = None,
+    split_keys: int = SPLIT_KEYS,
+    split_block: int = SPLIT_BLOCK,
+    at_once: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`decode_triton` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
+
+    programs: for each block of query rows; at_once: how many rows share the workspace. Both are chosen by `plan.py`
+    unless given, and neither changes a bit. `tiles`, `split_keys` and `split_block`, the splits that are summed at a
+    time, do.
+    """
+    tokens, heads, rank = q_latent.shape
+    (rows, columns), page_size = block_table.shape, kv_cache.shape[1]
+    device = device_of(q_latent)
+    tiles = tiles or decode_tiles(heads, rank, q_latent.dtype, device)
+    splits = max(1, triton.cdiv(columns * page_size, split_keys))
+    at_once = min(rows, at_once or rows_at_once(splits * q_len * heads * rank))
+    blocks = at_once * triton.cdiv(q_len * heads, tiles.rows)
+    programs = programs or min(splits, num_splits(blocks, columns * page_size, device))
+
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    part_out = lse.new_empty((splits, at_once * q_len * heads, rank))
+    part_lse = lse.new_empty((splits, at_once * q_len * heads))
+    q_latent, q_pe = map(_aligned, (q_latent, q_pe))
+    block_table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+    seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
+    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
+        for first in range(0, rows, at_once):
+            mine = slice(first, first + at_once)
+            tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
+            lens = seq_lens[mine], None if q_lens is None else q_lens[mine]
+            queries = q_latent[tokens_of_mine], q_pe[tokens_of_mine]
+            _launch(
+                *(*queries, kv_cache, block_table[mine], *lens, q_len, softmax_scale, part_out, part_lse),
+                tiles=tiles,
+                programs=programs,
+                split_keys=split_keys,
+            )
+            total = queries[0].shape[0] * heads
+            columns_of_out = columns_at_once(rank, split_block)
+            join_kernel[(total, triton.cdiv(rank, columns_of_out))](
+                part_out,
+                part_lse,
+                out[tokens_of_mine],
+                lse[tokens_of_mine],
+                lens[0],
+                lens[0] if lens[1] is None else lens[1],
+                int(q_lens is not None),
+                q_len,
+                columns * page_size,
+                total,
+                HEADS=heads,
+                RANK=rank,
+                SPLIT_KEYS=split_keys,
+                SPLIT_BLOCK=split_block,
+                BLOCK_C=columns_of_out,
+                num_warps=4,
+            )
+    return out, lse
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Queries whose rows begin at multiples of 16 elements, else a copy: the same compiled kernel reads them all."""
+    steps = x.data_ptr() // x.element_size(), *x.stride()[:2]
+    aligned = x.stride(-1) == 1 and not any(step % 16 for step in steps)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)

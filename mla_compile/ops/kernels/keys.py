@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.kernels.matmul import matmul_triton
 from mla_compile.ops.kernels.plan import power_of_two
 
 
@@ -71,13 +72,13 @@ def expanded_keys(
 ) -> ExpandedKeys:
     """Keys and values of a part, see `PrefillSegment`, with `gap` places of zeros behind every row's.
 
-    The product with `w_uk` is written where the keys are wanted, beside their rotated part.
+    In half precision the products are cuBLAS's, the one with `w_uk` written where the keys are wanted, beside their
+    rotated part. In float32 cuBLAS would give a key other bits beside more of them.
     """
     (heads, nope, rank), rows = w_uk.shape, cu_seqlens_k.shape[0] - 1
     places, rope = key_slots.shape[0] + rows * gap, kv_cache.shape[2] - rank
     latents = kv_cache.new_empty((places, rank))
     key = kv_cache.new_empty((places, heads, nope + rope))
-    value = kv_cache.new_empty((places, heads, w_uv.shape[2]))
     cu_places, lens = torch.empty_like(cu_seqlens_k), cu_seqlens_k.new_empty(rows)
     gather_kernel[(triton.cdiv(places, 16),)](
         kv_cache,
@@ -99,7 +100,13 @@ def expanded_keys(
         ROWS_BLOCK=power_of_two(rows + 1),
         BLOCK=16,
     )
-    of_head = latents.expand(heads, -1, -1)
-    torch.bmm(of_head, w_uk.transpose(1, 2), out=key[..., :nope].transpose(0, 1))
-    torch.bmm(of_head, w_uv, out=value.transpose(0, 1))
+    if latents.dtype == torch.float32:
+        of_place = latents.unsqueeze(1).expand(-1, heads, -1)
+        key[..., :nope] = matmul_triton(of_place, w_uk.mT)
+        value = matmul_triton(of_place, w_uv)
+    else:
+        value = kv_cache.new_empty((places, heads, w_uv.shape[2]))
+        of_head = latents.expand(heads, -1, -1)
+        torch.bmm(of_head, w_uk.mT, out=key[..., :nope].transpose(0, 1))
+        torch.bmm(of_head, w_uv, out=value.transpose(0, 1))
     return ExpandedKeys(key, value, cu_places, lens)

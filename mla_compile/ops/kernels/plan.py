@@ -12,6 +12,17 @@ from torch import Tensor
 MIN_KEYS = 128
 """Keys of a row under which a further split is not worth its start and its share of the sum."""
 
+SPLIT_KEYS = 256
+"""Keys of a split of batch-invariant decode. A row of 1000 keys has 4 to read side by side. Half as many keys would
+write and read as much of partial results as of latents for 20 heads; twice as many would take a row alone twice as
+long. One split more or fewer would be other bits, so rows, heads and lengths do not count here."""
+
+SPLIT_BLOCK = 16
+"""Splits whose results are summed at a time: 4096 keys."""
+
+_MOST_PARTIAL = 2**26
+"""Elements, 256 MB, of all partial results of batch-invariant decode. Its splits are as many as fit the block table."""
+
 _WAVES = 4
 """At most so many programs per multiprocessor; more only write more partial results."""
 
@@ -61,7 +72,8 @@ class DecodeTiles:
 def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
     """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
 
-    query_rows: `q_len * heads`. On Hopper four warps share 64 keys, what one of its matrix instructions takes; two
+    query_rows: `q_len * heads`; of batch-invariant decode `heads` alone, as other tiles may add in another order. On
+    Hopper four warps share 64 keys, what one of its matrix instructions takes; two
     such groups would compute the scores twice. Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on
     the plain cores: tensor cores would round it.
     """
@@ -99,6 +111,11 @@ def num_splits(programs: int, max_keys: int, device: Device) -> int:
 
     best = min(map(cost, range(1, most + 1)))
     return next(s for s in range(1, most + 1) if cost(s) <= 1.05 * best)
+
+
+def rows_at_once(partial: int) -> int:
+    """For how many rows batch-invariant decode has a workspace, where one has so many elements of partial results."""
+    return max(1, _MOST_PARTIAL // partial)
 
 
 @dataclass(frozen=True)
@@ -204,3 +221,70 @@ def moe_tiles(
     if min(pairs, experts) * columns < 4 * 32 * device.multiprocessors:
         return MoeTiles(tokens, columns=16, depth=256, warps=2, stages=4)
     return MoeTiles(tokens, columns=32, depth=128, warps=4, stages=4)
+
+
+@dataclass(frozen=True)
+class MatmulTiles(MoeTiles):
+    """How much a program of the batch-invariant product holds."""
+
+
+# Widest first. Those of Hopper won among the expert kernels' on an H200, which read the same way.
+_MATMUL_HOPPER = (
+    MatmulTiles(128, 256, 64, warps=8, stages=3),
+    MatmulTiles(64, 128, 64, warps=4, stages=3),
+    MatmulTiles(64, 64, 128, warps=4, stages=3),
+    MatmulTiles(64, 32, 128, warps=4, stages=4),
+    MatmulTiles(64, 16, 128, warps=4, stages=4),
+)
+_MATMUL_OTHERS = (
+    MatmulTiles(128, 128, 64, warps=8, stages=3),
+    MatmulTiles(64, 64, 64, warps=4, stages=3),
+    MatmulTiles(64, 32, 128, warps=4, stages=3),
+)
+_MATMUL_FEW = (
+    MatmulTiles(32, 32, 128, warps=4, stages=4),
+    MatmulTiles(32, 16, 256, warps=2, stages=4),
+    MatmulTiles(16, 32, 128, warps=4, stages=4),
+    MatmulTiles(16, 16, 256, warps=2, stages=4),
+)
+_MATMUL_BLACKWELL = (
+    MatmulTiles(128, 128, 64, warps=4, stages=3),
+    MatmulTiles(128, 64, 64, warps=4, stages=3),
+    MatmulTiles(128, 32, 64, warps=4, stages=4),
+)
+_MATMUL_FLOAT32 = (
+    MatmulTiles(64, 64, 32, warps=4, stages=2),
+    MatmulTiles(32, 32, 32, warps=4, stages=2),
+    MatmulTiles(16, 16, 32, warps=2, stages=3),
+)
+
+
+def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> MatmulTiles:
+    """The widest that waste less than half of their tokens and still give most multiprocessors a program.
+
+    No choice among them changes a bit. A half-precision tile of any size and depth is a sequence of matrix
+    instructions that add 16 products each, in the order of k. Hopper has two kinds, one of 16 tokens and one of 64,
+    which an H200 was seen to give the same bits. Of data-centre Blackwell's two that is not known: it gets one kind,
+    tiles of 128 tokens. Float32 runs on the plain cores, one fused multiply-add after another in the order of k, at
+    one depth.
+
+    columns: of all groups.
+    """
+    wanted = power_of_two(tokens)
+    choices: tuple[MatmulTiles, ...] = _MATMUL_BLACKWELL
+    if dtype == torch.float32:
+        choices = tuple(tiles for tiles in _MATMUL_FLOAT32 if tiles.tokens <= wanted)
+    elif device.capability[0] != 10:
+        choices = (_MATMUL_HOPPER if device.capability[0] == 9 else _MATMUL_OTHERS) + _MATMUL_FEW
+        choices = tuple(tiles for tiles in choices if min(wanted, 64) <= tiles.tokens <= wanted)
+
+    def fills(tiles: MatmulTiles) -> bool:
+        programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
+        return 4 * programs >= 3 * device.multiprocessors
+
+    return next(filter(fills, choices), choices[-1])
+
+
+def splits_matmul(programs: int, device: Device) -> bool:
+    """Whether parts of k go to programs of their own, where so many take all of them: few would take long."""
+    return programs < _WAVES * device.multiprocessors

@@ -1,6 +1,8 @@
 """Prefill: expanded causal attention of ragged prompt chunks over all keys of their rows.
 
-A program holds BLOCK_M queries of one head and walks over the row's keys.
+A program holds BLOCK_M queries of one head and walks over the row's keys, block after block from its first. The blocks
+that all its queries see need no mask, but are added up by the same operations, and a key that a query does not see
+weighs 0. So a query's bits depend on its own keys only, not on the chunk or the block of queries that it is in.
 """
 
 import torch
@@ -63,19 +65,20 @@ def _attend(
             other=0.0,
         )
         scores = tl.dot(query_tail, k_tail, scores, input_precision="ieee")
-    scores *= scale
+    # A product of its own: fused with the subtraction, as without a mask it may be, it would not be rounded.
+    scores = tl.fma(scores, scale, 0.0)
     if MASKED:
         scores = tl.where(n[None, :] <= last_visible[:, None], scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)
-    total = total * decay + tl.sum(weights, 1)
+    total = tl.fma(total, decay, tl.sum(weights, 1))
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse", "cu_seqlens_q", "cu_seqlens_k", "rows"])
 def prefill_kernel(
     q,  # [tokens, heads, QK], any strides but the last
     key,  # [keys, heads, QK], contiguous

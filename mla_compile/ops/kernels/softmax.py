@@ -12,7 +12,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
 _COMBINED = 8192
-"""Partial results, splits times columns, that a program of `combine_kernel` loads at once."""
+"""Partial results, splits times columns, that a program of `join_splits` loads at once."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def accumulate(scores, k, top, total, acc):
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
     weights = tl.exp2(scores - base[None, :])
     decay = tl.exp2(top - base)
-    total = total * decay + tl.sum(weights, 0)
+    total = tl.fma(total, decay, tl.sum(weights, 0))
     acc = tl.dot(tl.trans(k), weights.to(k.dtype), acc * decay[None, :], input_precision="ieee")
     return new_top, total, acc
 
@@ -75,7 +75,7 @@ def attend_latents(
 def store_split(
     out,  # [splits * total, RANK], contiguous
     lse,  # float32 [splits * total]
-    target,  # int64 [rows]: where the rows of this program are
+    target,  # [rows]: where the rows of this program are
     inside,  # [rows]: which of them there are
     top,
     total,
@@ -92,32 +92,59 @@ def store_split(
 
 
 @triton.jit
-def combine_kernel(
-    part_out,  # float32 [SPLITS, total, RANK]; what an empty split holds is never read
-    part_lse,  # float32 [SPLITS, total], natural log, -inf for an empty split
+def join_splits(
+    part_out,  # float32 [splits or more, total, RANK]; what an empty split holds is never read
+    part_lse,  # float32 [splits or more, total], natural log, -inf for an empty split
     out,  # [total, RANK]
     lse,  # float32 [total]
+    i,  # int64: the query row
+    splits,
+    total,
+    RANK: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Join the first `splits` of a query row, BLOCK_C columns of it: `sum_s exp(lse_s - lse) out_s`.
+
+    SPLIT_BLOCK of them are loaded and summed at a time, in order. Within a block those that there are not weigh 0.
+    """
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    top = -float("inf")
+    sum_of_weights = 0.0
+    acc = tl.zeros([BLOCK_C], tl.float32)
+    for first in range(0, splits, SPLIT_BLOCK):
+        s = first + tl.arange(0, SPLIT_BLOCK)
+        parts = tl.load(part_lse + s * total + i, mask=s < splits, other=-float("inf"))
+        new_top = tl.maximum(top, tl.max(parts, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        weights = tl.exp(parts - base)
+        decay = tl.exp(top - base)
+        at = (s.to(tl.int64) * total + i)[:, None] * RANK + c[None, :]
+        part = tl.load(part_out + at, mask=(weights > 0)[:, None] & (c < RANK)[None, :], other=0.0)
+        sum_of_weights = tl.fma(sum_of_weights, decay, tl.sum(weights, 0))
+        acc = tl.fma(acc, decay, tl.sum(part * weights[:, None], 0))
+        top = new_top
+    result = acc / tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
+    tl.store(out + i * RANK + c, result.to(out.dtype.element_ty), mask=c < RANK)
+    if tl.program_id(1) == 0:
+        tl.store(lse + i, top + tl.log(sum_of_weights))
+
+
+@triton.jit
+def combine_kernel(
+    part_out,  # see `join_splits`
+    part_lse,
+    out,
+    lse,
     total,  # rows * q_len * heads
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Join the splits of one query row, BLOCK_C columns of it: `sum_s exp(lse_s - lse) out_s`."""
+    """Join all splits of one query row, which are one block of `join_splits`."""
     i = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    s = tl.arange(0, SPLIT_BLOCK)
-    parts = tl.load(part_lse + s * total + i, mask=s < SPLITS, other=-float("inf"))
-    top = tl.max(parts, 0)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    weights = tl.exp(parts - base)
-    sum_of_weights = tl.sum(weights, 0)
-    at = (s.to(tl.int64) * total + i)[:, None] * RANK + c[None, :]
-    part = tl.load(part_out + at, mask=(weights > 0)[:, None] & (c < RANK)[None, :], other=0.0)
-    result = tl.sum(part * weights[:, None], 0) / tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
-    tl.store(out + i * RANK + c, result.to(out.dtype.element_ty), mask=c < RANK)
-    if tl.program_id(1) == 0:
-        tl.store(lse + i, base + tl.log(sum_of_weights))
+    join_splits(part_out, part_lse, out, lse, i, SPLITS, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
 def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -128,11 +155,16 @@ def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor
     return lse.new_empty((splits, total, out.shape[-1])), lse.new_empty((splits, total))
 
 
+def columns_at_once(rank: int, split_block: int) -> int:
+    """BLOCK_C of `join_splits`, for so many splits at a time."""
+    return max(16, min(power_of_two(rank), _COMBINED // split_block))
+
+
 def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Join float32 `[splits, total, rank]` and `[splits, total]` in `out` and `lse`, which hold `total` rows."""
     splits, total, rank = part_out.shape
     split_block = triton.next_power_of_2(splits)
-    columns = max(16, min(power_of_two(rank), _COMBINED // split_block))
+    columns = columns_at_once(rank, split_block)
     combine_kernel[(total, triton.cdiv(rank, columns))](
         part_out,
         part_lse,

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,21 +16,70 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.backends import DECODE_BACKENDS  # noqa: E402
-from mla_compile.ops.kernels.decode import decode_triton  # noqa: E402
+from mla_compile.ops.kernels.decode import decode_triton, decode_triton_invariant  # noqa: E402
 from mla_compile.ops.kernels.plan import DecodeTiles  # noqa: E402
 from tests.kernel_cases import DecodeCase, check_decode, decode_case  # noqa: E402
-from tests.ops.conformance import DecodeConformance, Subject  # noqa: E402
+from tests.ops.conformance import DecodeConformance, DecodeInvariance, Subject  # noqa: E402
 
 SMALL = DecodeTiles(rows=16, keys=16, warps=4, stages=1)
 
 
-@pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject(next(backend for backend in DECODE_BACKENDS if backend.name == "triton"))
+BY_NAME = {backend.name: backend for backend in DECODE_BACKENDS}
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["triton", pytest.param("triton_invariant", marks=slow)])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return Subject(BY_NAME[request.param])
 
 
 class TestTriton(DecodeConformance):
     pass
+
+
+in_small_splits = partial(decode_triton_invariant, tiles=SMALL, split_keys=32, split_block=2)
+"""So that short texts have splits enough for some blocks of them, and programs some splits."""
+in_turn = partial(in_small_splits, programs=2, at_once=1)
+
+
+@slow
+class TestBatchInvariant(DecodeInvariance):
+    borders: tuple[int, ...] = (1, 16, 32, 64, 96, 160)
+
+    @pytest.fixture(params=["in_small_splits", "in_turn"])
+    def subject(self, request: pytest.FixtureRequest) -> Subject:
+        return Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:{request.param}"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_drawn_set_of_texts_is_batch_invariant(dtype: torch.dtype) -> None:
+    suite = TestBatchInvariant()
+    suite.borders, suite.drawn = (16, 32, 64), 1
+    suite.test_drawn_calls(
+        Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:in_turn")), dtype
+    )
+
+
+def test_splits_that_are_shares_of_a_row_are_not_batch_invariant() -> None:
+    """The suite notices it."""
+    subject = Subject(replace(BY_NAME["triton"], function=f"{__name__}:in_shares"))
+    with pytest.raises(AssertionError, match="q_len 2"):
+        TestBatchInvariant().test_one_of_many_tokens(subject, 2)
+
+
+in_shares = partial(decode_triton, tiles=SMALL, splits=3, min_keys=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)], ids=str)
+def test_neither_programs_nor_rows_at_a_time_change_a_bit(dtype: torch.dtype) -> None:
+    case = decode_case([150, 0, 33, 65, 20], q_len=3, q_lens=[3, 0, 2, 3, 1], heads=6, dtype=dtype)
+    run = partial(decode_triton_invariant, *case.args(), tiles=SMALL, split_keys=32, split_block=4)
+    first = run(programs=1, at_once=5)
+    check_decode(case, first)
+    for programs, at_once in ((1, 1), (2, 5), (9, 3)):
+        assert all(map(torch.equal, first, run(programs=programs, at_once=at_once)))
 
 
 def run(case: DecodeCase, **plan) -> None:

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.triton_interpreter import mend_interpreter
+from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
@@ -64,6 +64,26 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
     for name in ("x", "topk_weights", "topk_ids"):
         getattr(other, name)[5] = getattr(case, name)[5]
     assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 130])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_tokens_bits_are_those_of_many_sorted_tokens(
+    tokens: int, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other tiles, sorted or not, among other tokens, and beside padding."""
+    add_in_order(monkeypatch)
+    case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, dtype=torch.bfloat16)
+    assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
+    whole = moe_triton(*case.args())
+    part = replace(
+        case, **{name: getattr(case, name)[-tokens:] for name in ("x", "topk_weights", "topk_ids")}
+    )
+    row_lens, q_len, runs = (
+        padding(part, 1, [i % 2 for i in range(tokens // 2)]) if padded else (None, 1, slice(None))
+    )
+    got = moe_triton(*part.args(), row_lens, q_len, gate_up=SMALL)
+    assert torch.equal(got[runs], whole[-tokens:][runs])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,12 @@ from mla_compile.ops.kernels.plan import DecodeTiles, PrefillTiles  # noqa: E402
 from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
 from tests.cases import make_case  # noqa: E402
 from tests.kernel_cases import check_prefill, prefill_args  # noqa: E402
-from tests.ops.prefill_conformance import PrefillConformance, Subject, subject_of  # noqa: E402
+from tests.ops.prefill_conformance import (  # noqa: E402
+    PrefillConformance,
+    PrefillInvariance,
+    Subject,
+    subject_of,
+)
 
 
 @pytest.fixture(scope="module", params=["triton", "absorbed"])
@@ -33,6 +38,15 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 class TestTriton(PrefillConformance):
     pass
+
+
+class TestBatchInvariant(PrefillInvariance):
+    borders: tuple[int, ...] = (1, 16, 32, 64)
+
+    @pytest.fixture
+    def subject(self) -> Subject:
+        tiles = PrefillTiles(queries=32, keys=16, warps=4, stages=1)
+        return subject_of("triton", run=partial(prefill_triton, tiles=tiles), heads=1)
 
 
 def padded(args: tuple[Any, ...], lens: list[int], place: int, keys: int) -> tuple[Any, ...]:

@@ -1,0 +1,130 @@
+"""How many completions depend on what runs beside them, with and without `batch_invariant=True`.
+
+    python -m benchmarks.batch_invariance --output benchmarks/results/batch_invariance.json
+
+`differing`: the shipped model in bfloat16 continues 32 held-out prompts greedily, by 384 tokens. Of how many does any
+token differ from the same prompt alone, without drafts: in the same run again, by a new engine; in a batch of 32 rows;
+with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats` times, each with a new engine.
+
+`compared`: `check_batch_invariance` of each of `--models`, so that at least so many tokens are compared: the shipped
+model; `v3`, 12 layers of DeepSeek-V3's architecture, and `glm`, 8 layers of GLM-4.7-Flash's, of transformers with
+random weights. All in bfloat16, with 0 and 3 drafts, greedy and sampled.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.acceptance import PROMPTS
+from benchmarks.reporting import add_row
+from benchmarks.transformers_generate import random_model
+from mla_compile import Engine, SamplingParams, check_batch_invariance, load_model, load_tokenizer
+from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.integrations.transformers.mtp import mtp_layer
+from mla_compile.integrations.transformers.target import TransformersTarget
+
+RUNS = {"again": (1, 0), "32 rows": (32, 0), "3 drafts": (1, 3), "32 rows, 3 drafts": (32, 3)}
+"""Rows and drafts."""
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LONGEST = 1024
+
+
+def held_out_prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(SHIPPED_MODEL)
+    assert tokenizer is not None
+    texts: dict[str, list[str]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    return [tokenizer(text)["input_ids"] for of_domain in texts.values() for text in of_domain]
+
+
+def shipped() -> Any:
+    return load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device=DEVICE)
+
+
+def completions(model: Any, prompts: list[list[int]], rows: int, k: int, tokens: int, invariant: bool) -> Any:
+    """The tokens of all prompts, by a new engine."""
+    engine = Engine(
+        model,
+        max_rows=rows,
+        num_speculative_tokens=k,
+        max_model_len=LONGEST,
+        batch_invariant=invariant,
+        prefix_caching=False,
+    )
+    return [completion.token_ids for completion in engine.generate(prompts, max_new_tokens=tokens)]
+
+
+def differing(prompts: list[list[int]], tokens: int, repeats: int, invariant: bool) -> dict[str, Any]:
+    model = shipped()
+    alone = completions(model, prompts, 1, 0, tokens, invariant)
+    row: dict[str, Any] = {"part": "differing", "batch_invariant": invariant, "prompts": len(prompts)}
+    for name, (rows, k) in RUNS.items():
+        row[name] = []
+        for _ in range(repeats if rows > 1 else 1):
+            found = completions(model, prompts, rows, k, tokens, invariant)
+            row[name].append(sum(mine != theirs for mine, theirs in zip(found, alone, strict=True)))
+    return row
+
+
+def compared(name: str, prompts: list[list[int]], tokens: int, new_tokens: int, rows: int) -> dict[str, Any]:
+    """tokens: to be compared at least."""
+    sampling = [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95, seed=7)]
+    texts = len(prompts) + (len(prompts) + 1) // 2
+    rounds = -(-tokens // (2 * texts * new_tokens))
+    arguments: dict[str, Any] = {"max_new_tokens": new_tokens, "max_rows": rows, "rounds": rounds}
+    began = time.perf_counter()
+    if name == "shipped":
+        report = check_batch_invariance(shipped(), prompts, sampling, **arguments)
+    else:
+        model, mtp = random_model(name, layers={"v3": 12, "glm": 8}[name])
+        target = TransformersTarget(model, mtp_layer(model, mtp))
+        with target.installed(LONGEST):
+            report = check_batch_invariance(target, prompts, sampling, **arguments)
+    return {
+        "part": "compared",
+        "model": name,
+        "requests": report.num_requests,
+        "tokens": report.num_tokens,
+        "positions_with_latents": report.num_latents,
+        "different": report.num_different,
+        "first": report.differences[:1],
+        "seconds": round(time.perf_counter() - began),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--parts", nargs="*", choices=["differing", "compared"], default=["differing", "compared"]
+    )
+    parser.add_argument(
+        "--models", nargs="*", choices=["shipped", "v3", "glm"], default=["shipped", "v3", "glm"]
+    )
+    parser.add_argument("--modes", nargs="*", choices=["off", "on"], default=["off", "on"])
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument(
+        "--tokens", type=int, default=384, help="new ones of each prompt, where they are counted"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compare", type=int, default=350_000, help="tokens of each model")
+    args = parser.parse_args()
+    prompts = held_out_prompts()[:: 32 // args.prompts]
+    report: dict[str, Any] = {"torch": torch.__version__, "device": DEVICE, "rows": []}
+    if DEVICE == "cuda":
+        report |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    for mode in args.modes if "differing" in args.parts else ():
+        torch.compiler.reset()
+        add_row(report, differing(prompts, args.tokens, args.repeats, mode == "on"), args.output)
+    for name in args.models if "compared" in args.parts else ():
+        torch.compiler.reset()
+        add_row(report, compared(name, prompts, args.compare, args.tokens, len(prompts)), args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Whether a model's tokens, log-probabilities and latents have the same bits alone and in any mix of requests."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.config import check_positive
+from mla_compile.engine.engine import Engine
+from mla_compile.engine.request import Request
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
+from mla_compile.speculate import ServedModel
+
+_LATENTS = 128
+"""Positions of a request whose latents are compared: the last ones of its prompt and of half of its completion."""
+
+
+@dataclass(frozen=True)
+class BatchInvarianceReport:
+    """What `check_batch_invariance` found.
+
+    num_requests, num_tokens: that were compared with the same request alone; num_latents: positions whose latents, of
+        all layers, were.
+    num_different: requests with any other bit.
+    differences: a line for each of them: which request, in which mix, and what differs first.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_latents: int = 0
+    num_different: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self.num_requests} requests, {self.num_tokens} tokens, latents of {self.num_latents} positions"
+        )
+        lines = [f"{counts}: {self.num_different} requests differ", *self.differences[:10]]
+        return "\n  ".join(lines)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request of a mix. first: the number of the request of whose chat it is the second turn."""
+
+    prompt: list[int]
+    params: SamplingParams
+    first: int | None = None
+
+
+@dataclass
+class _Result:
+    """What came of one. latents: `[layers, positions, width]` on the CPU, of the positions from `start` on."""
+
+    completion: Completion
+    latents: Tensor | None = None
+    start: int = 0
+
+
+def check_batch_invariance(
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams] = (SamplingParams(logprobs=0),),
+    *,
+    max_new_tokens: int = 64,
+    drafts: Sequence[int] = (0, 3),
+    max_rows: int = 8,
+    rounds: int = 2,
+    seed: int = 0,
+    batch_invariant: bool = True,
+    **settings: Any,
+) -> BatchInvarianceReport:
+    """Run every request alone and without drafts, then all of them in drawn mixes, and compare bits.
+
+        report = mla_compile.check_batch_invariance(model, prompts)
+        assert not report.num_different, report
+
+    Every second request has a second turn: its text and some tokens more are the next prompt. In a mix requests come in
+    another order and at other times, prompts are cut into chunks of other sizes, prefixes are found in the cache, and
+    pages run out, so that some are preempted.
+
+    Args:
+        model: what an engine serves; its caches are allocated anew.
+        prompts: token ids. sampling: of the prompts in turn.
+        max_new_tokens: of each request, none ends earlier.
+        drafts: numbers of drafts, an engine for each; more than 0 needs what drafts: an MTP layer or `drafter="ngram"`.
+        max_rows: requests that run at once.
+        rounds: mixes for each number of drafts. seed: of what is drawn.
+        batch_invariant: False tells how much differs without it.
+        settings: others of `EngineConfig`.
+
+    Raises:
+        MLAError: a bad argument, or a model that cannot promise it, by name.
+    """
+    for name, number in (("max_new_tokens", max_new_tokens), ("max_rows", max_rows), ("rounds", rounds)):
+        check_positive(name, number)
+    if not prompts or not sampling or not drafts:
+        raise MLAError("prompts, sampling, drafts", "at least one of each", "none")
+    draw = random.Random(seed)
+    page_size = settings.setdefault("page_size", 16)
+    settings["batch_invariant"] = batch_invariant
+
+    asked = [_Asked(list(prompt), sampling[i % len(sampling)]) for i, prompt in enumerate(prompts)]
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    alone = Engine(
+        model,
+        max_rows=1,
+        max_model_len=2 * longest + max_new_tokens,
+        prefix_caching=False,
+        **settings,
+    )
+    expected = [_run(alone, [one], max_new_tokens, {0: 0})[0] for one in asked]
+    for i, one in enumerate(asked[::2]):
+        said = expected[2 * i].completion.token_ids
+        more = asked[draw.randrange(len(prompts))].prompt[:max_new_tokens]
+        asked.append(replace(one, prompt=[*one.prompt, *said, *more], first=2 * i))
+    expected += [_run(alone, [one], max_new_tokens, {0: 0})[0] for one in asked[len(prompts) :]]
+
+    report = BatchInvarianceReport()
+    for k in drafts:
+        # Enough pages for some rows at their longest, so that others are preempted.
+        pages_per_row = -(-alone.config.max_model_len // page_size)
+        engine = Engine(
+            model,
+            num_speculative_tokens=k,
+            max_rows=max_rows,
+            max_model_len=alone.config.max_model_len,
+            num_pages=1 + max(pages_per_row, max_rows * pages_per_row // 3),
+            max_tokens_per_step=max_rows * (1 + k) + max(16, longest // 3),
+            **settings,
+        )
+        for number in range(rounds):
+            engine.reset_prefix_cache()
+            arrivals = {i: draw.randrange(4 * len(asked)) for i in range(len(asked))}
+            for i, result in enumerate(_run(engine, asked, max_new_tokens, arrivals)):
+                difference = _difference(expected[i], result)
+                text = f"request {i}, {k} drafts, mix {number}: {difference}"
+                report = replace(
+                    report,
+                    num_requests=report.num_requests + 1,
+                    num_tokens=report.num_tokens + len(result.completion.token_ids),
+                    num_latents=report.num_latents
+                    + (0 if result.latents is None else result.latents.shape[1]),
+                    num_different=report.num_different + (difference is not None),
+                    differences=[*report.differences, *([] if difference is None else [text])],
+                )
+    return report
+
+
+def _run(
+    engine: Engine,
+    asked: Sequence[_Asked],
+    max_new_tokens: int,
+    arrivals: dict[int, int],
+) -> list[_Result]:
+    """arrivals: before which step each request comes; a second turn not before its first one has ended."""
+    waiting = sorted(range(len(asked)), key=lambda i: arrivals[i])
+    requests: dict[int, Request] = {}
+    results: dict[int, _Result] = {}
+    step = 0
+    while waiting or engine.has_work():
+        for i in _due(waiting, asked, requests, arrivals, step):
+            waiting.remove(i)
+            requests[i] = engine.add(asked[i].prompt, asked[i].params, max_new_tokens=max_new_tokens)
+            results[i] = _Result(requests[i].completion)
+        engine.step()
+        step += 1
+        for i, request in requests.items():
+            if results[i].latents is None and not request.has_ended:
+                _read_latents(engine, request, max_new_tokens // 2, results[i])
+    return [results[i] for i in range(len(asked))]
+
+
+def _due(
+    waiting: Sequence[int],
+    asked: Sequence[_Asked],
+    requests: dict[int, Request],
+    arrivals: dict[int, int],
+    step: int,
+) -> list[int]:
+    def has_begun(i: int) -> bool:
+        first = asked[i].first
+        return first is None or len(asked) == 1 or (first in requests and requests[first].has_ended)
+
+    return [i for i in waiting if arrivals[i] <= step and has_begun(i)]
+
+
+def _read_latents(engine: Engine, request: Request, num_new: int, result: _Result) -> None:
+    """Copy its latents, once those of the prompt and of `num_new` tokens are sure to be in its pages."""
+    end = len(request.prompt) + num_new - 1
+    under_way = (1 + engine.config.num_speculative_tokens) * (1 + engine.report_lag)
+    if num_new < 1 or not (
+        request.is_running and request.is_decoding and request.num_cached - under_way >= end
+    ):
+        return
+    caches = [cache for cache in engine.model.caches() if cache is not None]
+    if engine.model.has_mtp:
+        caches.pop()  # what drafts
+    result.start = max(0, end - _LATENTS)
+    position = torch.arange(result.start, end)
+    size = engine.config.page_size
+    slots = (torch.tensor(request.pages)[position // size] * size + position % size).to(engine.device)
+    result.latents = torch.stack([cache.flatten(0, 1).index_select(0, slots).cpu() for cache in caches])
+
+
+def _difference(expected: _Result, got: _Result) -> str | None:
+    """What differs first, latents before the tokens that are made of them; None where no bit does."""
+    if expected.latents is not None and got.latents is not None:
+        bits = [x.contiguous().view(torch.uint8).flatten(2) for x in (expected.latents, got.latents)]
+        differ = (bits[0] != bits[1]).any(2)  # [layers, positions]
+        if bool(differ.any()):
+            place = int(differ.any(0).nonzero()[0])
+            layer = int(differ[:, place].nonzero()[0])
+            apart = (expected.latents[layer, place].double() - got.latents[layer, place].double()).abs().max()
+            before = "the embedding" if layer == 0 else f"layer {layer - 1}"
+            return (
+                f"the latents of layer {layer} at position {expected.start + place} are the first, {apart:.3g} apart: "
+                f"look between {before} and the latents of layer {layer}"
+            )
+    for place, (mine, theirs) in enumerate(_places(expected.completion, got.completion)):
+        if mine != theirs:
+            return f"token {place} of the completion is {theirs}, alone {mine}"
+    return None
+
+
+def _places(*completions: Completion) -> Iterator[tuple[Any, ...]]:
+    """Each place's token and what is told of it, of both."""
+    told = [[None] * len(c.token_ids) if c.logprobs is None else c.logprobs for c in completions]
+    ends = [[(c.finish_reason, None)] for c in completions]
+    both = [
+        [*zip(c.token_ids, logprobs, strict=True), *end] for c, logprobs, end in zip(completions, told, ends)
+    ]
+    return zip(*both)

@@ -1,0 +1,140 @@
+"""`x @ w` for a matrix of weights a group, with one order along k: a row's bits do not depend on the other rows."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.plan import MatmulTiles, device_of, matmul_tiles, splits_matmul
+
+PART = 256
+"""Elements of k whose products float32 adds one after another; their sums are then added in order."""
+
+
+@triton.jit
+def _partial_sum(
+    x_at,  # pointers [BLOCK_T, BLOCK_K]
+    w_at,  # pointers [BLOCK_K, BLOCK_C]
+    in_x,
+    in_w,
+    first,
+    w_k_stride,
+    K: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The products of PART elements of k from `first` on, added in their order."""
+    x_at += first
+    w_at += tl.cast(first, tl.int64) * w_k_stride
+    result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for start in range(0, PART, BLOCK_K):
+        x_mask, w_mask = in_x, in_w
+        if K % PART != 0 or PART % BLOCK_K != 0:
+            inside = first + start + tl.arange(0, BLOCK_K) < K
+            x_mask, w_mask = in_x & inside[None, :], in_w & inside[:, None]
+        rows = tl.load(x_at, mask=x_mask, other=0.0)
+        columns = tl.load(w_at, mask=w_mask, other=0.0)
+        # Float32 on the plain cores: tensor cores would round it.
+        result = tl.dot(rows, columns, result, input_precision="ieee")
+        x_at += BLOCK_K
+        w_at += BLOCK_K * w_k_stride
+    return result
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def matmul_kernel(
+    x,  # [tokens, groups, K], the last dimension contiguous
+    w,  # [groups, K, n]
+    out,  # [tokens, groups, n]; SPLIT: [parts, tokens, groups, n], float32
+    tokens,
+    groups,
+    n,
+    x_token_stride,
+    x_group_stride,
+    w_group_stride,
+    w_k_stride,
+    w_n_stride,
+    K: tl.constexpr,
+    PART: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_T tokens, BLOCK_C columns of one group, SPLIT: one part of k.
+
+    Grid `[tiles of tokens * tiles of columns, groups, parts or 1]`. Programs of the same columns follow one another:
+    all but the first find the weights in the cache.
+    """
+    token_tiles = (tokens + BLOCK_T - 1) // BLOCK_T
+    program = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    t = (program % token_tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    c = (program // token_tiles * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + group * x_group_stride + (t * x_token_stride)[:, None] + k[None, :]
+    w_at = w + group * w_group_stride + (c * w_n_stride)[None, :] + (k * w_k_stride)[:, None]
+    in_x, in_w = (t < tokens)[:, None], (c < n)[None, :]
+    result = _partial_sum(x_at, w_at, in_x, in_w, part * PART, w_k_stride, K, PART, BLOCK_T, BLOCK_C, BLOCK_K)
+    if not SPLIT:
+        for first in range(PART, K, PART):
+            result += _partial_sum(
+                x_at, w_at, in_x, in_w, first, w_k_stride, K, PART, BLOCK_T, BLOCK_C, BLOCK_K
+            )
+    at = out + (((part.to(tl.int64) * tokens + t) * groups + group) * n)[:, None] + c[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=in_x & in_w)
+
+
+@triton.jit(do_not_specialize=["elements"])
+def add_parts_kernel(parts, out, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of PARTS parts, float32 `[PARTS, elements]`, in their order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < elements
+    result = tl.load(parts + i, mask=inside, other=0.0)
+    for part in range(1, PARTS):
+        result += tl.load(parts + part * elements.to(tl.int64) + i, mask=inside, other=0.0)
+    tl.store(out + i, result, mask=inside)
+
+
+def matmul_triton(
+    x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = None, split: bool | None = None
+) -> Tensor:
+    """`batch_invariant_matmul` on the GPU or in Triton's interpreter.
+
+    The tiles, and whether parts of k go to programs of their own, are chosen by `plan.py` unless given. Neither changes
+    a bit: float32 adds its parts in their order either way, and half precision has but one.
+    """
+    x = x if x.stride(2) == 1 else x.contiguous()
+    (tokens, groups, k), n = x.shape, w.shape[2]
+    device = device_of(x)
+    tiles = tiles or matmul_tiles(tokens, groups * n, x.dtype, device)
+    part = min(k, PART) if x.dtype == torch.float32 else k
+    parts = triton.cdiv(k, part)
+    programs = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(n, tiles.columns)
+    if split is None:
+        split = splits_matmul(programs * groups, device)
+    split &= parts > 1
+    out = x.new_empty(tokens, groups, n)
+    written = x.new_empty(parts, tokens, groups, n) if split else out
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        matmul_kernel[(programs, groups, parts if split else 1)](
+            x,
+            w,
+            written,
+            tokens,
+            groups,
+            n,
+            *x.stride()[:2],
+            *w.stride(),
+            K=k,
+            PART=part,
+            SPLIT=split,
+            **tiles.options(),
+        )
+        if split:
+            grid = (triton.cdiv(out.numel(), 1024),)
+            add_parts_kernel[grid](written, out, out.numel(), PARTS=parts, BLOCK=1024, num_warps=4)
+    return out

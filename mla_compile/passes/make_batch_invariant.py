@@ -1,0 +1,361 @@
+"""Make every token's bits independent of what is computed beside it.
+
+    before                                          after
+
+    x ─> linear(w) ─> rms_norm ─> mla_decode        x ─> batch_invariant_matmul(w) ─> batch_invariant_rms_norm
+                                                         ─> mla_decode(batch_invariant=True)
+
+It runs with `options={"batch_invariant": True}` only, after all other passes. What adds numbers up is put in one order:
+
+- products, whose kernels are chosen by the number of tokens and may split the sum, become an op of ours;
+- sums along the last dimension (norms, softmax, router weights), whose order Inductor chooses by what it fuses with
+  them, become an op too, or elementwise sums where they are short;
+- our attention and experts are asked for implementations that are batch-invariant.
+
+All else is elementwise or moves numbers. Its roundings do not depend on what is fused under the settings that come with
+this pass (`INDUCTOR_OPTIONS`).
+
+What could not be put in order is refused by name: another attention, convolutions, ops of a user, sums over several
+dimensions.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from mla_compile.errors import MLAError
+from mla_compile.ops.attention import attention_op
+from mla_compile.ops.library import FLAG
+from mla_compile.ops.masked_decode import masked_decode_op
+from mla_compile.ops.matmul import batch_invariant_matmul_op as matmul_op
+from mla_compile.ops.row_sums import rms_norm_op, row_sum_op
+from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
+from mla_compile.passes.nodes import (
+    arguments,
+    tensor_of,
+    torch_name,
+    value_of,
+    values_of,
+    with_arguments,
+)
+from mla_compile.passes.provenance import where
+from mla_compile.torch_internals import overload_of, schema_arguments, statically_known_true
+
+INDUCTOR_OPTIONS = {
+    # Fused or not, a value in half precision is rounded after every op, and no product is added unrounded.
+    "emulate_precision_casts": True,
+    # Nothing is timed to choose a kernel.
+    "deterministic": True,
+}
+SHORT = 32
+"""Sums of so many numbers are written out, which fuses with what is around them."""
+
+_Rule = Callable[[fx.Node, dict[str, Any]], Any]
+"""From a call and its arguments by name to what stands in its place; None leaves it as it is."""
+
+
+def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it.
+
+    Raises:
+        MLAError: a call that no implementation makes batch-invariant, with the module that it is in.
+    """
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        target = overload_of(node.target)
+        namespace = getattr(target, "namespace", None)
+        if namespace == "mla_compile":
+            _ask(node, target)
+        elif namespace not in (None, "aten", "prims"):
+            raise _refused(
+                node, f"the op {target}", "leave batch_invariant out, or write it with torch functions"
+            )
+        elif (name := _name(node)) in _REFUSED and _is_float(node):
+            raise _refused(node, f"`{name}`", "attention is `mla_compile.mla_attention`")
+        elif name in _RULES:
+            names, rule = _RULES[node.target if node.target in _RULES else name]
+            given = arguments(node, names)
+            if given is None:
+                raise _refused(node, f"`{name}` with arguments other than {', '.join(names)}")
+            found = rule(node, given)
+            if found is not None:
+                node.replace_all_uses_with(found)
+                gm.graph.erase_node(node)
+    return gm
+
+
+def _name(node: fx.Node) -> str:
+    """`linear`, `matmul`, `sum`: by which function or method of torch, or op of aten, a node is computed."""
+    target = node.target
+    if getattr(overload_of(target), "namespace", None) in ("aten", "prims"):
+        return str(getattr(target, "__name__", "")).partition(".")[0]
+    return torch_name(node).strip("_")
+
+
+def _refused(node: fx.Node, what: str, mend: str = "") -> MLAError:
+    got = f"{what} in {where(node)}"
+    return MLAError("batch_invariant", "calls whose bits can be made independent of the batch", got, mend)
+
+
+def _ask(node: fx.Node, target: Any) -> None:
+    """Tell an op of ours, where it can be told."""
+    if target in (masked_decode_op, attention_op):
+        mend = "use `mla_compile.mla_attention` and the backend's own passes"
+        raise _refused(node, f"the op {target}", mend)
+    if any(argument.name == FLAG for argument in schema_arguments(target)):
+        node.args, node.kwargs = with_arguments(node, **{FLAG: True})
+        set_example_value(node, fake_mode_of(node))  # which refuses a backend that is named and is not so
+
+
+# --- products
+
+
+def _linear(node: fx.Node, given: dict[str, Any]) -> Any:
+    return inline(node, _linear_of, (given["input"], given["weight"], given.get("bias")))
+
+
+def _linear_of(x: Any, weight: Any, bias: Any) -> Any:
+    out = _product_of(x, weight.t())
+    return out if bias is None else out + bias
+
+
+def _product_of(x: Any, w: Any) -> Any:
+    """`x @ w`, `[..., k]` by `[k, n]`."""
+    *leading, k = x.shape
+    out = matmul_op(x.reshape(-1, 1, k), w.unsqueeze(0))
+    return out.reshape(*leading, w.shape[1])
+
+
+def _matmul(node: fx.Node, given: dict[str, Any]) -> Any:
+    a, b = given["input"], given["other"]
+    left, right = tensor_of(a), tensor_of(b)
+    if left.dim() >= 1 and statically_known_true(left.shape[-1] == 1):
+        return None  # nothing is added
+    if left.dim() >= 2 and right.dim() == 2:
+        return inline(node, _product_of, (a, b))
+    raise _refused(node, f"a product of {list(left.shape)} by {list(right.shape)}", "write it as F.linear")
+
+
+def _einsum(node: fx.Node, given: dict[str, Any]) -> Any:
+    """`thk,hkn->thn` by any letters: tokens by heads, with a matrix for each head."""
+    equation, *operands = node.args
+    parts = str(equation).replace(" ", "").replace("->", ",").split(",")
+    if len(operands) == 2 and [len(part) for part in parts] == [3, 3, 3]:
+        (t, h, k), second, third = parts
+        if second[:2] == h + k and third == t + h + second[2] and len({t, h, k, second[2]}) == 4:
+            return inline(node, matmul_op, tuple(operands))
+    raise _refused(node, f"einsum {equation}", "write it as F.linear, or as 'thk,hkn->thn'")
+
+
+# --- sums along the last dimension
+
+
+def _is_float(node: Any) -> bool:
+    values = values_of(node) if isinstance(node, fx.Node) else []
+    return any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
+
+
+def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
+    """Whether it adds floating point numbers, along the last dimension then."""
+    if not _is_float(x):
+        return False
+    value = tensor_of(x)
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % value.dim() != value.dim() - 1:
+        raise _refused(
+            node, f"a sum over dimensions {dim} of {list(value.shape)}", "sum over the last one alone"
+        )
+    return True
+
+
+def _sum_of(x: Any) -> Any:
+    """Of the last dimension, which stays with size 1; in float32 at least."""
+    *leading, columns = x.shape
+    if isinstance(columns, int) and 0 < columns <= SHORT:
+        wide = torch.promote_types(_dtype(x), torch.float32)
+        total = x[..., 0:1].to(wide)
+        for i in range(1, columns):
+            total = total + x[..., i : i + 1].to(wide)
+        return total
+    return row_sum_op(x.reshape(-1, columns)).reshape(*leading, 1)
+
+
+def _dtype(x: Any) -> torch.dtype:
+    return tensor_of(x.node).dtype
+
+
+def _add_up(mean: bool) -> _Rule:
+    def rule(node: fx.Node, given: dict[str, Any]) -> Any:
+        if mean and _replace_written_out_norm(node):
+            return None
+        if not _adds_floats(node, given["input"], given.get("dim")):
+            return None
+
+        def emit(x: Any) -> Any:
+            x = x if given.get("dtype") is None else x.to(given["dtype"])
+            total = _sum_of(x) / x.shape[-1] if mean else _sum_of(x)
+            total = total.to(value_of(node).dtype)
+            return total if given.get("keepdim", False) else total.squeeze(-1)
+
+        return inline(node, emit, (given["input"],))
+
+    return rule
+
+
+def _softmax(log: bool) -> _Rule:
+    def rule(node: fx.Node, given: dict[str, Any]) -> Any:
+        if not _adds_floats(node, given["input"], given.get("dim")):
+            return None
+
+        def emit(x: Any) -> Any:
+            x = x if given.get("dtype") is None else x.to(given["dtype"])
+            wide = x.to(torch.promote_types(_dtype(x), torch.float32))
+            shifted = wide - wide.amax(-1, True)
+            weights = torch.exp(shifted)
+            total = _sum_of(weights)
+            out = shifted - torch.log(total) if log else weights / total
+            return out.to(value_of(node).dtype)
+
+        return inline(node, emit, (given["input"],))
+
+    return rule
+
+
+def _logsumexp(node: fx.Node, given: dict[str, Any]) -> Any:
+    if not _adds_floats(node, given["input"], given.get("dim")):
+        return None
+
+    def emit(x: Any) -> Any:
+        wide = x.to(torch.promote_types(_dtype(x), torch.float32))
+        highest = wide.amax(-1, True)
+        total = (highest + torch.log(_sum_of(torch.exp(wide - highest)))).to(value_of(node).dtype)
+        return total if given.get("keepdim", False) else total.squeeze(-1)
+
+    return inline(node, emit, (given["input"],))
+
+
+def _replace_written_out_norm(mean: fx.Node) -> bool:
+    """`x.float()`, `pow(2)`, `mean(-1)`, `+ eps`, `rsqrt`, the product and the cast back, as transformers write a norm.
+
+    `mean` is that of the squares. Each step is used by the next one alone. False where anything is written otherwise:
+    then the mean is a sum like all others.
+    """
+    square = mean.args[0]
+    if not isinstance(square, fx.Node) or torch_name(square) != "pow" or square.args[1] != 2:
+        return False
+    wide, add = square.args[0], _only_user(mean, "add")
+    rsqrt = None if add is None else _only_user(add, "rsqrt")
+    product = None if rsqrt is None else _only_user(rsqrt, "mul")
+    if not _is_float(wide) or product is None or wide not in product.args or len(product.args) != 2:
+        return False
+    assert add is not None and isinstance(wide, fx.Node)
+    eps = [number for number in add.args if isinstance(number, float)]
+    source = wide.args[0] if torch_name(wide) in ("to", "float") else wide
+    normed = product if source is wide else _only_user(product, "to")
+    if (
+        len(eps) != 1
+        or normed is None
+        or not statically_known_true(value_of(mean).shape[-1] == 1)
+        or not _is_float(source)
+    ):
+        return False
+    x = tensor_of(source)
+    same = tensor_of(normed).dtype == x.dtype and tensor_of(wide).dtype == torch.promote_types(
+        x.dtype, torch.float32
+    )
+    if not same:
+        return False
+    weighted = _weighted(normed)
+    end = weighted or normed
+    factor = None if weighted is None else next(other for other in weighted.args if other is not normed)
+    found = inline(end, _norm_of(eps[0]), (source, factor, None))
+    end.replace_all_uses_with(found)
+    for node in (weighted, normed, product, rsqrt, add, mean, square, wide):
+        if node is not None and not node.users and node is not source:
+            mean.graph.erase_node(node)
+    return True
+
+
+def _only_user(node: fx.Node, name: str) -> fx.Node | None:
+    """The only user, if it calls torch's function or a method of this name."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    return user if user is not None and torch_name(user) == name else None
+
+
+def _norm_of(eps: float) -> Callable[..., Any]:
+    def emit(x: Any, factor: Any, weight: Any) -> Any:
+        out = rms_norm_op(x.reshape(-1, x.shape[-1]), factor, eps).reshape(x.shape)
+        return out if weight is None else out * weight
+
+    return emit
+
+
+def _rms_norm(node: fx.Node, given: dict[str, Any]) -> Any:
+    x, weight = given["input"], given.get("weight")
+    _adds_floats(node, x, -len(given["normalized_shape"]))
+    eps = given.get("eps")
+    eps = torch.finfo(tensor_of(x).dtype).eps if eps is None else eps
+    # The weight that multiplies next, if that is all that is done with the norm.
+    product = _weighted(node) if weight is None else None
+    factor = None if product is None else next(other for other in product.args if other is not node)
+
+    found = inline(product or node, _norm_of(eps), (x, factor, weight))
+    if product is None:
+        return found
+    product.replace_all_uses_with(found)
+    node.graph.erase_node(product)
+    node.graph.erase_node(node)
+    return None
+
+
+def _weighted(node: fx.Node) -> fx.Node | None:
+    """The only user, where it multiplies a norm by a weight of its own dtype."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if user is None or user.target not in (operator.mul, torch.mul) or len(user.args) != 2 or user.kwargs:
+        return None
+    others = [other for other in user.args if other is not node]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    weight, normed = value_of(others[0]), tensor_of(node)
+    fits = isinstance(weight, Tensor) and weight.dim() == 1 and weight.dtype == normed.dtype
+    return user if fits and statically_known_true(weight.shape[0] == normed.shape[-1]) else None
+
+
+_PRODUCT = ("input", "other")
+_REDUCTION = ("input", "dim", "keepdim", "dtype")
+_RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
+    "linear": (("input", "weight", "bias"), _linear),
+    **dict.fromkeys(("matmul", "mm", "bmm"), (_PRODUCT, _matmul)),
+    "einsum": (("equation", "operands", "more"), _einsum),
+    "sum": (_REDUCTION, _add_up(mean=False)),
+    "mean": (_REDUCTION, _add_up(mean=True)),
+    "softmax": (("input", "dim", "dtype"), _softmax(log=False)),
+    "log_softmax": (("input", "dim", "dtype"), _softmax(log=True)),
+    F.softmax: (("input", "dim", "_stacklevel", "dtype"), _softmax(log=False)),
+    F.log_softmax: (("input", "dim", "_stacklevel", "dtype"), _softmax(log=True)),
+    "logsumexp": (("input", "dim", "keepdim"), _logsumexp),
+    "rms_norm": (("input", "normalized_shape", "weight", "eps"), _rms_norm),
+}
+"""By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
+
+_REFUSED = {
+    *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
+    *("conv1d", "conv2d", "conv3d", "addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "inner", "tensordot"),
+    *(
+        "bilinear",
+        "grouped_mm",
+        "chain_matmul",
+        "layer_norm",
+        "group_norm",
+        "batch_norm",
+        "normalize",
+        "norm",
+    ),
+    *("var", "std", "var_mean", "std_mean", "prod", "cumsum", "cumprod", "logcumsumexp", "cdist"),
+}
+"""What adds or multiplies floating point numbers along a dimension and has no rule."""

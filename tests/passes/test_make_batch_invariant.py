@@ -1,0 +1,144 @@
+"""`make_batch_invariant`: what it rewrites, that a row's bits then know no neighbours, and what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile import MLAError
+from mla_compile.backend import resolve_settings
+from mla_compile.passes import PASSES
+from mla_compile.passes.make_batch_invariant import SHORT, make_batch_invariant
+from tests.passes.capture import Capture, Layer, make_inputs, ops
+
+K, N = 40, 24
+ADDS = {
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "einsum",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "mean",
+    "sum",
+    "rms_norm",
+}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+W, WEIGHT, BIAS, HEADS, FILTER = draw(N, K), draw(K), draw(N), draw(4, 10, 6), draw(2, 9, 1)
+
+
+def transformers_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + 1e-5)).to(x.dtype)
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, W, BIAS),
+    "a linear of three dimensions": lambda x: F.linear(x.view(-1, 1, K), W),
+    "matmul": lambda x: x @ W.t(),
+    "mm": lambda x: torch.mm(x, W.t()),
+    "einsum": lambda x: torch.einsum("thk,hkn->thn", x.view(-1, 4, 10), HEADS),
+    "a short sum": lambda x: x[:, : SHORT - 1].sum(-1),
+    "a long sum": lambda x: x.sum(dim=-1, keepdim=True),
+    "a sum in another dtype": lambda x: torch.sum(x, 1, dtype=torch.float64),
+    "mean": lambda x: x.mean(-1),
+    "softmax": lambda x: x.softmax(-1) + F.softmax(x[:, :8], dim=1).sum(1, keepdim=True),
+    "softmax in float64": lambda x: F.softmax(x, -1, dtype=torch.float64),
+    "log_softmax": lambda x: torch.log_softmax(x, -1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "rms_norm": lambda x: F.rms_norm(x, (K,), eps=1e-5),
+    "rms_norm and its weight": lambda x: WEIGHT * F.rms_norm(x, (K,), eps=1e-5),
+    "rms_norm with a weight": lambda x: F.rms_norm(x, (K,), WEIGHT, 1e-5),
+    "a norm that is used twice": lambda x: (y := F.rms_norm(x, (K,), eps=1e-5)) * WEIGHT + y,
+    "a norm of transformers": lambda x: transformers_norm(x, WEIGHT),
+    "its norm in half precision": lambda x: transformers_norm(x.bfloat16(), WEIGHT.bfloat16()),
+    "a norm written in another way": lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rows_bits_know_no_neighbours(name: str) -> None:
+    capture, call = Capture([make_batch_invariant]), CALLS[name]
+    compiled = torch.compile(call, backend=capture, dynamic=True, fullgraph=True)
+    x = draw(9, K)
+    whole = compiled(x)
+    assert not ADDS & set(ops(capture.after[0])), ops(capture.after[0])
+    torch.testing.assert_close(whole, call(x))
+    for rows in range(2, 9):
+        for start in range(9 - rows + 1):
+            part = compiled(x[start : start + rows].clone())
+            assert torch.equal(part, whole[start : start + rows]), f"rows {start} to {start + rows}"
+
+
+def test_a_norm_and_its_weight_are_one_op() -> None:
+    for name in ("rms_norm and its weight", "a norm of transformers", "its norm in half precision"):
+        torch._dynamo.reset()
+        capture = Capture([make_batch_invariant])
+        torch.compile(CALLS[name], backend=capture, fullgraph=True)(draw(3, K))
+        found = ops(capture.after[0])
+        assert found.count("batch_invariant_rms_norm") == 1 and not {"mul", "pow", "rsqrt"} & set(found), (
+            found
+        )
+
+
+def test_attention_and_its_projections_are_asked_for_it() -> None:
+    capture = Capture([*PASSES, make_batch_invariant])
+    torch.compile(Layer().requires_grad_(False), backend=capture, fullgraph=True)(
+        *make_inputs(rows=2, q_len=2, chunks=[3, 4])
+    )
+    graph = capture.after[0].graph
+    asked = {str(node.target): node.args[-1] for node in graph.nodes if "mla_" in str(node.target)}
+    assert (
+        asked["mla_compile.mla_decode.default"] is True and asked["mla_compile.mla_prefill.default"] is True
+    )
+    assert not ADDS & set(ops(capture.after[0]))
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "layer_norm": lambda x: F.layer_norm(x, (K,)),
+    "conv1d": lambda x: F.conv1d(x[None], FILTER),
+    r"a sum over dimensions 0 of \[9, 40\]": lambda x: x.sum(0),
+    r"a sum over dimensions None of \[9, 40\]": lambda x: x.mean(),
+    r"a product of \[9, 40\] by \[40\]": lambda x: x @ WEIGHT,
+    "einsum ij,kj->ik": lambda x: torch.einsum("ij,kj->ik", x, W),
+    "cumsum": lambda x: x.cumsum(-1),
+    "the op batch_invariance_test.mine": lambda x: torch.ops.batch_invariance_test.mine(x),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_promise_it_is_refused_by_name(what: str) -> None:
+    with torch.library._scoped_library("batch_invariance_test", "DEF") as library:
+        library.define("mine(Tensor x) -> Tensor")
+        library.impl("mine", torch.clone, "CompositeExplicitAutograd")
+        library._register_fake("mine", torch.empty_like)
+        compiled = torch.compile(REFUSED[what], backend=Capture([make_batch_invariant]), fullgraph=True)
+        with pytest.raises(Exception, match=f"batch_invariant: expected .*{what}"):
+            compiled(draw(9, K))
+
+
+def test_integers_may_be_added_in_any_order() -> None:
+    def count(x: Tensor) -> Tensor:
+        return (x > 0).sum(0) + (x > 0).int().cumsum(0).sum() + (x < 0).to(torch.int32).cumprod(1).sum(1)[:1]
+
+    compiled = torch.compile(count, backend=Capture([make_batch_invariant]), fullgraph=True)
+    assert torch.equal(compiled(draw(9, K)), count(draw(9, K)))
+
+
+def test_the_option_is_a_boolean_and_brings_inductors_settings() -> None:
+    assert resolve_settings(None, {"batch_invariant": True})["emulate_precision_casts"] is True
+    assert "emulate_precision_casts" not in resolve_settings(None, {"batch_invariant": False})
+    with pytest.raises(MLAError, match=r"options\['batch_invariant'\]: expected True or False, got 'yes'"):
+        resolve_settings(None, {"batch_invariant": "yes"})
