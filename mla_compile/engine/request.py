@@ -32,6 +32,9 @@ class TokenChooser(Protocol):
         Returns:
             int64 `[rows, n]`. Drafts are accepted as long as they agree with it. Where logits are NaN or infinite it
             does not matter: the row ends with finish_reason "error" if it comes there.
+
+        In a `batch_invariant` engine a row that was preempted is asked again from its first token on, with completions
+        that have what it has said since, and must say the same: choose by nothing but these arguments.
         """
 
 

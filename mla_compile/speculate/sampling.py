@@ -162,7 +162,7 @@ def _likeliest(logits: Tensor, n: int) -> Tensor:
     `topk` leaves open which of equal ones it takes, and half types have many: for other n or numbers of rows it may be
     another. Here no two keys are equal: a logit's bits, in the order of integers, and the id behind them.
     """
-    bits = logits.view(torch.int32)
+    bits = torch.where(logits == 0, 0, logits.view(torch.int32))  # -0 is as large as 0
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     last = logits.shape[-1] - 1
     keys = (order << 32) | (last - torch.arange(last + 1, device=logits.device))

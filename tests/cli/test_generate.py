@@ -218,7 +218,7 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(generate, monkeypatch):
 def test_a_batch_invariant_run_needs_a_compiler(generate, monkeypatch):
     monkeypatch.setattr("mla_compile.cli.machine.cpp_compiler", lambda: None)
     result = generate("--prompt", "hello", "--compile", "--batch-invariant", "--device", "cpu")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert (
         "--batch-invariant: expected a machine that can compile steps, got no C++ compiler" in result.stderr
     )

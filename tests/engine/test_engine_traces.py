@@ -21,14 +21,18 @@ from mla_compile.engine.scheduler import Scheduler
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
-from tests.engine.toy_engine import Trace, check_traces, traces
+from tests.engine.toy_engine import Trace, batch_invariant_traces, check_traces, traces
 
 
 def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
     met = check_traces(run, 30)
-    assert all(met[field.name] for field in fields(Outcome) if field.name not in ("tokens", "num_failed")), (
-        met
-    )
+    others = ("tokens", "num_failed", "num_repeated_tokens")
+    assert all(met[field.name] for field in fields(Outcome) if field.name not in others), met
+
+
+def test_what_a_preempted_request_says_again_reaches_nobody() -> None:
+    met = check_traces(run, 12, batch_invariant_traces())
+    assert met["num_repeated_tokens"] > 1, met
 
 
 def poisoned_traces() -> st.SearchStrategy[Trace]:
@@ -47,7 +51,15 @@ def test_a_request_whose_logits_become_nan_ends_in_an_error_and_no_other_does() 
 def test_thousands_of_traces() -> None:
     met = check_traces(run, int(os.environ.get("MLA_ENGINE_TRACES", "300")))
     for name, count in met.items():
-        assert count > met["traces"] / 50 or name == "num_failed", f"hardly any trace has {name}"
+        met_elsewhere = name in ("num_failed", "num_repeated_tokens")
+        assert count > met["traces"] / 50 or met_elsewhere, f"hardly any trace has {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_thousands_of_batch_invariant_traces() -> None:
+    met = check_traces(run, int(os.environ.get("MLA_ENGINE_TRACES", "300")), batch_invariant_traces())
+    assert met["num_repeated_tokens"] > met["traces"] / 20
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import strategies as st
 
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Plan
-from tests.engine.toy_engine import ToyEngine, Trace, check_traces, run, traces
+from tests.engine.toy_engine import ToyEngine, Trace, batch_invariant_traces, check_traces, run, traces
 
 NUM_TRACES = int(os.environ.get("MLA_TRACES", "500"))
 
@@ -21,7 +22,12 @@ def test_random_traces() -> None:
     # The traces exercise what they are for, each in a share of them.
     for name in ("mixed_steps", "preemptions", "reused_tokens", "late_reports", "aborted"):
         assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"
-    assert met["num_repeated_tokens"] > met["traces"] / 50
+
+
+def test_random_batch_invariant_traces() -> None:
+    met = check_traces(run, NUM_TRACES // 2, batch_invariant_traces())
+    for name in ("preemptions", "reused_tokens", "repeated_tokens"):
+        assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"
 
 
 def pages_too_few(engine: ToyEngine) -> None:
@@ -95,12 +101,19 @@ def serves_the_last_first(engine: ToyEngine) -> None:
         commits_one_token_early,
         commits_rows_that_end,
         leaks_a_page,
-        shares_what_decode_wrote,
-        prefills_what_was_said,
         serves_the_last_first,
     ],
 )
 def test_the_toy_engine_notices(mistake: Callable[[ToyEngine], None]) -> None:
+    check_that_it_is_noticed(mistake, traces())
+
+
+@pytest.mark.parametrize("mistake", [shares_what_decode_wrote, prefills_what_was_said])
+def test_the_toy_engine_notices_who_wrote_a_latent(mistake: Callable[[ToyEngine], None]) -> None:
+    check_that_it_is_noticed(mistake, batch_invariant_traces())
+
+
+def check_that_it_is_noticed(mistake: Callable[[ToyEngine], None], drawn: st.SearchStrategy[Trace]) -> None:
     def fails(trace: Trace) -> bool:
         engine = ToyEngine(trace)
         mistake(engine)
@@ -111,4 +124,4 @@ def test_the_toy_engine_notices(mistake: Callable[[ToyEngine], None]) -> None:
         return False
 
     quick = settings(max_examples=3000, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    assert find(traces(), fails, settings=quick)
+    assert find(drawn, fails, settings=quick)

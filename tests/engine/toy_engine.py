@@ -8,7 +8,7 @@ write. The device is simulated at the moment of the launch; the host hears of it
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -125,9 +125,19 @@ def traces(draw: st.DrawFn) -> Trace:
         acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
         vocab_size=draw(st.sampled_from([4, 20, 1000])),
         adaptive=draw(st.booleans()),
-        batch_invariant=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
+
+
+def batch_invariant_traces() -> st.SearchStrategy[Trace]:
+    """With few pages, so that requests are preempted."""
+
+    def short_of_pages(trace: Trace) -> Trace:
+        arrivals = tuple(replace(a, abort_step=None) for a in trace.arrivals)
+        spare = trace.spare_pages % 4
+        return replace(trace, arrivals=arrivals, spare_pages=spare, max_rows=4, batch_invariant=True)
+
+    return st.builds(short_of_pages, traces())
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from mla_compile import MLAError
 from mla_compile.speculate import SamplingParams
 from mla_compile.speculate import sampling as sampling_module
-from mla_compile.speculate.sampling import gumbel_noise, sample
+from mla_compile.speculate.sampling import gumbel_noise, sample, top_logprobs
 
 
 def draw(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
@@ -119,3 +119,46 @@ def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
 def test_bad_parameters_are_refused_by_name(bad: dict) -> None:
     with pytest.raises(MLAError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_equally_likely_tokens_the_lowest_ids_are_told_of(dtype: torch.dtype) -> None:
+    """However many are asked for, beside whatever other rows: half types have many equal logits."""
+    g = torch.Generator().manual_seed(3)
+    for vocab in (30, 400, 3000):
+        logits = (torch.randn(7, 2, vocab, generator=g) * 4).to(dtype)
+        logits[0] = logits[0].round()
+        logits[1] = 0
+        logits[2, :, ::3] = -torch.inf
+        expected = logits.float().sort(dim=-1, descending=True, stable=True).indices
+        chosen = logits.argmax(dim=-1)
+        for n in (1, 5, 20):
+            for rows in (slice(0, 7), slice(1, 2), slice(2, 5)):
+                values, ids = top_logprobs(logits[rows], chosen[rows], n)
+                assert torch.equal(ids[..., 1:], expected[rows, :, :n])
+                told = logits[rows].float().log_softmax(dim=-1).gather(2, ids[..., 1:])
+                torch.testing.assert_close(values[..., 1:], told)
+
+
+def test_top_p_keeps_the_same_ids_in_whatever_order_a_scan_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of blocks that are added later, as kernels do, are other floats, but the same integers."""
+    g = torch.Generator().manual_seed(5)
+    cumsum, dtypes = torch.Tensor.cumsum, []
+
+    def in_blocks(x: torch.Tensor, dim: int) -> torch.Tensor:
+        dtypes.append(x.dtype)
+        blocks = [cumsum(block, dim=dim) for block in x.split(37, dim=dim)]
+        before = torch.zeros_like(blocks[0][..., :1])
+        out = []
+        for block in blocks:
+            out.append(block + before)
+            before = before + block[..., -1:]
+        return torch.cat(out, dim=dim)
+
+    scores = torch.randn(50, 3000, generator=g) * 2
+    scores -= scores.amax(dim=-1, keepdim=True)
+    arguments = torch.zeros(50, dtype=torch.int32), torch.rand(50, generator=g)
+    expected = sampling_module._keep_top(scores, *arguments)
+    monkeypatch.setattr(torch.Tensor, "cumsum", in_blocks)
+    assert torch.equal(sampling_module._keep_top(scores, *arguments), expected)
+    assert not any(dtype.is_floating_point for dtype in dtypes) and dtypes
