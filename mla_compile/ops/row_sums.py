@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.implementations import FLOATS, SOME, Implementation, triton
+from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.torch_internals import statically_known_true
 
-_TAKES = {"dtype": FLOATS, "rows": SOME, "columns": SOME}
+_TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": SOME}
 
 
 def _by_halves(function: str) -> Implementation:

@@ -146,8 +146,9 @@ def _einsum(node: fx.Node, given: dict[str, Any]) -> Any:
     equation, *operands = node.args
     parts = str(equation).replace(" ", "").replace("->", ",").split(",")
     if len(operands) == 2 and [len(part) for part in parts] == [3, 3, 3]:
-        (t, h, k), second, third = parts
-        if second[:2] == h + k and third == t + h + second[2] and len({t, h, k, second[2]}) == 4:
+        first, second, third = parts
+        in_order = second[:2] == first[1:] and third == first[:2] + second[2]
+        if in_order and len({*first, second[2]}) == 4:
             return inline(node, matmul_op, tuple(operands))
     raise _refused(node, f"einsum {equation}", "write it as F.linear, or as 'thk,hkn->thn'")
 
@@ -191,9 +192,9 @@ def _dtype(x: Any) -> torch.dtype:
 
 def _add_up(mean: bool) -> _Rule:
     def rule(node: fx.Node, given: dict[str, Any]) -> Any:
-        if mean and _replace_written_out_norm(node):
-            return None
-        if not _adds_floats(node, given["input"], given.get("dim")):
+        if not _adds_floats(node, given["input"], given.get("dim")) or (
+            mean and _replace_written_out_norm(node)
+        ):
             return None
 
         def emit(x: Any) -> Any:
@@ -251,24 +252,18 @@ def _replace_written_out_norm(mean: fx.Node) -> bool:
     wide, add = square.args[0], _only_user(mean, "add")
     rsqrt = None if add is None else _only_user(add, "rsqrt")
     product = None if rsqrt is None else _only_user(rsqrt, "mul")
-    if not _is_float(wide) or product is None or wide not in product.args or len(product.args) != 2:
+    if add is None or product is None or not isinstance(wide, fx.Node) or wide not in product.args:
         return False
-    assert add is not None and isinstance(wide, fx.Node)
     eps = [number for number in add.args if isinstance(number, float)]
     source = wide.args[0] if torch_name(wide) in ("to", "float") else wide
     normed = product if source is wide else _only_user(product, "to")
-    if (
-        len(eps) != 1
-        or normed is None
-        or not statically_known_true(value_of(mean).shape[-1] == 1)
-        or not _is_float(source)
-    ):
+    if not isinstance(source, fx.Node) or normed is None or len(eps) != 1:
         return False
-    x = tensor_of(source)
-    same = tensor_of(normed).dtype == x.dtype and tensor_of(wide).dtype == torch.promote_types(
-        x.dtype, torch.float32
-    )
-    if not same:
+    dtype = tensor_of(source).dtype
+    dtypes = [tensor_of(node).dtype for node in (wide, normed)]
+    if not _is_float(source) or dtypes != [torch.promote_types(dtype, torch.float32), dtype]:
+        return False
+    if not statically_known_true(tensor_of(mean).shape[-1] == 1):
         return False
     weighted = _weighted(normed)
     end = weighted or normed

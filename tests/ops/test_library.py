@@ -49,6 +49,8 @@ SCHEMAS = {
         "SymInt q_len=1, bool batch_invariant=False) -> Tensor"
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
+    "batch_invariant_sum": "(Tensor x) -> Tensor",
+    "batch_invariant_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "mla_attention": (
         "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
         "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "
