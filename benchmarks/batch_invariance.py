@@ -4,7 +4,7 @@
 
 `differing`: the shipped model in bfloat16 continues 32 held-out prompts greedily, by 384 tokens. Of how many does any
 token differ from the same prompt alone, without drafts: in the same run again, by a new engine; in a batch of 32 rows;
-with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats` times, each with a new engine.
+with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats` times.
 
 `compared`: `check_batch_invariance` of each of `--models`, so that at least so many tokens are compared: the shipped
 model; `v3`, 12 layers of DeepSeek-V3's architecture, and `glm`, 8 layers of GLM-4.7-Flash's, of transformers with
@@ -45,9 +45,8 @@ def shipped() -> Any:
     return load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device=DEVICE)
 
 
-def completions(model: Any, prompts: list[list[int]], rows: int, k: int, tokens: int, invariant: bool) -> Any:
-    """The tokens of all prompts, by a new engine."""
-    engine = Engine(
+def engine_of(model: Any, rows: int, k: int, invariant: bool) -> Engine:
+    return Engine(
         model,
         max_rows=rows,
         num_speculative_tokens=k,
@@ -55,6 +54,9 @@ def completions(model: Any, prompts: list[list[int]], rows: int, k: int, tokens:
         batch_invariant=invariant,
         prefix_caching=False,
     )
+
+
+def completions(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     return [completion.token_ids for completion in engine.generate(prompts, max_new_tokens=tokens)]
 
 
@@ -63,12 +65,12 @@ def differing(
 ) -> Iterator[dict[str, Any]]:
     """A row for each kind of run: how many completions differ, in each repetition."""
     model = shipped()
-    alone = completions(model, prompts, 1, 0, tokens, invariant)
+    alone = completions(engine_of(model, 1, 0, invariant), prompts, tokens)
     for name in runs:
         rows, k = RUNS[name]
-        counts = []
+        engine, counts = engine_of(model, rows, k, invariant), []
         for _ in range(repeats if rows > 1 else 1):
-            found = completions(model, prompts, rows, k, tokens, invariant)
+            found = completions(engine, prompts, tokens)
             counts.append(sum(mine != theirs for mine, theirs in zip(found, alone, strict=True)))
         yield {
             "part": "differing",
