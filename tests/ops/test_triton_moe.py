@@ -54,6 +54,20 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
         check_operations(kernel.name, kernel.text, dtype)
 
 
+@pytest.mark.parametrize("intermediate", [16, 48, 64])
+def test_products_along_one_step_fit_with_the_largest_tiles(intermediate: int) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.moe import moe_triton
+    from tests.triton_compile import compiled_for
+
+    largest = [moe_tiles(2**15, 8, products, 256, torch.bfloat16, H200) for products in (2, 1)]
+    assert [tiles.stages for tiles in largest] == [3, 3]
+    case = moe_case(MANY, 1, experts=8, hidden=256, intermediate=intermediate, dtype=torch.bfloat16)
+    with compiled_for(90) as kernels:
+        moe_triton(*case.args(), gate_up=largest[0], down=largest[1])
+    assert max(kernel.shared_memory for kernel in kernels) <= 227 * 1024
+
+
 # To compute one element, in float32, beside products by matrix instructions.
 OPERATIONS = {
     "sort_kernel": {},

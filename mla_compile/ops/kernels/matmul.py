@@ -136,7 +136,7 @@ def matmul_triton(
             K=k,
             PART=part,
             SPLIT=split,
-            **tiles.options(),
+            **tiles.options(part),
         )
         if split:
             grid = (triton.cdiv(out.numel(), 1024),)

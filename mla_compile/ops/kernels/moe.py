@@ -425,10 +425,10 @@ def moe_triton(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         routing = (topk_ids, starts, pairs, experts, *padding)
         gate_up_kernel[programs(intermediate, gate_up)](
-            x, w_gate_up, activated, x.stride(0), order, *routing, **shapes, **gate_up.options()
+            x, w_gate_up, activated, x.stride(0), order, *routing, **shapes, **gate_up.options(hidden)
         )
         down_kernel[programs(hidden, down)](
-            activated, w_down, pair_outs, *routing, **shapes, **down.options()
+            activated, w_down, pair_outs, *routing, **shapes, **down.options(intermediate)
         )
         weighted_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
             pair_outs, places, topk_weights, out, *padding, **padded, HIDDEN=hidden, BLOCK_C=1024, num_warps=4

@@ -175,14 +175,18 @@ class MoeTiles:
     warps: int
     stages: int
 
-    def options(self) -> dict[str, int]:
-        """As the kernels' arguments spell them."""
+    def options(self, size: int) -> dict[str, int]:
+        """As the kernels' arguments spell them, for products along `size` elements.
+
+        Where these are one step, nothing is there to load ahead. The compiler would keep the room for it all the same,
+        beside the result's: more than an H200 has for the largest tiles.
+        """
         return {
             "BLOCK_T": self.tokens,
             "BLOCK_C": self.columns,
             "BLOCK_K": self.depth,
             "num_warps": self.warps,
-            "num_stages": self.stages,
+            "num_stages": self.stages if size > self.depth else 1,
         }
 
 
