@@ -202,9 +202,10 @@ def _read_latents(engine: Engine, request: Request, num_new: int, result: _Resul
     if engine.model.has_mtp:
         caches.pop()  # what drafts
     result.start = max(0, end - _LATENTS)
-    position = torch.arange(result.start, end)
+    position = torch.arange(result.start, end, device=engine.device)
     size = engine.config.page_size
-    slots = (torch.tensor(request.pages)[position // size] * size + position % size).to(engine.device)
+    pages = torch.tensor(request.pages, device=engine.device)
+    slots = pages[position // size] * size + position % size
     result.latents = torch.stack([cache.flatten(0, 1).index_select(0, slots).cpu() for cache in caches])
 
 

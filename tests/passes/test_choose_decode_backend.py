@@ -10,6 +10,7 @@ from mla_compile import MLABatch, MLAError
 from mla_compile.ops.decode import decode_op
 from mla_compile.passes import pipeline
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
+from mla_compile.passes.nodes import op_arguments
 from mla_compile.torch_internals import capture_graph
 from tests.kernel_cases import decode_case
 from tests.passes.capture import Stack, make_inputs, nodes_of
@@ -28,7 +29,8 @@ def captured(passes: list | None = None, backend: str | None = None) -> fx.Graph
 
 
 def chosen(gm: fx.GraphModule, op: str = "mla_decode") -> list[str | None]:
-    return [node.args[-1] for node in nodes_of(gm, op)]
+    name = {"mla_decode": "backend", "mla_attention": "decode_backend"}[op]
+    return [op_arguments(node)[name] for node in nodes_of(gm, op)]
 
 
 def test_every_decode_call_gets_the_name() -> None:
@@ -59,7 +61,7 @@ def test_a_unified_call_that_no_pass_has_split_gets_it_too() -> None:
 @pytest.mark.parametrize("passes", [None, []], ids=["split", "unsplit"])
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason(passes: list | None) -> None:
     gm = captured(passes)
-    with pytest.raises(MLAError, match=r"\(reference\), got triton, which runs on cuda, got cpu"):
+    with pytest.raises(MLAError, match=r"\(reference, by_token\), got triton, which runs on cuda, got cpu"):
         choose_decode_backend(gm, backend="triton")
 
 

@@ -53,7 +53,7 @@ class TestBatchInvariant(DecodeInvariance):
         return Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:{request.param}"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=slow), torch.bfloat16], ids=str)
 def test_one_drawn_set_of_texts_is_batch_invariant(dtype: torch.dtype) -> None:
     suite = TestBatchInvariant()
     suite.borders, suite.drawn = (16, 32, 64), 1

@@ -66,7 +66,7 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
     assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 130])
+@pytest.mark.parametrize("tokens", [1, pytest.param(9, marks=pytest.mark.slow), 130])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_tokens_bits_are_those_of_many_sorted_tokens(
     tokens: int, padded: bool, monkeypatch: pytest.MonkeyPatch
