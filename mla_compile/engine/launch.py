@@ -133,7 +133,10 @@ class Launcher:
     def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PackedChunks], None]:
         """The step of rows that decode and prompts beside them."""
         decoder = self._decoders[variant.sampled, length]
-        return self._call(f"mixed, {variant.name}", decoder, decoder.mixed, compile=self._compiles_mixed)
+        compile = self._compiles_mixed
+        return self._call(
+            f"mixed, {variant.name}", decoder, decoder.mixed, compile=compile, is_checked=compile
+        )
 
     def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
         """Compile a step for each number of drafts, and record it for all numbers of rows, largest first.

@@ -1,7 +1,7 @@
 """A step that is checked while it runs: its eager twin runs on the same inputs, and what they leave is compared."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops.paging import slots_of
+from mla_compile.speculate.chunks import PackedChunks
 from mla_compile.speculate.state import FIRST_TOKEN, DecodeState
-from mla_compile.speculate.step import SpeculativeDecoder, Step
+from mla_compile.speculate.step import SpeculativeDecoder
 from mla_compile.speculate.target import ServedModel
 from mla_compile.torch_internals import uncompiled
 
@@ -21,12 +22,12 @@ class ShadowCheckError(AssertionError):
 
 
 def shadow_check(
-    step: Step,
+    step: Callable[..., None],
     *,
     every: int = 1,
     tolerance: float | None = None,
     decoder: SpeculativeDecoder | None = None,
-) -> Step:
+) -> Callable[..., None]:
     """A step that does what `step` does, and of which every n-th call also runs eagerly and is compared.
 
         step, state = engine.start(prompts, ...)
@@ -36,7 +37,8 @@ def shadow_check(
 
     - The state, with the tokens and drafts, is eager's exactly; reported log-probabilities are within `tolerance`, and
       the ids beside them are not compared.
-    - Latents of positions that an active row may write, `num_cached` to `max_len - 2`, are eager's within `tolerance`.
+    - Latents of positions that an active row may write, `num_cached` to `max_len - 2`, are eager's within `tolerance`,
+      those of a prompt chunk too.
     - Every other slot, page 0 and other rows' pages too, holds the bits it held before. NaN there is no difference.
 
     The stream goes on with what `step` did, at the same addresses. Eager runs the same ops, on a GPU with the same
@@ -49,12 +51,14 @@ def shadow_check(
     while.
 
     Args:
-        step: changes a `DecodeState` in place and returns nothing.
+        step: changes a `DecodeState` in place and returns nothing; it may take `PackedChunks` too, as
+            `SpeculativeDecoder.mixed` does.
         every: check the first call and every n-th after it.
         tolerance: of a latent, relative to its largest entry. By default the square root of the dtype's epsilon:
             0.09 in bfloat16, 0.03 in float16, 3.5e-4 in float32 and float64 (rotary angles are float32 in both).
-        decoder: what does the same eagerly. Found where `step` is a `SpeculativeDecoder` or its `forward`, compiled or
-            not. The caches of its `model`, `model.caches()`, must be all that a step changes besides the state.
+        decoder: what does the same eagerly. Found where `step` is a `SpeculativeDecoder`, its `forward` or its `mixed`,
+            compiled or not. The caches of its `model`, `model.caches()`, must be all that a step changes besides the
+            state.
 
     Raises:
         MLAError: a bad argument, named; no decoder was found or given.
@@ -69,23 +73,23 @@ def shadow_check(
         raise MLAError("decoder.model", "a model with `caches()`", type(decoder.model).__name__)
     shadow, calls = _Shadow(step, decoder, tolerance), 0
 
-    def checked_step(state: DecodeState) -> None:
+    def checked_step(state: DecodeState, *chunks: PackedChunks) -> None:
         nonlocal calls
         calls += 1
         if (calls - 1) % every:
-            step(state)
-        elif differences := shadow.run(state):
+            step(state, *chunks)
+        elif differences := shadow.run(state, *chunks):
             lines = "\n  ".join(differences)
             raise ShadowCheckError(f"step {calls} and its eager run on the same inputs differ:\n  {lines}")
 
     return checked_step
 
 
-def _decoder_of(step: Step) -> SpeculativeDecoder:
+def _decoder_of(step: Callable[..., None]) -> SpeculativeDecoder:
     eager = uncompiled(step)
     decoder = getattr(eager, "__self__", eager)
     if not isinstance(decoder, SpeculativeDecoder):
-        expected = "a SpeculativeDecoder or its forward, compiled or not"
+        expected = "a SpeculativeDecoder, its forward or its mixed, compiled or not"
         mend = "name the decoder that does the same eagerly: shadow_check(step, decoder=...)"
         raise MLAError("step", expected, getattr(eager, "__qualname__", type(eager).__name__), mend)
     return decoder
@@ -94,10 +98,12 @@ def _decoder_of(step: Step) -> SpeculativeDecoder:
 class _Shadow:
     """Runs a step and its eager twin."""
 
-    def __init__(self, step: Step, decoder: SpeculativeDecoder, tolerance: float | None) -> None:
+    def __init__(
+        self, step: Callable[..., None], decoder: SpeculativeDecoder, tolerance: float | None
+    ) -> None:
         self.step, self.decoder, self.tolerance = step, decoder, tolerance
 
-    def run(self, state: DecodeState) -> list[str]:
+    def run(self, state: DecodeState, *chunks: PackedChunks) -> list[str]:
         """Run the step, in place; a line for each layer and tensor of the state in which its eager run differs."""
         model = cast("ServedModel", self.decoder.model)
         caches = [cache for cache in model.caches() if cache is not None]
@@ -107,9 +113,9 @@ class _Shadow:
         kept = [tensor.clone() for tensor in live]
         inputs = DecodeState(**{name: tensor.clone() for name, tensor in state.named().items()})
 
-        self.step(state)
+        self.step(state, *chunks)
 
-        slots = _Slots(inputs, self.decoder.page_size, caches)
+        slots = _Slots(inputs, chunks, self.decoder.page_size, caches)
         latents = [
             slots.outside(f"layer {i}", cache, before) for i, (cache, before) in enumerate(zip(caches, kept))
         ]
@@ -120,7 +126,7 @@ class _Shadow:
         try:
             # A model that was compiled in place runs eagerly too.
             with torch.compiler.set_stance("force_eager"):
-                self.decoder.forward(state)
+                (self.decoder.mixed if chunks else self.decoder.forward)(state, *chunks)
                 compiled = DecodeState(**dict(zip(state.named(), kept[len(caches) :], strict=True)))
                 latents += [
                     slots.inside(f"layer {i}", got, expected, self.tolerance)
@@ -128,23 +134,25 @@ class _Shadow:
                 ]
                 tolerance = _tolerance(self.tolerance, caches[0].dtype)
                 differences = _state(compiled, state, tolerance)
-                found = [*latents, self._tokens(inputs, compiled, state), *differences]
+                found = [*latents, self._tokens(inputs, chunks, compiled, state), *differences]
         finally:
             for tensor, result in zip(live, kept):
                 tensor.copy_(result)
         return [line for line in found if line]
 
-    def _tokens(self, inputs: DecodeState, compiled: DecodeState, eager: DecodeState) -> str:
+    def _tokens(
+        self, inputs: DecodeState, chunks: Sequence[PackedChunks], compiled: DecodeState, eager: DecodeState
+    ) -> str:
         """The target's tokens, with what eager's logits say of the two."""
         got, expected = (state.report[:, FIRST_TOKEN:] for state in (compiled, eager))
         wrong = got != expected
         if not wrong.any():
             return ""
         row, j = _first(wrong)
-        position = int(inputs.num_cached[row]) + 1 + j
         both = int(got[row, j]), int(expected[row, j])
         # Eager has just written the trunk's latents of these very inputs, so once more changes nothing.
-        logits = self.decoder.verify(inputs)[0][row, j]
+        logits = self.decoder.verify(inputs, *chunks)[0][row, j]
+        position = int(inputs.num_cached[row]) + 1 + j  # of a row that begins, `verify` has just told it
         of_both = ", ".join(f"{float(logits[t]):.9g}" if 0 <= t < len(logits) else "none" for t in both)
         place = f"tokens: row {row}, token {j}, position {position}"
         return _line(place, *both, wrong, f"eager's logits of the two: {of_both}")
@@ -153,16 +161,25 @@ class _Shadow:
 class _Slots:
     """Which slots of the caches a step may write.
 
-    state: before the step. page_size: tokens a page. caches: `[num_pages, page_size, width]`, all alike.
+    state: before the step. chunks: of prompts, at most one. page_size: tokens a page. caches: `[num_pages, page_size,
+    width]`, all alike.
     """
 
-    def __init__(self, state: DecodeState, page_size: int, caches: list[Tensor]) -> None:
+    def __init__(
+        self, state: DecodeState, chunks: Sequence[PackedChunks], page_size: int, caches: list[Tensor]
+    ) -> None:
         self.page_size = page_size
         rows, pages = state.block_table.shape
         position = torch.arange(pages * page_size, device=state.block_table.device)
         self.of_rows = slots_of(state.block_table, position.expand(rows, -1), page_size)
         own = (position >= state.num_cached[:, None]) & (position < state.max_len[:, None] - 1)
         own &= state.active[:, None]
+        for packed in chunks:
+            real = packed.rows >= 0
+            row, (count, end) = packed.rows[real], packed.lens[real].T[..., None]
+            # Where a prompt ends, its row decodes from there on.
+            last = torch.where(packed.begins[row, None], state.max_len[row, None] - 1, end)
+            own[row] = (position >= end - count) & (position < last)
         self.writable = torch.zeros(caches[0].shape[0] * page_size, dtype=torch.bool, device=position.device)
         self.writable[self.of_rows[own]] = True
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile import Engine, MLAError, SamplingParams, ShadowCheckError, shadow_check
-from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
@@ -305,6 +305,52 @@ def test_an_engine_checks_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> No
     )
     with pytest.raises(ShadowCheckError, match="tokens: row 0"):
         checked.generate(PROMPTS, max_new_tokens=12)
+
+
+@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+def test_an_engine_checks_its_steps_with_prompts_too() -> None:
+    prompts = [[1 + (5 * row + j) % 20 for j in range(n)] for row, n in enumerate((12, 3, 17))]
+    plain = small_engine(1, max_tokens_per_step=12, compile=False).generate(prompts, max_new_tokens=6)
+    checked = small_engine(1, max_tokens_per_step=12, shadow_check_every=1)
+    assert checked.generate(prompts, max_new_tokens=6) == plain
+    assert checked.stats.num_mixed_steps > 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (None, None),
+        ((8, 0), r"layer 1: row 1, position 4 \(page 8, slot 0 of it\), column 2: .*, eager"),
+        (
+            (8, 2),
+            r"layer 1: row 1, position 6 \(page 8, slot 2 of it\), column 2: .*; no row may write there",
+        ),
+        (
+            (7, 3),
+            r"layer 1: row 1, position 3 \(page 7, slot 3 of it\), column 2: .*; no row may write there",
+        ),
+    ],
+)
+def test_a_fault_in_a_step_with_prompts_is_told(fault: tuple[int, int] | None, message: str | None) -> None:
+    """Row 0 decodes, tokens 4 and 5 of row 1's prompt of 9 are prefilled, and row 2's prompt ends."""
+    started = Started(k=2)
+    decoder, state = started.decoder, started.state
+    state.active[1:] = False
+    chunks = [PromptChunk(1, list(range(9)), 4, 6), PromptChunk(2, [3, 4, 5], 1, 3)]
+    packed = PackedChunks.pack(chunks, state, page_size=4)
+
+    def step(state: DecodeState, packed: PackedChunks) -> None:
+        decoder.mixed(state, packed)
+        if fault is not None:
+            started.caches[1][*fault, 2] = 0.5
+
+    checked = shadow_check(step, decoder=decoder)
+    if message is None:
+        checked(state, packed)
+        assert state.active.tolist()[:3] == [True, False, True]
+    else:
+        with pytest.raises(ShadowCheckError, match=message):
+            checked(state, packed)
 
 
 def test_what_cannot_be_checked_is_refused_by_name() -> None:
