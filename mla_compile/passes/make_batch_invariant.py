@@ -125,7 +125,7 @@ def _linear(node: fx.Node, given: dict[str, Any]) -> Any:
     return inline(node, _linear_of, (given["input"], given["weight"], given.get("bias")))
 
 
-def _check_weights(node: fx.Node, weights: fx.Node) -> None:
+def _check_weights(node: fx.Node, weights: Any) -> None:
     """An element's bits may depend on how many columns the right side has: those must not be tokens."""
     shape = tensor_of(weights).shape
     if not all(isinstance(size, int) for size in shape):
