@@ -84,6 +84,9 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
                 raise _refused(node, f"`{name}` with arguments other than {', '.join(names)}")
             found = rule(node, given)
             if found is not None:
+                if tensor_of(found).dtype != tensor_of(node).dtype:  # which autocast has chosen
+                    what = f"`{name}` of {tensor_of(found).dtype} that gives {tensor_of(node).dtype}"
+                    raise _refused(node, what, "leave autocast out")
                 node.replace_all_uses_with(found)
                 gm.graph.erase_node(node)
     return gm
@@ -116,7 +119,20 @@ def _ask(node: fx.Node, target: Any) -> None:
 
 
 def _linear(node: fx.Node, given: dict[str, Any]) -> Any:
+    _check_weights(node, given["weight"])
+    if tensor_of(given["weight"]).dim() != 2:
+        raise _refused(node, "a product by a vector", "write its weight as [1, in_features]")
     return inline(node, _linear_of, (given["input"], given["weight"], given.get("bias")))
+
+
+def _check_weights(node: fx.Node, weights: Any) -> None:
+    """An element's bits may depend on how many columns the right side has: those must not be tokens."""
+    shape = tensor_of(weights).shape
+    if not all(isinstance(size, int) for size in shape):
+        mend = (
+            "weights stand on the right, and are parameters, buffers or marked by torch._dynamo.mark_static"
+        )
+        raise _refused(node, f"a product by {list(shape)}, whose sizes vary,", mend)
 
 
 def _linear_of(x: Any, weight: Any, bias: Any) -> Any:
@@ -137,6 +153,7 @@ def _matmul(node: fx.Node, given: dict[str, Any]) -> Any:
     if left.dim() >= 1 and statically_known_true(left.shape[-1] == 1):
         return None  # nothing is added
     if left.dim() >= 2 and right.dim() == 2:
+        _check_weights(node, b)
         return inline(node, _product_of, (a, b))
     raise _refused(node, f"a product of {list(left.shape)} by {list(right.shape)}", "write it as F.linear")
 
@@ -149,6 +166,7 @@ def _einsum(node: fx.Node, given: dict[str, Any]) -> Any:
         first, second, third = parts
         in_order = second[:2] == first[1:] and third == first[:2] + second[2]
         if in_order and len({*first, second[2]}) == 4:
+            _check_weights(node, operands[1])
             return inline(node, matmul_op, tuple(operands))
     raise _refused(node, f"einsum {equation}", "write it as F.linear, or as 'thk,hkn->thn'")
 
@@ -158,19 +176,24 @@ def _einsum(node: fx.Node, given: dict[str, Any]) -> Any:
 
 def _is_float(node: Any) -> bool:
     values = values_of(node) if isinstance(node, fx.Node) else []
-    return any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
+    return any(
+        isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) for value in values
+    )
 
 
 def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
-    """Whether it adds floating point numbers, along the last dimension then."""
-    if not _is_float(x):
+    """Whether it adds floating point numbers, which integers become where a dtype is given; along the last dimension
+    then."""
+    if not _is_float(node):
         return False
     value = tensor_of(x)
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % value.dim() != value.dim() - 1:
-        raise _refused(
-            node, f"a sum over dimensions {dim} of {list(value.shape)}", "sum over the last one alone"
-        )
+    is_last = value.dim() > 0 and len(dims) == 1 and dims[0] in (-1, value.dim() - 1)
+    if not is_last or statically_known_true(value.shape[-1] == 0):
+        what = f"a sum over dimensions {dim} of {list(value.shape)}"
+        raise _refused(node, what, "sum over the last one alone, which is not empty")
+    if tensor_of(node).is_complex() or value.is_complex():
+        raise _refused(node, f"a sum of {value.dtype}", "add up the real and the imaginary part")
     return True
 
 
@@ -193,7 +216,7 @@ def _dtype(x: Any) -> torch.dtype:
 def _add_up(mean: bool) -> _Rule:
     def rule(node: fx.Node, given: dict[str, Any]) -> Any:
         if not _adds_floats(node, given["input"], given.get("dim")) or (
-            mean and _replace_written_out_norm(node)
+            mean and _replace_written_out_norm(node, given["input"])
         ):
             return None
 
@@ -234,25 +257,27 @@ def _logsumexp(node: fx.Node, given: dict[str, Any]) -> Any:
     def emit(x: Any) -> Any:
         wide = x.to(torch.promote_types(_dtype(x), torch.float32))
         highest = wide.amax(-1, True)
+        highest = torch.where(torch.isfinite(highest), highest, 0.0)  # inf - inf is no number
         total = (highest + torch.log(_sum_of(torch.exp(wide - highest)))).to(value_of(node).dtype)
         return total if given.get("keepdim", False) else total.squeeze(-1)
 
     return inline(node, emit, (given["input"],))
 
 
-def _replace_written_out_norm(mean: fx.Node) -> bool:
+def _replace_written_out_norm(mean: fx.Node, square: fx.Node) -> bool:
     """`x.float()`, `pow(2)`, `mean(-1)`, `+ eps`, `rsqrt`, the product and the cast back, as transformers write a norm.
 
-    `mean` is that of the squares. Each step is used by the next one alone. False where anything is written otherwise:
+    `mean` is that of `square`. Each step is used by the next one alone. False where anything is written otherwise:
     then the mean is a sum like all others.
     """
-    square = mean.args[0]
-    if not isinstance(square, fx.Node) or torch_name(square) != "pow" or square.args[1] != 2:
+    if torch_name(square) != "pow" or square.args[1:] != (2,):
         return False
     wide, add = square.args[0], _only_user(mean, "add")
     rsqrt = None if add is None else _only_user(add, "rsqrt")
     product = None if rsqrt is None else _only_user(rsqrt, "mul")
     if add is None or product is None or not isinstance(wide, fx.Node) or wide not in product.args:
+        return False
+    if add.kwargs:  # alpha
         return False
     eps = [number for number in add.args if isinstance(number, float)]
     source = wide.args[0] if torch_name(wide) in ("to", "float") else wide
@@ -260,15 +285,18 @@ def _replace_written_out_norm(mean: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or normed is None or len(eps) != 1:
         return False
     dtype = tensor_of(source).dtype
-    dtypes = [tensor_of(node).dtype for node in (wide, normed)]
-    if not _is_float(source) or dtypes != [torch.promote_types(dtype, torch.float32), dtype]:
+    dtypes = [tensor_of(node).dtype for node in (wide, mean, normed)]
+    accumulated = torch.promote_types(dtype, torch.float32)
+    if not _is_float(source) or dtypes != [accumulated, accumulated, dtype]:
         return False
-    if not statically_known_true(tensor_of(mean).shape[-1] == 1):
+    shape, kept = tensor_of(wide).shape, tensor_of(mean).shape
+    if len(kept) != len(shape) or not statically_known_true(kept[-1] == 1):
         return False
-    weighted = _weighted(normed)
+    # Where x is read: it may be written to in place before the product.
+    begin = square if source is wide else wide
+    weighted, factor = _weighted(normed, begin)
     end = weighted or normed
-    factor = None if weighted is None else next(other for other in weighted.args if other is not normed)
-    found = inline(end, _norm_of(eps[0]), (source, factor, None))
+    found = inline(begin, _norm_of(eps[0]), (source, factor, None))
     end.replace_all_uses_with(found)
     for node in (weighted, normed, product, rsqrt, add, mean, square, wide):
         if node is not None and not node.users and node is not source:
@@ -294,12 +322,11 @@ def _rms_norm(node: fx.Node, given: dict[str, Any]) -> Any:
     x, weight = given["input"], given.get("weight")
     _adds_floats(node, x, -len(given["normalized_shape"]))
     eps = given.get("eps")
-    eps = torch.finfo(tensor_of(x).dtype).eps if eps is None else eps
+    if eps is None:  # as torch: of the dtype that it computes in
+        eps = torch.finfo(torch.promote_types(tensor_of(x).dtype, torch.float32)).eps
     # The weight that multiplies next, if that is all that is done with the norm.
-    product = _weighted(node) if weight is None else None
-    factor = None if product is None else next(other for other in product.args if other is not node)
-
-    found = inline(product or node, _norm_of(eps), (x, factor, weight))
+    product, factor = _weighted(node, node) if weight is None else (None, None)
+    found = inline(node, _norm_of(eps), (x, factor, weight))
     if product is None:
         return found
     product.replace_all_uses_with(found)
@@ -308,17 +335,22 @@ def _rms_norm(node: fx.Node, given: dict[str, Any]) -> Any:
     return None
 
 
-def _weighted(node: fx.Node) -> fx.Node | None:
-    """The only user, where it multiplies a norm by a weight of its own dtype."""
+def _weighted(node: fx.Node, begin: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The only user of a norm, where it multiplies by a weight of its dtype that is there before `begin`; that weight.
+
+    None and None where there is no such user.
+    """
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or user.target not in (operator.mul, torch.mul) or len(user.args) != 2 or user.kwargs:
-        return None
+        return None, None
     others = [other for other in user.args if other is not node]
-    if len(others) != 1 or not isinstance(others[0], fx.Node):
-        return None
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or not others[0] < begin:
+        return None, None
     weight, normed = value_of(others[0]), tensor_of(node)
     fits = isinstance(weight, Tensor) and weight.dim() == 1 and weight.dtype == normed.dtype
-    return user if fits and statically_known_true(weight.shape[0] == normed.shape[-1]) else None
+    if not fits or not statically_known_true(weight.shape[0] == normed.shape[-1]):
+        return None, None
+    return user, others[0]
 
 
 _PRODUCT = ("input", "other")

@@ -34,7 +34,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-W, WEIGHT, BIAS, HEADS, FILTER = draw(N, K), draw(K), draw(N), draw(4, 10, 6), draw(2, 9, 1)
+W, HEADS = (torch.nn.Parameter(draw(*shape), requires_grad=False) for shape in ((N, K), (4, 10, 6)))
+WEIGHT, BIAS, FILTER = draw(K), draw(N), draw(2, 9, 1)
 
 
 def transformers_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -63,6 +64,23 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "a norm that is used twice": lambda x: (y := F.rms_norm(x, (K,), eps=1e-5)) * WEIGHT + y,
     "a norm of transformers": lambda x: transformers_norm(x, WEIGHT),
     "its norm in half precision": lambda x: transformers_norm(x.bfloat16(), WEIGHT.bfloat16()),
+    "a norm whose epsilon has a factor": lambda x: (
+        x * torch.rsqrt(torch.add(x.pow(2).mean(-1, True), 0.5, alpha=2))
+    ),
+    "a norm with names": lambda x: x * torch.rsqrt(torch.mean(input=x.pow(exponent=2), dim=-1, keepdim=True)),
+    "rms_norm of half precision, without an epsilon": lambda x: F.rms_norm((x * 1e-3).bfloat16(), (K,)),
+    "logsumexp of no numbers and of infinite ones": lambda x: torch.stack(
+        (
+            torch.logsumexp(torch.where(x > 9, x, -torch.inf), -1),
+            torch.logsumexp(torch.where(x > 1, torch.inf, x), -1),
+        ),
+        1,
+    ),
+    "integers": lambda x: (
+        torch.softmax((x * 3).int(), -1, dtype=torch.float32)
+        + (x.abs() * 1e7).long().sum(-1, True, dtype=torch.float32)
+        + (x > 0).mean(-1, True, dtype=torch.float32)
+    ),
     "a norm written in another way": lambda x: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(),
 }
 
@@ -92,6 +110,39 @@ def test_a_norm_and_its_weight_are_one_op() -> None:
         )
 
 
+def test_what_broadcasts_is_no_norm() -> None:
+    def call(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1) + 1e-5)  # [9, 1, K] by [9, 1]
+
+    compiled = torch.compile(call, backend=Capture([make_batch_invariant]), fullgraph=True)
+    torch.testing.assert_close(compiled(draw(9, 1, K)), call(draw(9, 1, K)))
+
+
+def test_a_norm_reads_its_input_where_it_is_written() -> None:
+    def fused(x: Tensor) -> Tensor:
+        normed = F.rms_norm(x, (K,), eps=1e-5)
+        x.add_(1)
+        return WEIGHT * normed
+
+    def written_out(x: Tensor) -> Tensor:
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        x.mul_(-3)
+        return WEIGHT.bfloat16() * (wide * torch.rsqrt(variance + 1e-5)).to(x.dtype)
+
+    for call, x in ((fused, draw(3, K)), (written_out, draw(3, K).bfloat16())):
+        compiled = torch.compile(call, backend=Capture([make_batch_invariant]), fullgraph=True)
+        torch.testing.assert_close(compiled(x.clone()), call(x.clone()))
+
+
+def test_tokens_do_not_stand_on_the_right_of_a_product() -> None:
+    for call in (lambda x: W @ x.t(), lambda x: F.linear(W, x)):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend=Capture([make_batch_invariant]), dynamic=True, fullgraph=True)
+        with pytest.raises(Exception, match=r"a product by .* whose sizes vary"):
+            compiled(draw(9, K))
+
+
 def test_attention_and_its_projections_are_asked_for_it() -> None:
     capture = Capture([*PASSES, make_batch_invariant])
     torch.compile(Layer().requires_grad_(False), backend=capture, fullgraph=True)(
@@ -105,6 +156,11 @@ def test_attention_and_its_projections_are_asked_for_it() -> None:
     assert not ADDS & set(ops(capture.after[0]))
 
 
+def under_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, W)
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     "layer_norm": lambda x: F.layer_norm(x, (K,)),
@@ -112,6 +168,11 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     r"a sum over dimensions 0 of \[9, 40\]": lambda x: x.sum(0),
     r"a sum over dimensions None of \[9, 40\]": lambda x: x.mean(),
     r"a product of \[9, 40\] by \[40\]": lambda x: x @ WEIGHT,
+    r"a sum over dimensions -1 of \[9, 0\]": lambda x: x[:, :0].sum(-1),
+    r"a sum over dimensions -1 of \[\]": lambda x: x[0, 0].sum(-1),
+    "a sum of torch.complex64": lambda x: torch.complex(x, x).sum(-1),
+    "a product by a vector": lambda x: F.linear(x, WEIGHT),
+    "`linear` of torch.float32 that gives torch.bfloat16": under_autocast,
     "einsum ij,kj->ik": lambda x: torch.einsum("ij,kj->ik", x, W),
     "cumsum": lambda x: x.cumsum(-1),
     "the op batch_invariance_test.mine": lambda x: torch.ops.batch_invariance_test.mine(x),
