@@ -16,6 +16,9 @@ from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import ServedModel
 
+_DRAWN = ("max_model_len", "max_tokens_per_step", "num_pages", "num_speculative_tokens", "prefix_caching")
+"""Settings that `check_batch_invariance` chooses itself."""
+
 _LATENTS = 128
 """Positions of a request whose latents are compared: the last ones of its prompt and of half of its completion."""
 
@@ -101,6 +104,10 @@ def check_batch_invariance(
         check_positive(name, number)
     if not prompts or not sampling or not drafts:
         raise MLAError("prompts, sampling, drafts", "at least one of each", "none")
+    if drawn := [name for name in _DRAWN if name in settings]:
+        raise MLAError(
+            "settings", f"none of {', '.join(_DRAWN)}, which it chooses", ", ".join(drawn), "leave them out"
+        )
     draw = random.Random(seed)
     page_size = settings.setdefault("page_size", 16)
     settings["batch_invariant"] = batch_invariant

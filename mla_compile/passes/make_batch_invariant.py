@@ -68,15 +68,17 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
         if node.op not in ("call_function", "call_method"):
             continue
         target = overload_of(node.target)
-        namespace = getattr(target, "namespace", None)
+        namespace = _namespace(target)
         if namespace == "mla_compile":
             _ask(node, target)
         elif namespace not in (None, "aten", "prims"):
             raise _refused(
                 node, f"the op {target}", "leave batch_invariant out, or write it with torch functions"
             )
-        elif (name := _name(node)) in _REFUSED and _is_float(node):
-            raise _refused(node, f"`{name}`", "attention is `mla_compile.mla_attention`")
+        elif ((name := _name(node)) in _REFUSED or name.startswith(("linalg_", "fft_"))) and _is_float(node):
+            mend = "write it with F.linear, sums along the last dimension and elementwise functions"
+            mend = "attention is `mla_compile.mla_attention`" if name in _ATTENTION else mend
+            raise _refused(node, f"`{name}`", mend)
         elif name in _RULES:
             names, rule = _RULES[node.target if node.target in _RULES else name]
             given = arguments(node, names)
@@ -92,12 +94,20 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
     return gm
 
 
+def _namespace(target: Any) -> str | None:
+    """`aten`, `mla_compile`: the library of an op; None for what is no op."""
+    if hasattr(target, "overloads"):  # with the overload left open
+        return str(target).partition(".")[0]
+    return getattr(target, "namespace", None)
+
+
 def _name(node: fx.Node) -> str:
     """`linear`, `matmul`, `sum`: by which function or method of torch, or op of aten, a node is computed."""
     target = node.target
-    if getattr(overload_of(target), "namespace", None) in ("aten", "prims"):
+    if _namespace(overload_of(target)) is not None:
         return str(getattr(target, "__name__", "")).partition(".")[0]
-    return torch_name(node).strip("_")
+    name = torch_name(node).strip("_").removeprefix("special_")
+    return "matmul" if name == "linalg_matmul" else name
 
 
 def _refused(node: fx.Node, what: str, mend: str = "") -> MLAError:
@@ -370,19 +380,36 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
 }
 """By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
 
-_REFUSED = {
-    *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
-    *("conv1d", "conv2d", "conv3d", "addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "inner", "tensordot"),
+_ATTENTION = {"scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
+_REFUSED = _ATTENTION | {
     *(
-        "bilinear",
-        "grouped_mm",
-        "chain_matmul",
-        "layer_norm",
-        "group_norm",
-        "batch_norm",
-        "normalize",
-        "norm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
     ),
-    *("var", "std", "var_mean", "std_mean", "prod", "cumsum", "cumprod", "logcumsumexp", "cdist"),
+    *("addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "vdot", "inner", "tensordot", "bilinear", "trace"),
+    *(
+        "grouped_mm",
+        "scaled_mm",
+        "scaled_grouped_mm",
+        "chain_matmul",
+        "multi_dot",
+        "matrix_power",
+        "matrix_exp",
+    ),
+    *("layer_norm", "native_layer_norm", "group_norm", "batch_norm", "instance_norm", "local_response_norm"),
+    *("normalize", "norm", "vector_norm", "matrix_norm", "renorm", "cdist", "pdist", "dist"),
+    *("cosine_similarity", "pairwise_distance", "nansum", "nanmean", "softmin", "gumbel_softmax"),
+    *("var", "std", "var_mean", "std_mean", "cov", "corrcoef", "prod"),
+    *("cumsum", "cumprod", "logcumsumexp", "trapz", "trapezoid", "cumulative_trapezoid"),
+    *("index_add", "index_reduce", "scatter_add", "scatter_reduce", "segment_reduce", "bincount"),
+    *("embedding_bag", "fold", "interpolate", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg", "lp") for n in (1, 2, 3)),
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+    *("_softmax", "_log_softmax", "_fused_rms_norm"),  # of aten, where names keep what they begin with
 }
 """What adds or multiplies floating point numbers along a dimension and has no rule."""

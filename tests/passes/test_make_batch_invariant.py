@@ -57,6 +57,9 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1) + F.softmax(x[:, :8], dim=1).sum(1, keepdim=True),
     "softmax in float64": lambda x: F.softmax(x, -1, dtype=torch.float64),
     "log_softmax": lambda x: torch.log_softmax(x, -1),
+    "an op of aten": lambda x: torch.ops.aten.sum(x, [-1], True),
+    "special": lambda x: torch.special.softmax(x, -1) + torch.special.logsumexp(x, -1, keepdim=True),
+    "linalg.matmul": lambda x: torch.linalg.matmul(x, W.t()),
     "logsumexp": lambda x: torch.logsumexp(x, -1),
     "rms_norm": lambda x: F.rms_norm(x, (K,), eps=1e-5),
     "rms_norm and its weight": lambda x: WEIGHT * F.rms_norm(x, (K,), eps=1e-5),
@@ -174,7 +177,15 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a product by a vector": lambda x: F.linear(x, WEIGHT),
     "`linear` of torch.float32 that gives torch.bfloat16": under_autocast,
     "einsum ij,kj->ik": lambda x: torch.einsum("ij,kj->ik", x, W),
+    "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "fft_rfft": lambda x: torch.fft.rfft(x, dim=-1),
+    "nansum": lambda x: x.nansum(-1),
+    "softmin": lambda x: F.softmin(x, -1),
+    "index_add": lambda x: torch.zeros_like(x).index_add_(0, torch.zeros(9, dtype=torch.long), x),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 4),
+    "_softmax": lambda x: torch.ops.aten._softmax(x, -1, False),
     "cumsum": lambda x: x.cumsum(-1),
+    "the op batch_invariance_test.two": lambda x: torch.ops.batch_invariance_test.two(x),
     "the op batch_invariance_test.mine": lambda x: torch.ops.batch_invariance_test.mine(x),
 }
 
@@ -183,6 +194,11 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 def test_what_cannot_promise_it_is_refused_by_name(what: str) -> None:
     with torch.library._scoped_library("batch_invariance_test", "DEF") as library:
         library.define("mine(Tensor x) -> Tensor")
+        for overload in ("two", "two.out_of_place"):
+            argument = "Tensor x" if overload == "two" else "Tensor x, int n"
+            library.define(f"{overload}({argument}) -> Tensor")
+            library.impl(overload, torch.clone, "CompositeExplicitAutograd")
+            library._register_fake(overload, torch.empty_like)
         library.impl("mine", torch.clone, "CompositeExplicitAutograd")
         library._register_fake("mine", torch.empty_like)
         compiled = torch.compile(REFUSED[what], backend=Capture([make_batch_invariant]), fullgraph=True)
