@@ -67,31 +67,34 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        target = overload_of(node.target)
+        target, name = overload_of(node.target), _name(node)
         namespace = _namespace(target)
         if namespace == "mla_compile":
             _ask(node, target)
         elif namespace not in (None, "aten", "prims"):
-            raise _refused(
-                node, f"the op {target}", "leave batch_invariant out, or write it with torch functions"
-            )
-        elif ((name := _name(node)) in _REFUSED or name.startswith(("linalg_", "fft_"))) and _is_float(node):
+            raise _refused(node, f"the op {target}", "write it with torch functions")
+        elif (name in _REFUSED or name.startswith(("linalg_", "fft_"))) and _is_float(node):
             mend = "write it with F.linear, sums along the last dimension and elementwise functions"
-            mend = "attention is `mla_compile.mla_attention`" if name in _ATTENTION else mend
-            raise _refused(node, f"`{name}`", mend)
+            raise _refused(node, f"`{name}`", _ATTENTION_MEND if name in _ATTENTION else mend)
         elif name in _RULES:
-            names, rule = _RULES[node.target if node.target in _RULES else name]
-            given = arguments(node, names)
-            if given is None:
-                raise _refused(node, f"`{name}` with arguments other than {', '.join(names)}")
-            found = rule(node, given)
-            if found is not None:
-                if tensor_of(found).dtype != tensor_of(node).dtype:  # which autocast has chosen
-                    what = f"`{name}` of {tensor_of(found).dtype} that gives {tensor_of(node).dtype}"
-                    raise _refused(node, what, "leave autocast out")
-                node.replace_all_uses_with(found)
-                gm.graph.erase_node(node)
+            _replace(node, name)
     return gm
+
+
+def _replace(node: fx.Node, name: str) -> None:
+    """Put what its rule says in the place of a call."""
+    names, rule = _RULES[node.target if node.target in _RULES else name]
+    given = arguments(node, names)
+    if given is None:
+        raise _refused(node, f"`{name}` with arguments other than {', '.join(names)}")
+    found = rule(node, given)
+    if found is None:
+        return
+    if tensor_of(found).dtype != tensor_of(node).dtype:  # which autocast has chosen
+        what = f"`{name}` of {tensor_of(found).dtype} that gives {tensor_of(node).dtype}"
+        raise _refused(node, what, "leave autocast out")
+    node.replace_all_uses_with(found)
+    node.graph.erase_node(node)
 
 
 def _namespace(target: Any) -> str | None:
@@ -381,35 +384,19 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
 """By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
 
 _ATTENTION = {"scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
-_REFUSED = _ATTENTION | {
-    *(
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "convolution",
-    ),
-    *("addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "vdot", "inner", "tensordot", "bilinear", "trace"),
-    *(
-        "grouped_mm",
-        "scaled_mm",
-        "scaled_grouped_mm",
-        "chain_matmul",
-        "multi_dot",
-        "matrix_power",
-        "matrix_exp",
-    ),
-    *("layer_norm", "native_layer_norm", "group_norm", "batch_norm", "instance_norm", "local_response_norm"),
-    *("normalize", "norm", "vector_norm", "matrix_norm", "renorm", "cdist", "pdist", "dist"),
-    *("cosine_similarity", "pairwise_distance", "nansum", "nanmean", "softmin", "gumbel_softmax"),
-    *("var", "std", "var_mean", "std_mean", "cov", "corrcoef", "prod"),
-    *("cumsum", "cumprod", "logcumsumexp", "trapz", "trapezoid", "cumulative_trapezoid"),
-    *("index_add", "index_reduce", "scatter_add", "scatter_reduce", "segment_reduce", "bincount"),
-    *("embedding_bag", "fold", "interpolate", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-    *(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg", "lp") for n in (1, 2, 3)),
-    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
-    *("_softmax", "_log_softmax", "_fused_rms_norm"),  # of aten, where names keep what they begin with
-}
-"""What adds or multiplies floating point numbers along a dimension and has no rule."""
+_ATTENTION_MEND = "attention is `mla_compile.mla_attention`"
+_WITHOUT_A_RULE = """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    addmm addbmm baddbmm addmv mv dot vdot inner tensordot bilinear trace
+    grouped_mm scaled_mm scaled_grouped_mm chain_matmul multi_dot matrix_power matrix_exp
+    layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
+    normalize norm vector_norm matrix_norm renorm cdist pdist dist cosine_similarity pairwise_distance
+    nansum nanmean softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
+    prod cumsum cumprod logcumsumexp trapz trapezoid cumulative_trapezoid
+    index_add index_reduce scatter_add scatter_reduce segment_reduce bincount embedding_bag fold interpolate
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    lp_pool1d lp_pool2d lp_pool3d lstm gru rnn_tanh rnn_relu
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+"""
+"""What adds or multiplies floating point numbers along a dimension; aten's names as they begin."""
+_REFUSED = _ATTENTION | set(_WITHOUT_A_RULE.split())
