@@ -23,21 +23,24 @@ _LATENTS = 128
 """Positions of a request whose latents are compared: the last ones of its prompt and of half of its completion."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchInvarianceReport:
     """What `check_batch_invariance` found.
 
     num_requests, num_tokens: that were compared with the same request alone; num_latents: positions whose latents, of
         all layers, were.
-    num_different: requests with any other bit.
-    differences: a line for each of them: which request, in which mix, and what differs first.
+    differences: a line for each request with any other bit: which one, in which mix, and what differs first.
     """
 
     num_requests: int = 0
     num_tokens: int = 0
     num_latents: int = 0
-    num_different: int = 0
     differences: list[str] = field(default_factory=list)
+
+    @property
+    def num_different(self) -> int:
+        """Requests with any other bit."""
+        return len(self.differences)
 
     def __str__(self) -> str:
         counts = (
@@ -145,16 +148,11 @@ def check_batch_invariance(
             engine.reset_prefix_cache()
             arrivals = {i: draw.randrange(4 * len(asked)) for i in range(len(asked))}
             for i, result in enumerate(_run(engine, asked, max_new_tokens, arrivals)):
-                difference = _difference(expected[i], result)
-                text = f"request {i}, {k} drafts, mix {number}: {difference}"
-                report = replace(
-                    report,
-                    num_requests=report.num_requests + 1,
-                    num_tokens=report.num_tokens + len(result.completion.token_ids),
-                    num_latents=report.num_latents + _num_compared(expected[i], result),
-                    num_different=report.num_different + (difference is not None),
-                    differences=[*report.differences, *([] if difference is None else [text])],
-                )
+                report.num_requests += 1
+                report.num_tokens += len(result.completion.token_ids)
+                report.num_latents += _num_compared(expected[i], result)
+                if (difference := _difference(expected[i], result)) is not None:
+                    report.differences.append(f"request {i}, {k} drafts, mix {number}: {difference}")
     return report
 
 

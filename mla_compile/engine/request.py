@@ -151,9 +151,7 @@ class Request:
 
     def begin_anew(self) -> None:
         """After a preemption: from the prompt on, its row says all that it has said once more, which reaches nobody."""
-        self.said = self.completion
-        if self.completion.token_ids:
-            self.said = Completion(prompt_index=self.completion.prompt_index, index=self.completion.index)
+        self.said = Completion(prompt_index=self.completion.prompt_index, index=self.completion.index)
         if self.grammar is not None:
             self.grammar.follow(self.said)
 

@@ -43,9 +43,3 @@ def attend_by_token(
         outs.append(joined[0])
         lses.append(joined[1])
     return torch.stack(outs), torch.stack(lses)
-
-
-def project_by_token(x: Tensor, weight: Tensor) -> Tensor:
-    """`[tokens, heads, n]` times the weight of each head, `[heads, n, m]`: `[tokens, heads, m]`."""
-    weight = weight.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    return torch.stack([torch.bmm(token.clone().unsqueeze(1), weight).squeeze(1) for token in x])

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.by_token import attend_by_token, project_by_token
+from mla_compile.ops.by_row import product_by_row
+from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.implementations import (
     FLOATS,
     HALF,
@@ -215,7 +216,7 @@ def prefill_by_token(
     if tokens * heads == 0:
         return q.new_empty(tokens, heads, v)
     query = q.to(accumulate_dtype(q.dtype))
-    query = torch.cat([project_by_token(query[..., :nope], w_uk), query[..., nope:]], dim=-1)
+    query = torch.cat([product_by_row(query[..., :nope], w_uk), query[..., nope:]], dim=-1)
     token = torch.arange(tokens, device=q.device)
     row = _row_of(token, cu_seqlens_q)
     to_end = cu_seqlens_q[row + 1] - 1 - token
@@ -229,7 +230,7 @@ def prefill_by_token(
         seen = (keys[row] - (to_end if causal else 0)).clamp(min=0)
         return attend_by_token(query, latents, slots, row, seen, rank, softmax_scale)
 
-    return project_by_token(in_parts(attend, key_slots.shape[0]), w_uv).to(q.dtype)
+    return product_by_row(in_parts(attend, key_slots.shape[0]), w_uv).to(q.dtype)
 
 
 def _row_of(token: Tensor, cu_seqlens_q: Tensor) -> Tensor:

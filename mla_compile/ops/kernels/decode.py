@@ -294,18 +294,16 @@ def decode_triton(
     seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
         _launch(
-            *(
-                q_latent,
-                q_pe,
-                kv_cache,
-                block_table,
-                seq_lens,
-                q_lens,
-                q_len,
-                softmax_scale,
-                part_out,
-                part_lse,
-            ),
+            q_latent,
+            q_pe,
+            kv_cache,
+            block_table,
+            seq_lens,
+            q_lens,
+            q_len,
+            softmax_scale,
+            part_out,
+            part_lse,
             tiles=tiles,
             programs=splits,
             min_keys=min_keys,

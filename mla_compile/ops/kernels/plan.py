@@ -73,9 +73,9 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
     """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
 
     query_rows: `q_len * heads`; of batch-invariant decode `heads` alone, as other tiles may add in another order. On
-    Hopper four warps share 64 keys, what one of its matrix instructions takes; two
-    such groups would compute the scores twice. Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on
-    the plain cores: tensor cores would round it.
+    Hopper four warps share 64 keys, what one of its matrix instructions takes; two such groups would compute the scores
+    twice. Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on the plain cores: tensor cores would
+    round it.
     """
     if dtype == torch.float32:
         return DecodeTiles(rows=16, keys=16, warps=8, stages=1)
