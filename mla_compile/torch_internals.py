@@ -335,6 +335,8 @@ def share_cuda_graphs() -> None:
             _shared_graphs.setdefault(name, getattr(local, name))
         else:
             setattr(local, name, _shared_graphs.setdefault(name, make()))
+    # A thread has a handle of its own, and none can be made while a graph is recorded.
+    torch.cuda.current_blas_handle()
 
 
 def compile_seconds() -> float:

@@ -1,6 +1,6 @@
 """On a CUDA device: accelerated models replay CUDA graphs and generate what the stock ones do."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -68,8 +68,7 @@ def test_threads_replay_the_graphs_of_the_first_one() -> None:
     accelerate(model, max_rows=4)
     results = [on_cuda(model, prompts())]
     for _ in range(3):
-        thread = threading.Thread(target=lambda: results.append(on_cuda(model, prompts())))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            results.append(thread.submit(on_cuda, model, prompts()).result())
     assert results == [expected] * 4
     assert compile_counters()["graphs"] == 2, "with prompts and without"
