@@ -21,6 +21,8 @@ class Completion:
         more. None where they were not asked for.
     error: why this prompt alone could not go on after these tokens: its grammar allows none, or the model's logits are
         NaN or infinite. None where all went well.
+    draft_positions: for each token, which draft of its step it was, from 1 on, and 0 for a step's last token, which the
+        model itself chose.
     prompt_index: which of a call's prompts it completes; index: which of that prompt's `SamplingParams.n`.
     """
 
@@ -31,6 +33,7 @@ class Completion:
     text: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    draft_positions: list[int] = field(default_factory=list, compare=False)
     prompt_index: int = field(default=0, compare=False)
     index: int = field(default=0, compare=False)
 

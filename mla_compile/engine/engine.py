@@ -99,6 +99,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         grammar: Grammar | None = None,
         priority: int = 0,
+        max_drafts: int | None = None,
     ) -> Request:
         """Take on a request, which runs with the next steps.
 
@@ -109,11 +110,14 @@ class Engine:
             stop_ids: the model's end-of-sequence ids; see `stream`.
             grammar: what it may say; None for anything. See `stream`.
             priority: an integer; lower ones are served first, and equal ones in the order of their arrival.
+            max_drafts: of a step, at most so many of its drafts are verified, >= 0; None for all. The tokens stay.
 
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
         """
-        request = self._intake.request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
+        request = self._intake.request(
+            prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority, max_drafts=max_drafts
+        )
         self._take_on(request)
         return request
 

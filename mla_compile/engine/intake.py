@@ -48,15 +48,20 @@ class Intake:
         grammar: Grammar | None = None,
         *,
         priority: int = 0,
+        max_drafts: int | None = None,
     ) -> Request:
         """A single one."""
         self._check_chosen_in_step("grammar", grammar)
         sampling = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         if type(priority) is not int:
             raise MLAError("priority", "an integer", repr(priority))
+        if max_drafts is not None and (type(max_drafts) is not int or max_drafts < 0):
+            raise MLAError("max_drafts", "an integer >= 0 or None", repr(max_drafts))
         if sampling.n != 1:
             raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
-        return self._request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
+        request = self._request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
+        request.max_drafts = max_drafts
+        return request
 
     def requests(
         self,

@@ -68,6 +68,7 @@ class Request:
     prompt, params: of `Engine.add`. priority: lower ones come first.
     max_len: tokens, prompt included, at which it ends.
     stop_ids: a token of these ends it.
+    max_drafts: of a step, at most so many; None for as many as the engine makes.
     grammar, choose: what has a say in its tokens on the host; stop_strings, tokenizer: what reads its text.
     calls: of the engine that has made it.
 
@@ -98,6 +99,7 @@ class Request:
     completion: Completion = field(default_factory=Completion)
     grammar: GrammarRow | None = None
     choose: TokenChooser | None = None
+    max_drafts: int | None = None
     stop_strings: StopStrings | None = None
     tokenizer: "PreTrainedTokenizerBase | None" = None
     calls: EngineCalls | None = None
@@ -163,12 +165,14 @@ class Request:
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
+        positions = [*range(1, len(report.tokens)), 0]
         if self.said is not completion:
             report = self._without_what_was_said(report)
             if report.active and not report.tokens:
                 return
-        num_known = len(completion.token_ids)
+        num_known, num_new = len(completion.token_ids), len(report.tokens)
         completion.token_ids += report.tokens
+        completion.draft_positions += positions[len(positions) - num_new :]
         if report.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += report.logprobs
@@ -183,6 +187,7 @@ class Request:
         found = self.stop_strings and self.stop_strings.feed(completion.token_ids[num_known:])
         if found:
             del completion.token_ids[num_known + found.num_tokens :]
+            del completion.draft_positions[num_known + found.num_tokens :]
             if completion.logprobs is not None:
                 del completion.logprobs[num_known + found.num_tokens :]
             reason, text = "stop", found.text

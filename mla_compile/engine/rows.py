@@ -110,6 +110,7 @@ class Rows:
         """One copy of integers to the device and one of other numbers, then ops there."""
         width = state.stop_ids.shape[1]
         at = [self._row_of[request] for request in admitted]
+        k = state.drafts.shape[1]
         stop_ids = [[*request.stop_ids, *[-1] * (width - len(request.stop_ids))] for request in admitted]
         texts = [
             (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
@@ -120,6 +121,7 @@ class Rows:
             inactive,
             at,
             [request.max_len for request in admitted],
+            [k if request.max_drafts is None else min(k, request.max_drafts) for request in admitted],
             [request.params.seed for request in admitted],
             [request.params.top_k for request in admitted],
             list(chain(*stop_ids)),
@@ -127,13 +129,14 @@ class Rows:
         ]
         if state.history is not None:
             columns += (request.tokens for request in admitted)
-        off, rows, max_len, seed, top_k, stops, *rest = upload(columns, torch.int64, self._device)
+        off, rows, max_len, max_drafts, seed, top_k, stops, *rest = upload(columns, torch.int64, self._device)
         if inactive:
             state.active.index_fill_(0, off, False)
             # Recurrent layers' states are found by it, an inactive row's too.
             state.block_table.index_fill_(0, off, 0)
         if admitted:
-            values = {"max_len": max_len, "seed": seed, "top_k": top_k, "stop_ids": stops.view(-1, width)}
+            values = {"max_len": max_len, "max_drafts": max_drafts, "seed": seed, "top_k": top_k}
+            values["stop_ids"] = stops.view(-1, width)
             told = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
             values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
             if state.acceptance is not None:

@@ -22,7 +22,7 @@ class DecodeState:
     num_cached: tokens whose latents are in the trunk's cache, int32 `[rows]`. The last token is not among them.
     last_token: the newest token, at position `num_cached`, int64 `[rows]`.
     drafts: proposed tokens for the k positions after it, int64 `[rows, k]`.
-    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`.
+    num_drafts: how many of a row's drafts count, the first ones, int32 `[rows]`; max_drafts: at most, int32 `[rows]`.
     active: bool `[rows]`.
     max_len: tokens, prompt included, at which a row stops, int32 `[rows]`.
     stop_ids: ids that end a row, int64 `[rows, n]`; unused places hold -1.
@@ -48,6 +48,7 @@ class DecodeState:
     last_token: Tensor
     drafts: Tensor
     num_drafts: Tensor
+    max_drafts: Tensor
     active: Tensor
     max_len: Tensor
     stop_ids: Tensor
@@ -117,6 +118,7 @@ class DecodeState:
                 last_token=zeros(rows),
                 drafts=zeros(rows, k),
                 num_drafts=zeros(rows, dtype=torch.int32) + k,
+                max_drafts=zeros(rows, dtype=torch.int32) + k,
                 active=zeros(rows, dtype=torch.bool),
                 max_len=zeros(rows, dtype=torch.int32),
                 stop_ids=zeros(rows, max(1, num_stop_ids)) - 1,

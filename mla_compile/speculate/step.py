@@ -213,10 +213,10 @@ class SpeculativeDecoder(nn.Module):
             accepted = (count - 1).clamp(min=0)
             num_cached = state.num_cached + count
             self._count_emitted(state, targets, count)
-            num_drafts = torch.full_like(state.num_drafts, self.k)
+            num_drafts = state.max_drafts.clamp(max=self.k)
             if state.acceptance is not None:
                 state.acceptance.copy_(row_drafts.learn(state.acceptance, num_verified, accepted))
-                num_drafts = row_drafts.worthwhile(state.acceptance, self.k)
+                num_drafts = torch.minimum(num_drafts, row_drafts.worthwhile(state.acceptance, self.k))
             state.num_drafts.copy_(torch.where(lacks_token, 0, num_drafts))
             if self.drafter is not None:
                 q_lens = torch.where(active, q_lens, 0)
