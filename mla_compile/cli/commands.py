@@ -256,7 +256,9 @@ def serve(
         Path | None,
         Option(metavar="DIR", help="Where to take the tokenizer from.", show_default="the checkpoint's"),
     ] = None,
-    host: Annotated[str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")] = "127.0.0.1",
+    host: Annotated[
+        str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")
+    ] = "127.0.0.1",
     port: Annotated[int, Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8000,
     served_model_name: Annotated[
         str, Option(metavar="NAME", help="What clients call the model.", show_default="the directory's name")
@@ -337,8 +339,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint as OpenAI's API does, with a page at / that shows speculation live.
 
-    Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics. Needs `pip install
-    'mla-compile[serve]'`.
+    Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
+    Needs `pip install 'mla-compile[serve]'`.
     """
     _check_directory(model)
     with progress(IMPORTING):

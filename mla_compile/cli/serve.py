@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_compile.cli.machine import pick_device
 from mla_compile.defaults import DEFAULT_DRAFTS
-from mla_compile.engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig, EngineSettings
+from mla_compile.engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import read_config
 from mla_compile.serving.settings import ServerSettings
@@ -24,10 +24,12 @@ def serve_checkpoint(
     api_key_file: Path | None,
     num_speculative_tokens: int | None,
     max_model_len: int | None,
-    engine: EngineSettings,
+    engine: dict[str, Any],
     **settings: Any,
 ) -> None:
-    """settings: others of `ServerSettings`, which explains them. None: what fits the model.
+    """engine: further settings of `EngineConfig`. settings: of `ServerSettings`. Both explain them.
+
+    None: what fits the model.
 
     Raises:
         MLAError: a mistake, named.
@@ -48,12 +50,14 @@ def serve_checkpoint(
         max_model_len = min(DEFAULT_MAX_MODEL_LEN, positions)
     if max_model_len > positions:
         raise MLAError("--max-model-len", f"at most the model's {positions} positions", max_model_len)
-    whole = EngineConfig(
-        num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, **engine
-    )
+    whole = EngineConfig(num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, **engine)
     keys = _read_keys(api_key_file)
     place = str(pick_device(device))
-    serve(ServerSettings(model=model, device=place, api_keys=keys, engine=whole, **settings), host=host, port=port)
+    serve(
+        ServerSettings(model=model, device=place, api_keys=keys, engine=whole, **settings),
+        host=host,
+        port=port,
+    )
 
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:

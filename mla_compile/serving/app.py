@@ -3,22 +3,23 @@
 import asyncio
 import hmac
 import json
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
 from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
 from mla_compile.serving.grammars import GrammarCheck
-from mla_compile.serving.messages import Asked, Progress
+from mla_compile.serving.messages import Update
 from mla_compile.serving.metrics import Metrics
 from mla_compile.serving.openai_requests import (
     BadRequest,
@@ -28,10 +29,25 @@ from mla_compile.serving.openai_requests import (
     parse_completion,
     parse_tokenize,
 )
+from mla_compile.serving.openai_responses import (
+    CompletionFailed,
+    bad_request_object,
+    error_object,
+    model_object,
+    models_object,
+    tokenize_object,
+)
+from mla_compile.serving.openai_responses import Response as OpenAIResponse
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.serving.streams import EventStream, while_connected
+from mla_compile.serving.token_bytes import Vocabulary
 
-log = logging.getLogger(__name__)
+_PAGE = Path(__file__).parent / "page.html"
+_SHORT_BODY = 2**14
+"""Bytes that are read at once; the tokens of a longer body are counted beside the loop."""
+
+_Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -60,13 +76,14 @@ class Server:
         tokenizer = load_tokenizer(settings.tokenizer or settings.model)
         if tokenizer is None:
             raise MLAError("tokenizer", "a checkpoint with a tokenizer, to serve text", "none")
-        self._tokenizer = tokenizer
-        self._client = EngineClient(settings, lambda _: None)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._client = EngineClient(settings)
         self._grammars = GrammarCheck(settings)
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in settings.api_keys]
         self._is_draining = False
         self._starting: asyncio.Task[None] | None = None
+        self._created = int(time.time())
         self.failure: BaseException | None = None
 
     async def __aenter__(self) -> None:
@@ -77,6 +94,11 @@ class Server:
             await self._client.start()
         except (MLAError, RuntimeError) as error:
             self.failure = error
+
+    async def started(self) -> None:
+        """Wait until the engine is ready, or has a `failure`."""
+        assert self._starting is not None
+        await self._starting
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.stop()
@@ -189,8 +211,12 @@ class Server:
                     events,
                     stall_seconds=self.settings.stall_seconds,
                     on_sent=lambda: self._metrics.delivery.observe(time.monotonic() - answer.read_at),
+                    on_end=lambda: self._client.abort(answer),
                 )
-            return JSONResponse(await while_connected(request.receive, self._whole(answer, response)))
+            try:
+                return JSONResponse(await while_connected(request.receive, self._whole(answer, response)))
+            finally:
+                self._client.abort(answer)
 
         return handle
 
@@ -218,28 +244,22 @@ class Server:
                 yield _line(chunk)
 
     async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update]]:
-        """An answer's updates, measured; whoever leaves early aborts what still runs.
+        """An answer's updates, measured.
 
         Raises:
             BadRequest: the engine refuses the request. TimeoutError: it takes longer than `request_seconds`.
         """
         last = [began := time.monotonic()] * answer.num_running
         end = began + self.settings.request_seconds
-        updates = answer.updates()
-        try:
-            while True:
-                async with asyncio.timeout(end - time.monotonic()):
-                    index, update = await anext(updates)
-                now = time.monotonic()
-                self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
-                last[index] = now
-                if update.is_refused:
-                    raise BadRequest(update.error or "")
-                yield index, update
-        except StopAsyncIteration:
-            pass
-        finally:
-            self._client.abort(answer)
+        while answer.has_more():
+            async with asyncio.timeout(end - time.monotonic()):
+                index, update = await answer.next()
+            now = time.monotonic()
+            self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
+            last[index] = now
+            if update.is_refused:
+                raise BadRequest(update.error or "")
+            yield index, update
 
     async def _tokenize(self, request: Request) -> Response:
         return JSONResponse(tokenize_object(await self._parsed(request, parse_tokenize), self._limits()))

@@ -7,12 +7,23 @@ import queue
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from mla_compile.engine.stats import EngineStats
 from mla_compile.serving import engine_process, processes
-from mla_compile.serving.messages import Abort, Add, Asked, Failed, FromEngine, Progress, Ready, ToEngine, Update
+from mla_compile.serving.messages import (
+    Abort,
+    Add,
+    Asked,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    ToEngine,
+    Update,
+)
 from mla_compile.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -46,20 +57,20 @@ class Answer:
         self.read_at = read_at
         self._updates.put_nowait((index, update))
 
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Each with the place of its completion; the last one of each has a finish_reason."""
-        while self.num_running or not self._updates.empty():
-            yield await self._updates.get()
+    def has_more(self) -> bool:
+        """Whether `next` will give anything."""
+        return self.num_running > 0 or not self._updates.empty()
+
+    async def next(self) -> tuple[int, Update]:
+        """The next update, with the place of its completion; the last one of each has a finish_reason."""
+        return await self._updates.get()
 
 
 class EngineClient:
-    """Keeps an engine's process, and starts it again when it fails.
+    """Keeps an engine's process, and starts it again when it fails."""
 
-    on_progress: called with each `Progress`, before its updates are handed on.
-    """
-
-    def __init__(self, settings: ServerSettings, on_progress: Callable[[Progress], None]) -> None:
-        self._settings, self._on_progress = settings, on_progress
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
         self._answers: dict[int, tuple[Answer, int]] = {}  # by key, with the place in it
         self._keys = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
@@ -169,7 +180,6 @@ class EngineClient:
 
     def _take(self, progress: Progress) -> None:
         self.stats = progress.stats
-        self._on_progress(progress)
         for key, update in progress.updates:
             if key in self._answers:  # else it was aborted meanwhile
                 answer, index = self._answers[key]
@@ -182,21 +192,16 @@ def _read(
     connection: Connection, loop: asyncio.AbstractEventLoop, put: Callable[[FromEngine | None], None]
 ) -> None:
     """A thread: what the engine sends; None when it has ended."""
-    try:
-        while True:
-            loop.call_soon_threadsafe(put, connection.recv())
-    except (EOFError, OSError):
-        pass
-    try:
-        loop.call_soon_threadsafe(put, None)
-    except RuntimeError:
-        pass  # the loop has ended
+    with suppress(RuntimeError):  # the loop has ended
+        try:
+            while True:
+                loop.call_soon_threadsafe(put, connection.recv())
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(put, None)
 
 
 def _write(connection: Connection, outbox: "queue.SimpleQueue[ToEngine | None]") -> None:
     """A thread: what the engine is sent. It may be busy for a while, so nobody else waits for it."""
-    try:
+    with suppress(OSError):
         while (message := outbox.get()) is not None:
             connection.send(message)
-    except OSError:
-        pass

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from mla_compile.serving.messages import Abort, Add, Asked, Failed, GrammarSourc
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.speculate.drafter import loads_mtp
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
 _KEPT_GRAMMARS = 64
@@ -30,14 +34,14 @@ _KEPT_GRAMMARS = 64
 class _Grammars:
     """Compiled by a thread beside the steps; the last ones are kept."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1)
         self._known: OrderedDict[GrammarSource, Future[Grammar]] = OrderedDict()
 
     def get(self, source: GrammarSource) -> Future[Grammar]:
         if source not in self._known:
-            self._known[source] = self._thread.submit(compiled, source, self._checkpoint.tokenizer)
+            self._known[source] = self._thread.submit(compiled, source, self._tokenizer)
             if len(self._known) > _KEPT_GRAMMARS:
                 self._known.popitem(last=False)
         self._known.move_to_end(source)
@@ -50,7 +54,8 @@ class _Served:
     def __init__(self, engine: Engine, checkpoint: Checkpoint) -> None:
         self.engine = engine
         self._stop_ids = checkpoint.stop_ids
-        self._grammars = _Grammars(checkpoint)
+        assert checkpoint.tokenizer is not None, "the server has asked"
+        self._grammars = _Grammars(checkpoint.tokenizer)
         self._requests: dict[int, Request] = {}
         self._num_told: dict[int, int] = {}
         self._compiling: dict[int, tuple[Asked, Future[Grammar]]] = {}

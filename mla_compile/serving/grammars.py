@@ -71,13 +71,14 @@ class GrammarCheck:
             if self._connection is None or self._process is None or self._process.poll() is not None:
                 self._start()
             assert self._connection is not None
-            why_not: str | None = "it takes too much memory to compile"
-            with suppress(EOFError, OSError):
+            try:
                 self._connection.send(source)
                 if self._connection.poll(seconds):
-                    why_not = self._connection.recv()
-                    return why_not
+                    found: str | None = self._connection.recv()
+                    return found
                 why_not = f"it takes more than {seconds:g} s to compile"
+            except (EOFError, OSError):
+                why_not = "it takes too much memory to compile"
             self.stop()
             return why_not
 

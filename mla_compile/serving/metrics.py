@@ -44,8 +44,8 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"mla_{name}_seconds", text, buckets=buckets, registry=self._registry)
 
-        self.first_token = histogram("time_to_first_token", "From a request to its first token.", _FIRST)
-        self.between_tokens = histogram("time_between_tokens", "Mean of an update's tokens.", _NEXT)
+        self._first_token = histogram("time_to_first_token", "From a request to its first token.", _FIRST)
+        self._between_tokens = histogram("time_between_tokens", "Mean of an update's tokens.", _NEXT)
         self.delivery = histogram("delivery", "From a step's report to its bytes on the socket.", _DELIVERY)
         self.requests = Counter(
             "mla_requests", "By endpoint and HTTP status.", ["endpoint", "status"], registry=self._registry
@@ -57,8 +57,12 @@ class Metrics:
             registry=self._registry,
         )
 
-    def count(self, update: Update) -> None:
-        """Tokens by where they came from."""
+    def count(self, update: Update, since_last: float | None, since_asked: float) -> None:
+        """An update that has just come. since_last: seconds since its completion's last one; None for the first."""
+        if since_last is None:
+            self._first_token.observe(since_asked)
+        elif update.token_ids:
+            self._between_tokens.observe(since_last / len(update.token_ids))
         for position in update.draft_positions:
             self._accepted.labels(position).inc()
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from types import FrameType
 
 import uvicorn
@@ -14,20 +15,36 @@ log = logging.getLogger(__name__)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Drains before it exits; a second signal does not wait."""
+    """Tells where it listens and when it is ready; drains before it exits, unless a second signal comes."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
         self._server = server
-        self._draining: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._tasks.append(asyncio.create_task(self._tell()))
+
+    async def _tell(self) -> None:
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        model = self._server.settings.served_model_name
+        log.info("listening at http://%s:%d, loading %s", host, port, model)
+        await self._server.started()
+        if self._server.failure is not None:
+            self.should_exit = True
+        else:
+            log.info("ready: http://%s:%d", host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining is None and sig == signal.SIGTERM:
-            self._draining = asyncio.get_event_loop().create_task(self._drain())
+        if sig == signal.SIGTERM and len(self._tasks) < 2:
+            self._tasks.append(asyncio.get_event_loop().create_task(self._drain()))
         else:
             self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
+        log.info("stopping: running requests have %g s", self._server.settings.shutdown_seconds)
         await self._server.drain()
         self.should_exit = True
 
@@ -39,13 +56,18 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         MLAError: a mistake in the settings. SystemExit: the port is taken.
     """
     app = create_app(settings)
+    server: Server = app.state.server
+    logging.basicConfig(level=logging.WARNING, format="mla-compile: %(message)s")
+    logging.getLogger("mla_compile.serving").setLevel(logging.INFO)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        log_level="warning",
+        log_config=None,
         access_log=False,
         timeout_graceful_shutdown=5,
         server_header=False,
     )
-    _Uvicorn(config, app.state.server).run()
+    _Uvicorn(config, server).run()
+    if server.failure is not None:
+        raise server.failure

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
-
 
 T = TypeVar("T")
 
@@ -39,24 +38,31 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Server-sent events.
 
-    events: their data, a line each. on_sent: called when an event is on the socket.
+    events: their data, a line each. on_sent: called when an event is on the socket; on_end: when no more come.
     stall_seconds: a client that takes nothing for so long is dropped.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes], *, stall_seconds: float, on_sent: Callable[[], None]
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        stall_seconds: float,
+        on_sent: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._stall_seconds, self._on_sent = events, stall_seconds, on_sent
+        self._events, self._stall_seconds = events, stall_seconds
+        self._on_sent, self._on_end = on_sent, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send_all(send))
-        except (ConnectionResetError, TimeoutError):
-            pass  # nobody is there to be told
+            with suppress(ConnectionResetError, TimeoutError):  # nobody is there to be told
+                await while_connected(receive, self._send_all(send))
+        finally:
+            self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         async def put(message: Message) -> None:

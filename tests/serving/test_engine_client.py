@@ -25,7 +25,7 @@ PROMPTS = [[5, 6, 7], [100, 200, 300, 400], [9]]
 
 def with_client(test: Callable[[EngineClient], Awaitable[None]], settings: ServerSettings = SETTINGS) -> None:
     async def run() -> None:
-        client = EngineClient(settings, lambda _: None)
+        client = EngineClient(settings)
         try:
             await client.start()
             await test(client)
@@ -38,7 +38,8 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]], settings: Serve
 async def joined(answer: Answer) -> list[Update]:
     """All updates of each completion as one."""
     whole: dict[int, Update] = {}
-    async for index, update in answer.updates():
+    while answer.has_more():
+        index, update = await answer.next()
         known = whole.setdefault(index, Update())
         known.token_ids += update.token_ids
         known.draft_positions += update.draft_positions
@@ -121,8 +122,7 @@ def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
     async def test(client: EngineClient) -> None:
         asked = Asked(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
         answer = client.submit([asked])
-        async for _ in answer.updates():
-            break
+        await answer.next()
         assert client._process is not None
         os.kill(client._process.pid, signal.SIGKILL)
         (update,) = await joined(answer)
