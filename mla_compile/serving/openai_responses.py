@@ -1,5 +1,6 @@
 """Answers in OpenAI's form: completions and chats, whole and in chunks, and the server's other objects."""
 
+import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,7 @@ class Choice:
         self._text = TextStream(vocabulary.tokenizer, asked.params.stop_strings)
         self._pieces = Detokenizer(vocabulary.tokenizer)
         self._num_told = 0
+        self._tells_tokens = asked.draft_positions or asked.top_logprobs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -121,8 +123,7 @@ class Choice:
         """
         self.add(update)
         text = self._text.feed(self._completion)
-        tells_tokens = self._asked.draft_positions or self._asked.top_logprobs is not None
-        if not text and update.finish_reason is None and not (tells_tokens and update.token_ids):
+        if not text and update.finish_reason is None and not (self._tells_tokens and update.token_ids):
             return None
         if self._asked.is_chat:
             return self._shaped({"delta": {"content": text} if text else {}})
@@ -139,10 +140,14 @@ class Choice:
         """A choice of these words, with what was asked to be told of the tokens that were not told yet."""
         completion, new = self._completion, slice(self._num_told, None)
         self._num_told = self.num_tokens
-        logprobs = None
-        if completion.logprobs is not None:
-            shape = self._chat_logprobs if self._asked.is_chat else self._completion_logprobs
-            logprobs = shape(completion.token_ids[new], completion.logprobs[new])
+        token_ids, logprobs = completion.token_ids[new], None
+        before = len(self._pieces.text)
+        # Nothing while a character is incomplete: pieces join to the text.
+        pieces = [self._pieces.feed(token) for token in token_ids] if self._tells_tokens else []
+        if completion.logprobs is not None and self._asked.is_chat:
+            logprobs = self._chat_logprobs(token_ids, completion.logprobs[new])
+        elif completion.logprobs is not None:
+            logprobs = self._completion_logprobs(token_ids, completion.logprobs[new], pieces, before)
         choice = {
             "index": self._index,
             **text,
@@ -150,26 +155,28 @@ class Choice:
             "finish_reason": completion.finish_reason,
         }
         if self._asked.draft_positions:
-            choice["token_ids"] = completion.token_ids[new]
+            choice["token_ids"] = token_ids
+            choice["token_texts"] = pieces
             choice["draft_positions"] = completion.draft_positions[new]
         return choice
 
     def _completion_logprobs(
-        self, token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]
+        self,
+        token_ids: Sequence[int],
+        places: Sequence[Mapping[int, Logprob]],
+        pieces: list[str],
+        before: int,
     ) -> dict[str, Any]:
-        """tokens: what each adds to the text, so that they join to it: nothing while a character is incomplete."""
-        offsets, tokens = [], []
-        for token in token_ids:
-            offsets.append(len(self._pieces.text))
-            tokens.append(self._pieces.feed(token))
+        """pieces: what each token adds to a text of `before` characters."""
         text_of = self._vocabulary.text_of
+        offsets = [*itertools.accumulate(map(len, pieces), initial=before)]
         return {
-            "tokens": tokens,
+            "tokens": pieces,
             "token_logprobs": [_finite(place[token]) for token, place in zip(token_ids, places, strict=True)],
             "top_logprobs": [
                 {text_of(likely): _finite(logprob) for likely, logprob in place.items()} for place in places
             ],
-            "text_offset": offsets,
+            "text_offset": offsets[:-1],
         }
 
     def _chat_logprobs(

@@ -1,0 +1,311 @@
+"""The server, as OpenAI's own client and plain HTTP see it."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
+from mla_compile.defaults import SHIPPED_MODEL
+from tests.serving.servers import children, served
+
+PROMPT = "In the beginning"
+SENTENCES = ["In the beginning", "And it came to pass", "def main", "The court of"]
+TOKENIZER = load_tokenizer(SHIPPED_MODEL)
+assert TOKENIZER is not None
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served("--max-waiting", "32") as server:
+        yield server.url()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(load_model(SHIPPED_MODEL), max_model_len=512, compile=False, tokenizer=TOKENIZER)
+
+
+def expected(engine: Engine, params: SamplingParams, prompts: list[str] | None = None) -> list[Completion]:
+    ids = [TOKENIZER(text)["input_ids"] for text in prompts or [PROMPT]]
+    return engine.generate(ids, params, stop_ids=[0])
+
+
+def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": 24}
+CASES: dict[str, tuple[dict[str, Any], SamplingParams]] = {
+    "greedy": (GREEDY, SamplingParams(max_tokens=24)),
+    "sampled": (
+        {"temperature": 0.9, "top_p": 0.9, "seed": 5, "max_tokens": 24},
+        SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24),
+    ),
+    "extensions": (
+        {"temperature": 0.9, "seed": 6, "extra_body": {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1}},
+        SamplingParams(
+            temperature=0.9, seed=6, top_k=20, min_p=0.02, repetition_penalty=1.1, max_tokens=16
+        ),
+    ),
+    "penalties": (
+        {**GREEDY, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, max_tokens=24),
+    ),
+    "stop": ({**GREEDY, "stop": ["court", "z"]}, SamplingParams(stop=["court", "z"], max_tokens=24)),
+    "without drafts": ({**GREEDY, "extra_body": {"max_drafts": 0}}, SamplingParams(max_tokens=24)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_text_are_the_engines_whole_and_streamed(
+    client: OpenAI, engine: Engine, case: str
+) -> None:
+    fields, params = CASES[case]
+    fields = fields | {"extra_body": {**fields.get("extra_body", {}), "draft_positions": True}}
+    (want,) = expected(engine, params)
+    whole = client.completions.create(model="shipped", prompt=PROMPT, **fields)
+    choice = whole.choices[0]
+    assert choice.text == want.text and choice.finish_reason == want.finish_reason
+    assert choice.model_extra is not None and choice.model_extra["token_ids"] == want.token_ids
+    assert whole.usage is not None and whole.usage.completion_tokens == len(want.token_ids)
+    options = {"include_usage": True}
+    *chunks, last = client.completions.create(
+        model="shipped", prompt=PROMPT, stream=True, stream_options=options, **fields
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == want.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == want.finish_reason
+    told = [chunk.choices[0].model_extra or {} for chunk in chunks]
+    assert [token for each in told for token in each["token_ids"]] == want.token_ids
+    drafts = [position for each in told for position in each["draft_positions"]]
+    assert len(drafts) == len(want.token_ids) and (max(drafts) > 0) == (case != "without drafts")
+    assert "".join(text for each in told for text in each["token_texts"]).startswith(want.text or "")
+    assert last.choices == [] and last.usage is not None and last.usage == whole.usage
+
+
+def test_many_prompts_and_choices_come_in_order(client: OpenAI, engine: Engine) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=12)
+    want = [completion.text for completion in expected(engine, params, SENTENCES)]
+    fields: dict[str, Any] = {"model": "shipped", "temperature": 0.8, "seed": 3, "n": 2, "max_tokens": 12}
+    found = client.completions.create(prompt=SENTENCES, **fields)
+    assert [choice.text for choice in found.choices] == want
+    assert [choice.index for choice in found.choices] == list(range(8))
+    pieces = [""] * 8
+    for chunk in client.completions.create(prompt=SENTENCES, stream=True, **fields):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+    assert pieces == want
+    ids = [TOKENIZER(text)["input_ids"] for text in SENTENCES]
+    assert [choice.text for choice in client.completions.create(prompt=ids, **fields).choices] == want
+
+
+def test_log_probabilities(client: OpenAI, engine: Engine) -> None:
+    (want,) = expected(engine, SamplingParams(logprobs=2, max_tokens=24))
+    choice = client.completions.create(model="shipped", prompt=PROMPT, logprobs=2, **GREEDY).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert want.logprobs is not None
+    told = [place[token].logprob for place, token in zip(want.logprobs, want.token_ids, strict=True)]
+    assert choice.logprobs.token_logprobs == pytest.approx(told, abs=1e-3)
+    assert "".join(choice.logprobs.tokens or ()) == want.text
+
+
+def test_output_follows_a_schema_or_a_regex(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    extra: list[dict[str, Any]] = [{"response_format": form}, {"structured_outputs": {"regex": "(yes|no){2}"}}]
+    texts = [
+        client.completions.create(model="shipped", prompt=PROMPT, **GREEDY, extra_body=each).choices[0].text
+        for each in extra
+    ]
+    assert isinstance(json.loads(texts[0])["a"], bool)
+    assert texts[1] in ("yesyes", "yesno", "noyes", "nono")
+    with pytest.raises(openai.BadRequestError, match="the grammar is refused"):
+        client.completions.create(
+            model="shipped", prompt=PROMPT, extra_body={"structured_outputs": {"regex": "("}}
+        )
+
+
+def test_mistakes_have_openais_shape_and_name_the_field(client: OpenAI, url: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt=PROMPT)
+    for field, value in {"temperature": -1, "n": 0, "logit_bias": {"5": 1}, "echo": True}.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="shipped", prompt=PROMPT, extra_body={field: value})
+        assert caught.value.param == field and caught.value.type == "invalid_request_error"
+    messages: Any = [{"role": "user", "content": "hello"}]
+    with pytest.raises(openai.BadRequestError, match="has no chat template"):
+        client.chat.completions.create(model="shipped", messages=messages)
+    tool: Any = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="shipped", messages=messages, tools=[tool])
+    assert caught.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="shipped", prompt=[5] * 600)
+    assert caught.value.code == "context_length_exceeded"
+    for path, status in (("/nowhere", 404), ("/v1/completions", 405)):
+        found, body = get(url + path)
+        assert found == status and body["error"]["type"] == "invalid_request_error"
+    found, body = get(f"{url}/v1/completions", b"{" + b" " * 2**23)
+    assert found == 413 and body["error"]["code"] == "request_too_large"
+
+
+def test_models_tokens_probes_metrics_and_the_page(client: OpenAI, url: str) -> None:
+    assert [model.id for model in client.models.list()] == ["shipped"]
+    assert client.models.retrieve("shipped").id == "shipped"
+    body = json.dumps({"prompt": PROMPT}).encode()
+    assert json.loads(get(f"{url}/tokenize", body)[1])["tokens"] == TOKENIZER(PROMPT)["input_ids"]
+    assert get(f"{url}/health")[0] == get(f"{url}/ready")[0] == 200
+    client.completions.create(model="shipped", prompt=PROMPT, **GREEDY)
+    metrics = get(f"{url}/metrics")[1].decode()
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert float(values["mla_ready"]) == 1 and float(values["mla_tokens_total"]) >= 24
+    assert float(values['mla_accepted_tokens_total{draft_position="1"}']) > 0
+    assert float(values["mla_time_to_first_token_seconds_count"]) > 0
+    assert float(values["mla_time_between_tokens_seconds_count"]) > 0
+    assert b"<title>" in get(url)[1]
+
+
+def test_those_that_ask_at_once_get_what_they_get_alone(url: str, engine: Engine) -> None:
+    params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20) for seed in range(24)]
+    want = [expected(engine, each)[0].text for each in params]
+
+    async def run() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+
+            async def one(seed: int) -> str:
+                stream = await client.completions.create(
+                    model="shipped", prompt=PROMPT, temperature=0.9, seed=seed, max_tokens=20, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*map(one, range(24)))
+
+    assert asyncio.run(run()) == want
+
+
+def running(url: str) -> int:
+    text = get(f"{url}/metrics")[1].decode()
+    return sum(int(float(line.split()[1])) for line in text.splitlines() if line.startswith("mla_rows_in_use "))
+
+
+LONG = {"model": "shipped", "prompt": PROMPT, "temperature": 0, "max_tokens": 500, "ignore_eos": True}
+
+
+def test_a_client_that_leaves_ends_its_request(client: OpenAI, url: str) -> None:
+    extra = {"ignore_eos": True}
+    stream = client.completions.create(
+        model="shipped", prompt=PROMPT, max_tokens=500, stream=True, extra_body=extra
+    )
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).completions.create(
+            model="shipped", prompt=PROMPT, max_tokens=500, extra_body=extra
+        )
+    client.completions.create(model="shipped", prompt=PROMPT, max_tokens=4)  # the engine tells how it stands
+    assert running(url) == 0
+
+
+def test_a_full_queue_is_429_and_no_request_is_lost(client: OpenAI) -> None:
+    async def run() -> list[int]:
+        async with AsyncOpenAI(base_url=client.base_url, api_key="any", max_retries=0) as many:
+
+            async def one() -> int:
+                try:
+                    await many.completions.create(model="shipped", prompt=PROMPT, max_tokens=30, n=4)
+                except openai.RateLimitError as error:
+                    assert error.response.headers["retry-after"] == "1"
+                    return 429
+                return 200
+
+            return await asyncio.gather(*(one() for _ in range(20)))
+
+    statuses = asyncio.run(run())
+    assert statuses.count(200) >= 8 and statuses.count(429) >= 1
+
+
+def test_keys() -> None:
+    with served(MLA_COMPILE_API_KEY="secret") as server:
+        url = server.url()
+        good = OpenAI(base_url=f"{url}/v1", api_key="secret")
+        assert good.models.list().data[0].id == "shipped"
+        for key in ("wrong", "secre", "secret2", "sécret"):
+            with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
+                OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0).models.list()
+        assert get(f"{url}/v1/models")[0] == 401
+        assert get(f"{url}/health")[0] == 200
+        assert PROMPT not in "".join(server.log)
+
+
+def ask(url: str, into: list[Any]) -> threading.Thread:
+    """Ask for a long completion in a thread, which has begun when this returns."""
+    body = json.dumps(LONG).encode()
+    thread = threading.Thread(target=lambda: into.append(get(f"{url}/v1/completions", body)))
+    thread.start()
+    while not running(url):
+        time.sleep(0.02)
+    return thread
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_more() -> None:
+    with served() as server:
+        url, results = server.url(), list[Any]()
+        thread = ask(url, results)
+        server.signal(signal.SIGTERM)
+        while get(f"{url}/ready")[0] == 200:
+            time.sleep(0.02)
+        assert get(f"{url}/v1/completions", json.dumps(LONG).encode())[0] == 503
+        thread.join()
+        assert results[0][0] == 200
+        assert server.ends() == 0
+
+
+def test_sigterm_ends_what_takes_too_long_by_name() -> None:
+    with served("--shutdown-timeout", "0.3") as server:
+        url, results = server.url(), list[Any]()
+        thread = ask(url, results)
+        server.signal(signal.SIGTERM)
+        thread.join()
+        assert results[0][0] == 500 and results[0][1]["error"]["message"] == "the server shuts down"
+        assert server.ends() == 0
+
+
+def test_an_engine_that_dies_is_a_500_and_comes_back() -> None:
+    with served() as server:
+        url, results = server.url(), list[Any]()
+        thread = ask(url, results)
+        os.kill(children(server.process.pid)[0], signal.SIGKILL)
+        thread.join()
+        status, body = results[0]
+        assert status == 500 and body["error"]["type"] == "server_error"
+        assert "the engine has failed: its process ended with status -9" in body["error"]["message"]
+        assert get(f"{url}/ready")[0] == 503
+        assert get(f"{url}/v1/completions", json.dumps(LONG).encode())[0] == 503
+        while get(f"{url}/ready")[0] != 200:
+            time.sleep(0.1)
+        assert get(f"{url}/v1/completions", json.dumps(LONG).encode())[0] == 200
+
+
+def test_a_mistake_in_the_flags_is_one_line() -> None:
+    with served("--num-pages", "5") as server:
+        assert server.ends() == 2
+        assert "num_pages: expected at least" in server.log[-1]
