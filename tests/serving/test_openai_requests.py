@@ -1,0 +1,478 @@
+"""A body in OpenAI's form asks for completions, or is refused by the name of the field that is wrong."""
+
+import copy
+import json
+import random
+import string
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from mla_compile import SamplingParams, load_tokenizer
+from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.engine.grammar import Grammar
+from mla_compile.serving.messages import GrammarSource
+from mla_compile.serving.openai_bodies import IGNORED, REFUSED, ChatBody, CompletionBody
+from mla_compile.serving.openai_requests import (
+    BadRequest,
+    CompletionsAsked,
+    ModelLimits,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
+
+TOKENIZER = load_tokenizer(SHIPPED_MODEL)
+assert TOKENIZER is not None
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('not this') }}{% endif %}"
+    "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CHATTING = copy.deepcopy(TOKENIZER)
+CHATTING.chat_template = TEMPLATE
+LIMITS = ModelLimits("shipped", vocab_size=3072, max_model_len=256, max_choices=8)
+HELLO = TOKENIZER("Hello")["input_ids"]
+USER = {"role": "user", "content": "Hi"}
+
+
+def body_of(fields: dict[str, Any], needed: dict[str, Any]) -> bytes:
+    return json.dumps({"model": "shipped", **needed, **fields}).encode()
+
+
+def completion(**fields: Any) -> CompletionsAsked:
+    return parse_completion(body_of(fields, {"prompt": "Hello"}), tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def chat(**fields: Any) -> CompletionsAsked:
+    return parse_chat(body_of(fields, {"messages": [USER]}), tokenizer=CHATTING, limits=LIMITS)
+
+
+def tokenize(**fields: Any) -> list[int]:
+    return parse_tokenize(json.dumps(fields).encode(), tokenizer=CHATTING, limits=LIMITS)
+
+
+def text_of(asked: CompletionsAsked) -> str:
+    return CHATTING.decode(asked.prompts[0])
+
+
+def test_what_is_left_out_or_null_is_openais_default() -> None:
+    nulls = dict.fromkeys(CompletionBody.model_fields.keys() - {"model", "prompt"})
+    for asked in (completion(), completion(**nulls)):
+        defaults = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=16, seed=asked.params.seed)
+        assert asked == CompletionsAsked(
+            prompts=[HELLO], params=defaults, is_seeded=False, grammar=None, max_drafts=None, stream=False,
+            include_usage=False, top_logprobs=None, draft_positions=False, is_chat=False, model="shipped",
+        )  # fmt: skip
+    nulls = dict.fromkeys(ChatBody.model_fields.keys() - {"model", "messages"})
+    for asked in (chat(), chat(**nulls)):
+        assert text_of(asked) == "user: Hi\nassistant:" and asked.is_chat
+        assert asked.params.max_tokens == LIMITS.max_model_len - len(asked.prompts[0])
+
+
+def test_every_field_arrives() -> None:
+    sampling = {
+        "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1,
+        "frequency_penalty": 2.0, "seed": 2**62, "n": 3, "stop": ["a", "b"], "stop_token_ids": [5, 6],
+        "ignore_eos": True, "max_tokens": 9,
+    }  # fmt: skip
+    rest = {"max_drafts": 0, "draft_positions": True, "stream": True}
+    options = {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    for parse, logprobs in (
+        (completion, {"logprobs": 4, "best_of": 3}),
+        (chat, {"logprobs": True, "top_logprobs": 4}),
+    ):
+        asked = parse(**sampling, **rest, **options, **logprobs)
+        assert asked.params == SamplingParams(**sampling, logprobs=4)
+        assert asked.is_seeded and asked.stream and asked.include_usage and asked.draft_positions
+        assert asked.max_drafts == 0 and asked.top_logprobs == 4
+    assert chat(max_completion_tokens=9).params.max_tokens == 9
+    assert chat(logprobs=True).top_logprobs == completion(logprobs=0).top_logprobs == 0
+    assert chat(logprobs=False).top_logprobs is None
+    assert completion(stop="ab").params.stop_strings == ["ab"]
+    assert completion(top_k=-1).params.top_k == 0
+    assert completion(max_tokens=10**30).params.max_tokens == LIMITS.max_model_len - len(HELLO)
+
+
+def test_every_field_of_the_official_client_is_known() -> None:
+    for params, body in (
+        (completion_create_params, CompletionBody),
+        (chat_create_params, ChatBody),
+    ):
+        for form in get_args(params.CompletionCreateParams):
+            assert get_type_hints(form).keys() <= body.model_fields.keys() | REFUSED.keys() | IGNORED
+
+
+def test_fields_that_change_nothing_may_say_anything() -> None:
+    for parse in (completion, chat):
+        for name in IGNORED:
+            for value in (None, True, "x", {"a": [1]}, 10**100):
+                parse(**{name: value})
+        for name, harmless in REFUSED.items():
+            for value in (None, *harmless):
+                parse(**{name: value})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "value", [True, 0, 1, "auto", "x", [1], ["text", "audio"], {"50256": -100}, {"type": "x"}]
+)
+def test_what_a_field_cannot_do_is_refused_by_name(name: str, value: object) -> None:
+    for parse in (completion, chat):
+        with pytest.raises(BadRequest, match=name) as error:
+            parse(**{name: value})
+        assert (error.value.param, error.value.code) == (name, "unsupported_parameter")
+        assert error.value.status == 400
+
+
+def test_prompts_are_texts_or_ids_and_one_or_several() -> None:
+    other = TOKENIZER("x y")["input_ids"]
+    for prompt, expected in (
+        ("Hello", [HELLO]),
+        (["Hello", "x y"], [HELLO, other]),
+        ([3, 4], [[3, 4]]),
+        ([[3], [4, 5]], [[3], [4, 5]]),
+        ([[3], "Hello"], [[3], HELLO]),
+    ):
+        assert completion(prompt=prompt).prompts == expected
+
+
+def test_choices_come_by_prompt_and_only_a_clients_seed_is_used_twice() -> None:
+    asked = completion(prompt=[[3], [4]], n=2, seed=5, max_drafts=1)
+    assert [(one.prompt, one.params.seed, one.params.n) for one in asked.choices()] == [
+        ([3], 5, 1), ([3], 6, 1), ([4], 5, 1), ([4], 6, 1),
+    ]  # fmt: skip
+    assert {one.max_drafts for one in asked.choices()} == {1}
+    asked = completion(prompt=[[3]] * 4, n=2)
+    assert len({one.params.seed for one in asked.choices()}) == 8
+    assert asked.choices() == asked.choices()
+    assert completion().params.seed != completion().params.seed
+
+
+def test_the_chat_template_writes_the_messages() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    returned = dict.fromkeys(("annotations", "audio", "function_call", "refusal", "tool_calls"))
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts, "name": "Ann"},
+        {"role": "assistant", "content": "ok", **returned},
+        {"role": "user", "content": "<|endoftext|>"},
+    ]
+    expected = "system: Be brief.\nuser Ann: a\nb\nassistant: ok\nuser: <|endoftext|>\nassistant:"
+    assert text_of(chat(messages=messages)) == expected
+    assert tokenize(messages=messages) == chat(messages=messages).prompts[0]
+
+
+def test_a_tokenizer_without_a_chat_template_says_so() -> None:
+    with pytest.raises(BadRequest, match="no chat template") as error:
+        parse_chat(body_of({}, {"messages": [USER]}), tokenizer=TOKENIZER, limits=LIMITS)
+    assert error.value.param == "messages"
+
+
+def test_tokenize_counts_what_is_too_long_as_well() -> None:
+    assert tokenize(prompt="Hello") == tokenize(model="shipped", prompt="Hello") == HELLO
+    assert len(tokenize(prompt="Hello " * 1000)) > LIMITS.max_model_len
+    for fields, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [USER]}, "prompt"),
+        ({"prompt": [1]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "a", "model": "x"}, "model"),
+    ):
+        with pytest.raises(BadRequest) as error:
+            tokenize(**fields)
+        assert error.value.param == param
+
+
+BAD = [
+    # completion or chat, fields, the field that is named, code
+    (completion, {"model": "other"}, "model", "model_not_found"),
+    (completion, {"model": None}, "model", None),
+    (completion, {"zork": 1}, "zork", "unknown_parameter"),
+    (completion, {"messages": [USER]}, "messages", "unknown_parameter"),
+    (chat, {"prompt": "a"}, "prompt", "unknown_parameter"),
+    (completion, {"prompt": [1] * 256}, "prompt", "context_length_exceeded"),
+    (completion, {"prompt": ["a", "Hello " * 300]}, "prompt", "context_length_exceeded"),
+    (chat, {"messages": [USER] * 300}, "messages", "context_length_exceeded"),
+    *[
+        (completion, {"prompt": prompt}, "prompt", None)
+        for prompt in (
+            None,
+            "",
+            [],
+            [[]],
+            [""],
+            5,
+            True,
+            [True],
+            [1.0],
+            ["a", 1],
+            [1, "a"],
+            [3072],
+            [-1],
+            {},
+            [None],
+        )
+    ],
+    (completion, {"prompt": [10**4000]}, "prompt", None),
+    *[
+        (completion, {name: value}, name, None)
+        for name in ("max_tokens", "top_k", "seed", "n", "max_drafts", "logprobs", "best_of")
+        for value in ("5", 5.5, 5.0, True, [], {}, -2, -(10**400))
+    ],
+    *[
+        (completion, {name: value}, name, None)
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        for value in ("1", True, [], {}, -3, 10**400)
+    ],
+    *[
+        (completion, {name: value}, name, None)
+        for name in ("ignore_eos", "stream", "draft_positions")
+        for value in (0, 1, "true", [])
+    ],
+    (completion, {"max_tokens": 0}, "max_tokens", None),
+    (completion, {"logprobs": 21}, "logprobs", None),
+    (completion, {"n": 9}, "n", None),
+    (completion, {"n": 5, "prompt": ["a", "b"]}, "n", None),
+    (chat, {"n": 9}, "n", None),
+    (completion, {"n": 2, "seed": 2**63 - 1}, "n", None),
+    (completion, {"best_of": 2}, "best_of", None),
+    (completion, {"stop": ""}, "stop[0]", None),
+    (completion, {"stop": ["a", 1]}, "stop[1]", None),
+    (completion, {"stop": ["a"] * 17}, "stop", None),
+    (completion, {"stop": "a" * 1025}, "stop[0]", None),
+    (completion, {"stop_token_ids": [1] * 8}, "stop_token_ids", None),
+    (completion, {"stop_token_ids": [3072]}, "stop_token_ids", None),
+    (completion, {"stop_token_ids": [1, True]}, "stop_token_ids[1]", None),
+    (completion, {"stream_options": {"include_usage": True}}, "stream_options", None),
+    (completion, {"stream": True, "stream_options": {"a": 1}}, "stream_options.a", None),
+    (chat, {"top_logprobs": 2}, "top_logprobs", None),
+    (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+    (chat, {"logprobs": 1}, "logprobs", None),
+    (chat, {"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", None),
+    (chat, {"max_completion_tokens": 0}, "max_completion_tokens", None),
+    (chat, {"messages": []}, "messages", None),
+    (chat, {"messages": "Hi"}, "messages", None),
+    (chat, {"messages": [USER, 1]}, "messages[1]", None),
+    (chat, {"messages": [{"role": "user", "content": "refuse"}]}, "messages", None),
+    *[
+        (chat, {"messages": [USER, USER | fields]}, f"messages[1].{name}", None)
+        for name, fields in (
+            ("role", {"role": "tool"}),
+            ("content", {"content": None}),
+            ("content", {"content": 5}),
+            ("content", {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            ("content", {"content": [{"type": "text", "text": 1}]}),
+            ("tool_calls", {"tool_calls": [{"id": "x"}]}),
+            ("tool_calls", {"tool_calls": 0}),
+            ("tool_call_id", {"tool_call_id": "x"}),
+        )
+    ],
+    (completion, {"response_format": "json"}, "response_format", None),
+    (completion, {"response_format": {"type": "xml"}}, "response_format.type", None),
+    (completion, {"response_format": {"type": "json_schema"}}, "response_format", None),
+    (
+        completion,
+        {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+        "response_format",
+        None,
+    ),
+    (
+        completion,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+        "response_format.json_schema.schema",
+        None,
+    ),
+    (completion, {"structured_outputs": {}}, "structured_outputs", None),
+    (completion, {"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", None),
+    (completion, {"structured_outputs": {"regex": 1}}, "structured_outputs.regex", None),
+    (completion, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", None),
+    (completion, {"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]", None),
+    (
+        completion,
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        None,
+    ),
+    (completion, {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", None),
+]
+
+
+def test_mistakes_are_refused_by_name() -> None:
+    for parse, fields, param, code in BAD:
+        with pytest.raises(BadRequest) as error:
+            parse(**fields)
+        got = error.value
+        assert (got.param, got.code) == (param, code), fields
+        assert param.partition("[")[0].partition(".")[0] in got.message and len(got.message) <= 500, fields
+        assert got.status == (404 if code == "model_not_found" else 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b'"x"', b"5", b"\xff", b"\xef\xbb\xbf{}", b'{"a":1}x', b'{"prompt": NaN}',
+        b'{"prompt": Infinity}', b'{"prompt": "\\ud800"}', b'{"\\udfff": 1}', b'{"prompt": "\xed\xa0\x80"}',
+        b"[" * 10_000, b'{"a":' * 10_000 + b"1" + b"}" * 10_000, b'{"n": ' + b"9" * 5000 + b"}", b'{"a":\x001}',
+    ],
+)  # fmt: skip
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    for parse in (parse_completion, parse_chat, parse_tokenize):
+        with pytest.raises(BadRequest) as error:
+            parse(body, tokenizer=CHATTING, limits=LIMITS)
+        assert error.value.status == 400 and error.value.message
+
+
+def test_grammars_of_each_kind_arrive() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {"enum": ["é"]}}}
+    text = json.dumps(schema)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    for fields, expected in (
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, GrammarSource("json_schema", '{"type": "object"}')),
+        ({"response_format": form}, GrammarSource("json_schema", text)),
+        ({"structured_outputs": {"json": schema}}, GrammarSource("json_schema", text)),
+        ({"structured_outputs": {"json": text}}, GrammarSource("json_schema", text)),
+        ({"structured_outputs": {"regex": "a+"}}, GrammarSource("regex", "a+")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, GrammarSource("ebnf", 'start: "a"')),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, GrammarSource("ebnf", 'start: "yes" | "no"')),
+    ):
+        assert completion(**fields).grammar == chat(**fields).grammar == expected
+        assert {one.grammar for one in completion(**fields, n=2).choices()} == {expected}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4), st.text(min_size=1, max_size=8))
+@example(['"', "\\", "\n\t\0", "\U0001f600é", "a b", "/i", "start"], "b")
+def test_choices_are_said_as_they_stand(choices: list[str], other: str) -> None:
+    source = completion(structured_outputs={"choice": choices}).grammar
+    assert source is not None
+    grammar = Grammar.from_ebnf(source.text, TOKENIZER)
+    for text in (*choices, other):
+        token_ids = TOKENIZER(text)["input_ids"]
+        matcher = grammar.matcher()
+        said = matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+        assert said == (text in choices), (text, source.text)
+
+
+VALID: list[tuple[dict[str, Any], Callable[..., CompletionsAsked | list[int]]]] = [
+    ({
+        "model": "shipped", "prompt": ["Hello", [1, 2]], "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "n": 2,
+        "seed": 7, "stop": ["a"], "stop_token_ids": [3], "logprobs": 2, "stream": True,
+        "stream_options": {"include_usage": True}, "user": "x", "logit_bias": {}, "best_of": 2, "max_drafts": 1,
+        "structured_outputs": {"choice": ["a", "b"]}, "draft_positions": True, "top_k": 3, "presence_penalty": 1,
+    }, parse_completion),
+    ({
+        "model": "shipped", "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
+        "max_completion_tokens": 5, "temperature": 1, "logprobs": True, "top_logprobs": 2, "tools": [],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        "metadata": {"a": "b"}, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": False, "tool_choice": "none",
+    }, parse_chat),
+    ({"model": "shipped", "prompt": "Hello", "add_special_tokens": False}, parse_tokenize),
+]  # fmt: skip
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 1.5, 1e308, 1e-320, -0.0, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, "", "a",
+    "\x00", "\U0001f600", "\u2028", "a" * 5000, [], {}, [[]], [{}], {"a": 1}, [1], ["a"], [None], [1] * 500, {"": ""},
+    "none", "text", "json_object", "x" * 200, ["a", "a"], [True], "{}", "(", "start: start", "\\ud800",
+]  # fmt: skip
+
+
+def mutate(value: Any, draw: random.Random) -> Any:
+    """A JSON value with one thing changed in it, somewhere; often to another of its type."""
+    if isinstance(value, dict) and value and draw.random() < 0.9:
+        value, key = dict(value), draw.choice(list(value))
+        match draw.randrange(10):
+            case 0:
+                del value[key]
+            case 1:
+                value[draw.choice([*REFUSED, *IGNORED, *CompletionBody.model_fields, "zork"])] = draw.choice(
+                    VALUES
+                )
+            case 2:
+                value["".join(draw.choices(string.printable + "é\u2028", k=draw.randrange(5)))] = value.pop(
+                    key
+                )
+            case _:
+                value[key] = mutate(value[key], draw)
+        return value
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        place = draw.randrange(len(value))
+        return [*value[:place], mutate(value[place], draw), *value[place + draw.randrange(2) :]]
+    alike = [other for other in VALUES if type(other) is type(value)]
+    return copy.deepcopy(draw.choice(alike if alike and draw.random() < 0.7 else VALUES))
+
+
+def mutate_bytes(body: bytes, draw: random.Random) -> bytes:
+    start, end = sorted(draw.choices(range(len(body) + 1), k=2))
+    match draw.randrange(4):
+        case 0:
+            return body[:start] + draw.randbytes(draw.randrange(4)) + body[start:]
+        case 1:
+            return body[:start] + body[end:]
+        case 2:
+            return body[:end] + body[start:]
+        case _:
+            words = [
+                b"NaN",
+                b"-Infinity",
+                b"1e999",
+                b"\\ud800",
+                b'"',
+                b"{",
+                b"]",
+                b"\x00",
+                b"\xff",
+                b"9" * 5000,
+            ]
+            return body[:start] + draw.choice(words) + body[start + draw.randrange(3) :]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_body_is_understood_or_refused(seed: int) -> None:
+    draw, num_asked, num_refused = random.Random(seed), 0, 0
+    for _ in range(10_000):
+        value, parse = draw.choice(VALID)
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            value = mutate(value, draw)
+        body = json.dumps(value).encode()
+        if draw.random() < 0.3:
+            body = mutate_bytes(body, draw)
+        try:
+            check_asked(parse(body, tokenizer=CHATTING, limits=LIMITS))
+            num_asked += 1
+        except BadRequest as error:
+            check_refusal(error)
+            num_refused += 1
+    assert min(num_asked, num_refused) > 1000, (num_asked, num_refused)
+
+
+def check_refusal(error: BadRequest) -> None:
+    assert 1 <= len(error.message) <= 500 and error.status in (400, 404)
+    json.dumps([error.message, error.param], ensure_ascii=False).encode()
+
+
+def check_asked(asked: CompletionsAsked | list[int]) -> None:
+    """The engine can take it."""
+    if isinstance(asked, list):
+        assert asked and all(0 <= token < 3072 for token in asked)
+        return
+    choices = asked.choices()
+    assert 1 <= len(choices) == len(asked.prompts) * asked.params.n <= LIMITS.max_choices
+    for one in choices:
+        assert 1 <= len(one.prompt) < LIMITS.max_model_len and all(0 <= token < 3072 for token in one.prompt)
+        assert one.params.max_tokens is not None and 1 <= one.params.max_tokens < LIMITS.max_model_len
+        assert one.params.n == 1 and 0 <= one.params.seed < 2**63
+        assert one.grammar is None or one.grammar.text.encode()
+        assert one.max_drafts is None or one.max_drafts >= 0
