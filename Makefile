@@ -22,16 +22,19 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint format docs hooks clean
+.PHONY: help demo test test-server test-all lint format docs hooks clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
 	@$(VENV)/bin/mla-compile demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests that need no GPU, a few minutes
-	@$(PYTEST) -m "not gpu and not slow" $(ARGS)
+	@$(PYTEST) -m "not gpu and not slow" --ignore=tests/serving $(ARGS)
+
+test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser
+	@$(PYTEST) -m "not slow" tests/serving $(ARGS)
 
 test-all: $(VENV)/.dev ## run every test that this machine can run
 	@$(PYTEST) $(ARGS)

@@ -398,7 +398,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "mtp_iteration": mtp_iteration,
     **{
         f"help.{name}": functools.partial(command_help, name)
-        for name in ("demo", "env", "generate", "inspect")
+        for name in ("demo", "env", "generate", "inspect", "serve")
     },
 }
 

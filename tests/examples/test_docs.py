@@ -179,11 +179,12 @@ def rule_for(words: list[str], what: str) -> "Rule":
     return rules[0]
 
 
-def runs(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """`mla-compile`, eagerly, with few tokens."""
+def runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mla-compile`, eagerly, with few tokens; `serve` up to where it would begin to."""
     few = ["--max-new-tokens", NEW_TOKENS] if words[1] in ("generate", "demo") else []
     few *= "--max-new-tokens" not in words and "--help" not in words
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), monkeypatch.context() as patch:
+        patch.setattr("mla_compile.cli.serve.serve_checkpoint", lambda **_: None)  # it would not end
         result = CliRunner().invoke(app, [*words[1:], *few])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -112,7 +112,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
             message |= {key: value for key, value in choice["delta"].items() if key == "role"}
         else:
             whole["text"] = whole.get("text", "") + choice["text"]
-        for name in ("token_ids", "draft_positions"):
+        for name in ("token_ids", "token_texts", "draft_positions"):
             if name in choice:
                 whole[name] = whole.get(name, []) + choice[name]
         whole.setdefault("logprobs", None)
@@ -203,6 +203,7 @@ def test_a_token_says_which_draft_it_was_and_what_was_likely() -> None:
     assert chunk is not None and chunk["choices"] == [
         {
             "index": 0, "text": text, "finish_reason": None, "token_ids": [hello], "draft_positions": [2],
+            "token_texts": [text],
             "logprobs": {
                 "tokens": [text], "token_logprobs": [-3.0], "text_offset": [0],
                 "top_logprobs": [{text: -3.0, "<|endoftext|>": -0.5, VOCABULARY.text_of(7): -9999.0}],

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
+from tests.examples.pages import ROOT, blocks_of
 from tests.serving.servers import children, served
 
 PROMPT = "In the beginning"
@@ -200,6 +201,12 @@ def test_those_that_ask_at_once_get_what_they_get_alone(url: str, engine: Engine
             return await asyncio.gather(*map(one, range(24)))
 
     assert asyncio.run(run()) == want
+
+
+def test_the_client_of_the_docs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [each for each in blocks_of(ROOT / "docs" / "server.md") if each.mark == "server"]
+    exec(block.code.replace("http://127.0.0.1:8000", url).replace('"mine"', '"shipped"'), {})
+    assert len(capsys.readouterr().out) > 64
 
 
 def running(url: str) -> int:
