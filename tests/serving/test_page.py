@@ -462,26 +462,29 @@ def test_a_screen_reader_hears_names_and_news(page: Page, server: PretendedServe
 
 # The contrast of every text with what is behind it, of placeholders, and of what a control is known by.
 CONTRASTS = """(() => {
-    const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0);
+    const linear = v => v <= 10.31475 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b) + 0.05;
     const parse = colour => colour.match(/[\\d.]+/g).map(Number);
     const behind = node => { for (; node; node = node.parentElement) {
         const colour = parse(getComputedStyle(node).backgroundColor);
         if (colour.length === 3 || colour[3] === 1) return colour; } };
-    const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + 0.05) / (y + 0.05); };
     const found = [];
+    const take = (name, least, colour, node) => {
+        const [a, b] = [light(parse(colour)), light(behind(node))];
+        found.push([name, least, Math.max(a / b, b / a)]);
+    };
     for (const node of document.body.querySelectorAll('*')) {
         const style = getComputedStyle(node);
         if (!node.checkVisibility() || node.closest('script, template')) continue;
         if ([...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()) || node.value)
-            found.push([node.id || node.className || node.tagName, 4.5, contrast(parse(style.color), behind(node))]);
+            take(node.id || node.className || node.tagName, 4.5, style.color, node);
         if (node.placeholder)
-            found.push(['placeholder', 4.5, contrast(parse(getComputedStyle(node, '::placeholder').color), behind(node))]);
+            take('placeholder', 4.5, getComputedStyle(node, '::placeholder').color, node);
         if (node.matches('input, textarea, button:enabled:not(.plain)') && !node.matches('[type=submit]'))
-            found.push([node.id, 3, contrast(parse(style.borderTopColor), behind(node.parentElement))]);
+            take(node.id, 3, style.borderTopColor, node.parentElement);
         if (node.matches('.token:not([data-draft="0"])')) {
-            const line = parse(/gradient\\(to top, (rgb[^)]*\\))/.exec(style.backgroundImage)[1]);
-            found.push(['lines ' + node.dataset.draft, 3, contrast(line, behind(node))]);
+            const [, line] = /gradient\\(to top, (rgb[^)]*\\))/.exec(style.backgroundImage);
+            take('lines ' + node.dataset.draft, 3, line, node);
         }
     }
     return found;
@@ -516,12 +519,11 @@ def test_texts_lines_and_edges_have_contrast(page: Page, server: PretendedServer
 def test_drafts_are_told_apart_without_colour(page: Page) -> None:
     page.evaluate("document.querySelectorAll('[hidden]').forEach(node => node.hidden = false)")
     legend = "[...document.querySelectorAll('.legend .token')]"
-    looks = page.evaluate(
-        f"{legend}.map(getComputedStyle).map(style => [style.backgroundSize, style.backgroundImage.match(/[\\d.]+px/g)].join())"
-    )
+    lines = "[style.backgroundSize, style.backgroundImage.match(/[\\d.]+px/g)].join()"
+    looks = page.evaluate(f"{legend}.map(node => getComputedStyle(node)).map(style => {lines})")
     assert len(looks) == len(set(looks)) == 4
     page.call("Emulation.setEmulatedMedia", features=[{"name": "forced-colors", "value": "active"}])
-    looks = page.evaluate(f"{legend}.map(getComputedStyle).map(style => style.textDecorationStyle)")
+    looks = page.evaluate(f"{legend}.map(node => getComputedStyle(node).textDecorationStyle)")
     assert len(set(looks)) == 4
 
 
