@@ -64,6 +64,9 @@ class Browser:
         result: dict[str, Any] = answer["result"]
         return result
 
+    def wait_for_event(self) -> None:
+        self.events.append(self._receive("an event"))
+
     def _receive(self, method: str) -> dict[str, Any]:
         while b"\0" not in self._pending:
             ready, _, _ = select.select([self._reader], [], [], TIMEOUT)
@@ -75,32 +78,33 @@ class Browser:
         parsed: dict[str, Any] = json.loads(message)
         return parsed
 
-    def open(self, url: str, *, width: int = 1100, height: int = 900, **media: str) -> "Page":
-        """A new tab. media: features such as `prefers_color_scheme="dark"`."""
+    def page(self) -> "Page":
+        """A new tab."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = Page(self, target, session)
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            page.call(f"{domain}.enable")
-        page.resize(width, height)
-        features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
-        page.call("Emulation.setEmulatedMedia", features=features)
-        page.call("Page.navigate", url=url)
-        page.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
-        return page
+        return Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
 
 
 class Page:
-    def __init__(self, browser: Browser, target: str, session: str) -> None:
-        self._browser, self._target, self._session = browser, target, session
+    """One tab."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
 
-    def resize(self, width: int, height: int, scale: int = 1) -> None:
-        """width, height: in CSS pixels; scale: device pixels of one."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+    def open(self, url: str, *, width: int = 1100, height: int = 900, **media: str) -> None:
+        """Load a page anew. width, height: in CSS pixels. media: features such as `prefers_color_scheme="dark"`."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
+        features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
+        self.call("Emulation.setEmulatedMedia", features=features)
+        self._browser.events.clear()
+        self.call("Page.navigate", url=url)
+        while not self.events("Page.loadEventFired"):
+            self._browser.wait_for_event()
 
     def evaluate(self, script: str) -> Any:
         """What an expression gives, awaited."""
@@ -124,8 +128,8 @@ class Page:
         self.call("Input.insertText", text=text)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
-        """What the browser has told of this tab up to now."""
-        self.evaluate("0")
+        """What the browser has told of this tab since it was opened."""
+        self.call("Page.enable")  # whatever it has told comes before the answer
         mine = [event for event in self._browser.events if event.get("sessionId") == self._session]
         return [event["params"] for event in mine if event["method"] in methods]
 
@@ -136,9 +140,6 @@ class Page:
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         file.write_bytes(base64.b64decode(answer["data"]))
 
-    def close(self) -> None:
-        self._browser.call("Target.closeTarget", targetId=self._target)
-
 
 TEXT = "document.body.innerText"
 
@@ -148,7 +149,9 @@ def chromium() -> Iterator[Browser]:
     """A browser with a profile of its own, which ends with the context."""
     assert CHROMIUM is not None, "chromium is not installed"
     # The browser reads at 3 and writes at 4, so no end of ours may be one of those.
-    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for pipe in (os.pipe(), os.pipe()) for end in (*pipe,)]
+    ends = [
+        fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for pipe in (os.pipe(), os.pipe()) for end in (*pipe,)
+    ]
     its_reader, writer, reader, its_writer = ends
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         actions = [
@@ -171,7 +174,8 @@ def chromium() -> Iterator[Browser]:
 
 def main(url: str, file: Path) -> None:
     with chromium() as browser:
-        page = browser.open(url, width=1040)
+        page = browser.page()
+        page.open(url, width=1040)
         page.wait_for("document.getElementById('model').textContent !== ''")
         page.evaluate("document.getElementById('write').click()")
         page.wait_for("/Seed/.test(document.getElementById('status').textContent)")
