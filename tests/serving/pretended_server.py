@@ -30,9 +30,10 @@ def chunk(
     choice = {
         "index": 0,
         "text": text,
-        "logprobs": {"tokens": list(tokens), "token_logprobs": [-1.0] * len(tokens), "top_logprobs": None},
+        "logprobs": None,
         "finish_reason": reason,
         "token_ids": [*range(first_id, first_id + len(tokens))],
+        "token_texts": list(tokens),
         "draft_positions": list(drafts),
     }
     return {"id": "cmpl-1", "object": "text_completion", "model": "small", "choices": [choice], "usage": None}

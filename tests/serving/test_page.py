@@ -221,7 +221,6 @@ def test_both_sides_ask_the_same_but_for_their_drafts(page: Page, server: Preten
         "max_tokens": 7,
         "temperature": 0.25,
         "seed": 11,
-        "logprobs": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
         "draft_positions": True,
