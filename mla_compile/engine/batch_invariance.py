@@ -11,6 +11,7 @@ from torch import Tensor
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import check_positive
 from mla_compile.engine.engine import Engine
+from mla_compile.engine.first_op import first_different_op
 from mla_compile.engine.request import Request
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
@@ -30,12 +31,15 @@ class BatchInvarianceReport:
     num_requests, num_tokens: that were compared with the same request alone; num_latents: positions whose latents, of
         all layers, were.
     differences: a line for each request with any other bit: which one, in which mix, and what differs first.
+    first_op: the first op of the model's graph that gives other bits beside others, and where it is; None where
+        nothing differs.
     """
 
     num_requests: int = 0
     num_tokens: int = 0
     num_latents: int = 0
     differences: list[str] = field(default_factory=list)
+    first_op: str | None = None
 
     @property
     def num_different(self) -> int:
@@ -47,6 +51,8 @@ class BatchInvarianceReport:
             f"{self.num_requests} requests, {self.num_tokens} tokens, latents of {self.num_latents} positions"
         )
         lines = [f"{counts}: {self.num_different} requests differ", *self.differences[:10]]
+        if self.first_op is not None:
+            lines.append(f"the first op that differs: {self.first_op}")
         return "\n  ".join(lines)
 
 
@@ -153,6 +159,8 @@ def check_batch_invariance(
                 report.num_latents += _num_compared(expected[i], result)
                 if (difference := _difference(expected[i], result)) is not None:
                     report.differences.append(f"request {i}, {k} drafts, mix {number}: {difference}")
+    if report.differences and batch_invariant:
+        report.first_op = first_different_op(model, prompts, page_size)
     return report
 
 

@@ -1,0 +1,42 @@
+"""The op that breaks batch invariance is found and named."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mla_compile.engine.first_op import first_different_op
+from mla_compile.ops import moe
+from tests.models_for_tests import tiny_model
+
+PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerate((9, 30, 17, 5))]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    model = tiny_model(torch.float32)
+    model.allocate_cache(64, 4)
+    return model
+
+
+def by_number_of_tokens(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Its result depends on how many tokens there are, a little."""
+
+    def run(x: torch.Tensor, *args: object) -> torch.Tensor:
+        return call(x, *args) * (1 + x.shape[0] * 1e-4)
+
+    return run
+
+
+def test_none_is_named_where_none_differs(model: torch.nn.Module) -> None:
+    found = first_different_op(model, PROMPTS, 4)
+    assert found == "none by itself: look at what the compiler fuses"
+
+
+def test_experts_that_depend_on_the_batch_are_named_with_their_layer(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "moe_by_token", by_number_of_tokens(moe.moe_by_token))
+    found = first_different_op(model, PROMPTS, 4)
+    assert found.startswith("`mla_compile.moe_experts.default` in layers.1.mlp")
+    assert found.endswith("of prompts")
