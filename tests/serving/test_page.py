@@ -210,6 +210,23 @@ def test_text_that_comes_later_than_its_tokens_is_coloured_all_the_same(
         assert pieces == [["In", 0], ["the", 1], ["begin", 2], ["ning", 0]]
 
 
+def test_text_that_its_tokens_exceed_is_shown_as_far_as_it_goes(page: Page, server: PretendedServer) -> None:
+    server.answer = lambda body: Answer(
+        [event(chunk("In the be", ["In", " the", " begin"], [0, 1, 0], "stop")), DONE]
+    )
+    write(page)
+    assert page.evaluate(PIECES)[0] == ["In the be", [["In", 0], ["the", 1], ["be", 0]]]
+
+
+def test_an_answer_may_come_byte_by_byte(page: Page, server: PretendedServer) -> None:
+    body = event(chunk("E", ["E"], [0])).replace(b'"E"', '"日é"'.encode()) + DONE
+    begin = body.index("日".encode()) - 1
+    middle = [bytes([byte]) for byte in body[begin : begin + 8]]
+    server.answer = lambda _: Answer([body[:begin], *middle, body[begin + 8 :]], pause=0.01)
+    write(page)
+    assert page.evaluate(PIECES)[0] == ["日é", [["日é", 0]]]
+
+
 # ---- what is asked, and what becomes of it
 
 
@@ -251,6 +268,13 @@ def test_texts_that_part_are_said_to_part(page: Page, server: PretendedServer) -
     server.answer = lambda body: Answer([plain([" a", " b"] if "max_drafts" in body else [" a", " b", " c"])])
     write(page)
     assert text(page, "#status").startswith("The two texts part at token 3:")
+
+
+def test_of_a_long_prompt_the_end_is_shown(page: Page, server: PretendedServer) -> None:
+    prompt = "👩" * 200 + "é" * 200
+    write(page, prompt=prompt)
+    assert text(page, ".prompt") == "… " + prompt[-300:]
+    assert {body["prompt"] for body, _ in server.asked} == {prompt}
 
 
 def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> None:
