@@ -227,6 +227,23 @@ def test_an_answer_may_come_byte_by_byte(page: Page, server: PretendedServer) ->
     assert page.evaluate(PIECES)[0] == ["日é", [["日é", 0]]]
 
 
+def test_speed_is_that_of_the_tokens_behind_the_first(page: Page, server: PretendedServer) -> None:
+    chunks = [chunk("", ["a"] * 20, [0] * 20), chunk("", ["b"] * 5, [0] * 5), chunk("", reason="stop")]
+    server.answer = lambda body: Answer([b": 0.3 s\n\n", *map(event, chunks), DONE], pause=0.3)
+    write(page)
+    assert int(text(page, ".first")) >= 250
+    assert 0 < int(text(page, ".speed")) <= 25, "5 tokens in 0.3 s at least"
+
+
+def test_the_legend_grows_with_the_drafts(page: Page, server: PretendedServer) -> None:
+    for drafts, is_shown in [([0, 1, 2, 3], False), ([0, 1, 2, 3, 4], True)]:
+        body = event(chunk("x" * len(drafts), ["x"] * len(drafts), drafts)) + DONE
+        server.answer = lambda _, body=body: Answer([body])  # type: ignore[misc]
+        write(page)
+        assert page.evaluate("document.getElementById('later').checkVisibility()") == is_shown
+        assert page.evaluate("document.querySelectorAll('.share')[0].children.length") == len(drafts)
+
+
 # ---- what is asked, and what becomes of it
 
 
@@ -293,6 +310,16 @@ def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> 
     )
     page.wait_for(f"({rows}).length === 2")
     assert page.evaluate(rows) == [["prompt", "", '"In"'], ["1", '" the" " be"', r'"\n"']]
+
+
+def test_a_step_is_told_when_it_is_complete(page: Page, server: PretendedServer) -> None:
+    server.answer = lambda body: Answer([event(chunk(" a b", [" a", " b"], [0, 1]))], held=True)
+    page.evaluate("document.getElementById('write').click()")
+    page.wait_for("document.querySelector('.answer')?.textContent === ' a b'")
+    page.evaluate("document.querySelector('details').open = true")
+    page.wait_for("document.querySelector('tbody').rows.length === 1")
+    page.press("Escape")
+    page.wait_for(f"{IDLE} && document.querySelector('tbody').rows.length === 2")
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
