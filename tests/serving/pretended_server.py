@@ -108,9 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         with suppress(ConnectionError):
-            for piece in answer.pieces:
+            for at, piece in enumerate(answer.pieces):
+                time.sleep(answer.pause if at else 0)
                 self.wfile.write(piece)
-                time.sleep(answer.pause)
             if answer.held:
                 self.connection.recv(1)  # nothing more comes but the end of the connection
         if answer.held:
