@@ -2,7 +2,7 @@
 
     python -m tests.serving.browser http://127.0.0.1:8000 docs/images/page.png
 
-has the page of a running server write its first prompt, and takes a picture of it.
+has the page of a running server write what it proposes, and takes a picture of it.
 """
 
 import base64
@@ -112,10 +112,12 @@ class Page:
         assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
-    def wait_for(self, condition: str) -> None:
-        deadline = time.monotonic() + TIMEOUT
+    def wait_for(self, condition: str, timeout: float = TIMEOUT) -> None:
+        deadline = time.monotonic() + timeout
         while not self.evaluate(condition):
-            assert time.monotonic() < deadline, f"never true: {condition}; the page: {self.evaluate(TEXT)}"
+            assert time.monotonic() < deadline, (
+                f"never true: {condition}; the page: {self.evaluate('document.body.innerText')}"
+            )
             time.sleep(0.01)
 
     def press(self, key: str, modifiers: int = 0) -> None:
@@ -139,9 +141,6 @@ class Page:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         file.write_bytes(base64.b64decode(answer["data"]))
-
-
-TEXT = "document.body.innerText"
 
 
 @contextmanager
@@ -173,14 +172,18 @@ def chromium() -> Iterator[Browser]:
 
 
 def main(url: str, file: Path) -> None:
+    from PIL import Image  # matplotlib brings it
+
     with chromium() as browser:
         page = browser.page()
         page.open(url, width=1040)
         page.wait_for("document.getElementById('model').textContent !== ''")
         page.evaluate("document.getElementById('write').click()")
-        page.wait_for("/Seed/.test(document.getElementById('status').textContent)")
+        page.wait_for("/Seed/.test(document.getElementById('status').textContent)", timeout=300)
         file.parent.mkdir(parents=True, exist_ok=True)
         page.picture(file)
+    with Image.open(file) as picture:
+        picture.convert("RGB").quantize(128).save(file, optimize=True)  # a third of the size
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,12 +48,13 @@ def plain(tokens: Sequence[str]) -> bytes:
 
 @dataclass
 class Answer:
-    """pieces: of the body, each sent on its own. held: then the answer stays open until the client goes away."""
+    """pieces: of the body, `pause` seconds between two. held: behind them it stays open until the client goes away."""
 
     pieces: Sequence[bytes]
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     held: bool = False
+    pause: float = 0.0
 
 
 class PretendedServer(ThreadingHTTPServer):
@@ -101,17 +103,19 @@ class _Handler(BaseHTTPRequestHandler):
         return Answer([json.dumps({"error": {"message": "wrong key"}}).encode()], status=401)
 
     def _send(self, answer: Answer) -> None:
+        num_vanished = self.server.num_vanished  # this test's
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
         self.end_headers()
         with suppress(ConnectionError):
-            for piece in answer.pieces:
+            for at, piece in enumerate(answer.pieces):
+                time.sleep(answer.pause if at else 0)
                 self.wfile.write(piece)
             if answer.held:
                 self.connection.recv(1)  # nothing more comes but the end of the connection
         if answer.held:
-            self.server.num_vanished.release()
+            num_vanished.release()
 
 
 @contextmanager

@@ -210,6 +210,40 @@ def test_text_that_comes_later_than_its_tokens_is_coloured_all_the_same(
         assert pieces == [["In", 0], ["the", 1], ["begin", 2], ["ning", 0]]
 
 
+def test_text_that_its_tokens_exceed_is_shown_as_far_as_it_goes(page: Page, server: PretendedServer) -> None:
+    server.answer = lambda body: Answer(
+        [event(chunk("In the be", ["In", " the", " begin"], [0, 1, 0], "stop")), DONE]
+    )
+    write(page)
+    assert page.evaluate(PIECES)[0] == ["In the be", [["In", 0], ["the", 1], ["be", 0]]]
+
+
+def test_an_answer_may_come_byte_by_byte(page: Page, server: PretendedServer) -> None:
+    body = event(chunk("E", ["E"], [0])).replace(b'"E"', '"日é"'.encode()) + DONE
+    begin = body.index("日".encode()) - 1
+    middle = [bytes([byte]) for byte in body[begin : begin + 8]]
+    server.answer = lambda _: Answer([body[:begin], *middle, body[begin + 8 :]], pause=0.01)
+    write(page)
+    assert page.evaluate(PIECES)[0] == ["日é", [["日é", 0]]]
+
+
+def test_speed_is_that_of_the_tokens_behind_the_first(page: Page, server: PretendedServer) -> None:
+    first, last = chunk("", ["a"] * 200, [0] * 200), chunk("", ["b"] * 5, [0] * 5, "stop")
+    server.answer = lambda body: Answer([b": not yet\n\n", event(first), event(last) + DONE], pause=0.2)
+    write(page)
+    assert int(text(page, ".first")) >= 150
+    assert 0 < int(text(page, ".speed").replace(",", "")) <= 250, "5 tokens in 0.2 s, not 205"
+
+
+def test_the_legend_grows_with_the_drafts(page: Page, server: PretendedServer) -> None:
+    for drafts, is_shown in [([0, 1, 2, 3], False), ([0, 1, 2, 3, 4], True)]:
+        body = event(chunk("x" * len(drafts), ["x"] * len(drafts), drafts)) + DONE
+        server.answer = lambda _, body=body: Answer([body])  # type: ignore[misc]
+        write(page)
+        assert page.evaluate("document.getElementById('later').checkVisibility()") == is_shown
+        assert page.evaluate("document.querySelectorAll('.share')[0].children.length") == len(drafts)
+
+
 # ---- what is asked, and what becomes of it
 
 
@@ -252,6 +286,13 @@ def test_texts_that_part_are_said_to_part(page: Page, server: PretendedServer) -
     assert text(page, "#status").startswith("The two texts part at token 3:")
 
 
+def test_of_a_long_prompt_the_end_is_shown(page: Page, server: PretendedServer) -> None:
+    prompt = "👩" * 200 + "é" * 200
+    write(page, prompt=prompt)
+    assert text(page, ".prompt") == "… " + prompt[-300:]
+    assert {body["prompt"] for body, _ in server.asked} == {prompt}
+
+
 def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> None:
     server.answer = lambda body: Answer(
         [
@@ -268,6 +309,16 @@ def test_each_step_is_told_in_words_too(page: Page, server: PretendedServer) -> 
     )
     page.wait_for(f"({rows}).length === 2")
     assert page.evaluate(rows) == [["prompt", "", '"In"'], ["1", '" the" " be"', r'"\n"']]
+
+
+def test_a_step_is_told_when_it_is_complete(page: Page, server: PretendedServer) -> None:
+    server.answer = lambda body: Answer([event(chunk(" a b", [" a", " b"], [0, 1]))], held=True)
+    page.evaluate("document.getElementById('write').click()")
+    page.wait_for("document.querySelector('.answer')?.textContent === ' a b'")
+    page.evaluate("document.querySelector('details').open = true")
+    page.wait_for("document.querySelector('tbody').rows.length === 1")
+    page.press("Escape")
+    page.wait_for(f"{IDLE} && document.querySelector('tbody').rows.length === 2")
 
 
 @pytest.mark.parametrize("by", ["button", "Escape"])
