@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
 
 from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.grammar import Grammar
 from mla_compile.serving.messages import GrammarSource
-from mla_compile.serving.openai_bodies import IGNORED, REFUSED, ChatBody, CompletionBody
+from mla_compile.serving.openai_bodies import IGNORED, REFUSED, Body, ChatBody, CompletionBody
 from mla_compile.serving.openai_requests import (
     BadRequest,
     CompletionsAsked,
@@ -335,6 +336,23 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
         assert error.value.status == 400 and error.value.message
 
 
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (CompletionBody, {"prompt": "a", "stop": [1] * 1000}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+        (CompletionBody, {"prompt": "a", "structured_outputs": {"choice": [1] * 1000}}),
+        (CompletionBody, {"prompt": ["a", *[1] * 1000]}),
+        (ChatBody, {"messages": [1] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_mistake(body: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        body.model_validate({"model": "shipped", **fields})
+    assert error.value.error_count() == 1
+
+
 def test_grammars_of_each_kind_arrive() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {"enum": ["é"]}}}
     text = json.dumps(schema)
@@ -474,5 +492,5 @@ def check_asked(asked: CompletionsAsked | list[int]) -> None:
         assert 1 <= len(one.prompt) < LIMITS.max_model_len and all(0 <= token < 3072 for token in one.prompt)
         assert one.params.max_tokens is not None and 1 <= one.params.max_tokens < LIMITS.max_model_len
         assert one.params.n == 1 and 0 <= one.params.seed < 2**63
-        assert one.grammar is None or one.grammar.text.encode()
+        assert one.grammar is None or one.grammar.text.encode() is not None
         assert one.max_drafts is None or one.max_drafts >= 0
