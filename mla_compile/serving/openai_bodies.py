@@ -53,7 +53,7 @@ def _prompts(value: object) -> object:
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     for prompt in several:
         if not isinstance(prompt, str) and not (
-            isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         ):
             raise ValueError("expected text, token ids, or a list of either")
     return several

@@ -175,7 +175,7 @@ def _read(kind: type[B], body: bytes) -> B:
         return kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key[:100]}" for key in first["loc"])[1:]
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
         what = first["msg"].removeprefix("Value error, ")
         raise BadRequest(f"{path}: {what}", path) from None
 
