@@ -42,19 +42,10 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 # These change no token, whatever they say.
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+IGNORED = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "user",
+})  # fmt: skip
 
 
 def _prompts(value: object) -> object:
@@ -62,7 +53,7 @@ def _prompts(value: object) -> object:
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     for prompt in several:
         if not isinstance(prompt, str) and not (
-            isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         ):
             raise ValueError("expected text, token ids, or a list of either")
     return several
@@ -76,6 +67,11 @@ def _content(value: object) -> object:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError("expected text, or a list of parts of type text")
     return "\n".join(part["text"] for part in value)
+
+
+def _role(value: str) -> str:
+    """A developer is a system: templates know no other, and some leave what they do not know out without a word."""
+    return "system" if value == "developer" else value
 
 
 def _schema(value: object) -> str:
@@ -108,7 +104,7 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
-    json_schema: Schema = Field(alias="schema")
+    text: Schema = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -137,7 +133,7 @@ class StructuredOutputs(Body):
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[Literal["system", "developer", "user", "assistant"], AfterValidator(_role)]
     content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
     # As clients send back what they got.

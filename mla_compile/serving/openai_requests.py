@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ValidationError
@@ -175,7 +175,7 @@ def _read(kind: type[B], body: bytes) -> B:
         return kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key[:100]}" for key in first["loc"])[1:]
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
         what = first["msg"].removeprefix("Value error, ")
         raise BadRequest(f"{path}: {what}", path) from None
 
@@ -187,12 +187,9 @@ def _check_model(model: str, limits: ModelLimits) -> None:
 
 
 def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> SamplingParams:
-    """All but `max_tokens`, which depends on the prompt."""
-    names = (
-        "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed n stop "
-        "stop_token_ids ignore_eos"
-    )
-    given = {name: value for name in names.split() if (value := getattr(asked, name)) is not None}
+    """How to sample; `max_tokens`, which depends on the prompt, is not final."""
+    names = [field.name for field in fields(SamplingParams) if field.name in SamplingBody.model_fields]
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
     if given.get("top_k") == -1:  # as vLLM says it
         given["top_k"] = 0
     stop_ids = given.get("stop_token_ids", [])
@@ -258,17 +255,17 @@ def _grammar(asked: SamplingBody) -> GrammarSource | None:
         if outputs is not None:
             message = "structured_outputs: give it or a response_format, not both"
             raise BadRequest(message, "structured_outputs")
-        schema = '{"type": "object"}' if form.json_schema is None else form.json_schema.json_schema
+        schema = '{"type": "object"}' if form.json_schema is None else form.json_schema.text
         return GrammarSource("json_schema", schema)
     if outputs is None:
         return None
+    if outputs.choice is not None:
+        return GrammarSource("ebnf", "start: " + " | ".join(map(json.dumps, outputs.choice)))
     if outputs.json_schema is not None:
         return GrammarSource("json_schema", outputs.json_schema)
     if outputs.regex is not None:
         return GrammarSource("regex", outputs.regex)
-    if outputs.grammar is not None:
-        return GrammarSource("ebnf", outputs.grammar)
-    return GrammarSource("ebnf", "start: " + " | ".join(map(json.dumps, outputs.choice or ())))
+    return GrammarSource("ebnf", outputs.grammar or "")
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, special: bool = True) -> list[int]:
@@ -282,15 +279,12 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, speci
 
 
 def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
-    """A developer's message is a system's: templates know no other, and some leave it out without a word."""
     if tokenizer.chat_template is None:
         mend = "use /v1/completions"
         raise BadRequest(f"messages: the model's tokenizer has no chat template; {mend}", "messages")
     given = [
         message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
     ]
-    for message in given:
-        message["role"] = "system" if message["role"] == "developer" else message["role"]
     try:
         text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program, and refuses by raising

@@ -184,10 +184,8 @@ class Choice:
     ) -> dict[str, Any]:
         content = []
         for token, place in zip(token_ids, places, strict=True):
-            likely = list(place.items())
-            likely = likely[
-                len(likely) - (self._asked.top_logprobs or 0) :
-            ]  # the chosen one may be one too many
+            # The chosen one comes first, and may be one too many.
+            likely = list(place.items())[len(place) - (self._asked.top_logprobs or 0) :]
             likely.sort(key=lambda item: -item[1].logprob)
             top = [self._told(*item) for item in likely]
             content.append(self._told(token, place[token]) | {"top_logprobs": top})

@@ -5,6 +5,7 @@ import json
 import random
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import ValidationError
+from tokenizers.processors import TemplateProcessing
 
 from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.grammar import Grammar
 from mla_compile.serving.messages import GrammarSource
-from mla_compile.serving.openai_bodies import IGNORED, REFUSED, ChatBody, CompletionBody
+from mla_compile.serving.openai_bodies import IGNORED, REFUSED, Body, ChatBody, CompletionBody
 from mla_compile.serving.openai_requests import (
     BadRequest,
     CompletionsAsked,
@@ -256,6 +259,7 @@ BAD = [
     (completion, {"stop_token_ids": [1] * 8}, "stop_token_ids", None),
     (completion, {"stop_token_ids": [3072]}, "stop_token_ids", None),
     (completion, {"stop_token_ids": [1, True]}, "stop_token_ids[1]", None),
+    (completion, {"stream": True, "stream_options": {"a" * 600: 1}}, f"stream_options.{'a' * 85}", None),
     (completion, {"stream_options": {"include_usage": True}}, "stream_options", None),
     (completion, {"stream": True, "stream_options": {"a": 1}}, "stream_options.a", None),
     (chat, {"top_logprobs": 2}, "top_logprobs", None),
@@ -333,6 +337,53 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
         with pytest.raises(BadRequest) as error:
             parse(body, tokenizer=CHATTING, limits=LIMITS)
         assert error.value.status == 400 and error.value.message
+
+
+@pytest.mark.parametrize(
+    "field", ['"user": NaN', '"user": -Infinity', '"structured_outputs": {"json": {"a": 1e999}}']
+)
+def test_what_json_has_no_number_for_is_refused(field: str) -> None:
+    body = '{"model": "shipped", "prompt": "a", ' + field + "}"
+    with pytest.raises(BadRequest):
+        parse_completion(body.encode(), tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def test_a_server_may_take_shorter_prompts_only() -> None:
+    limits = replace(LIMITS, max_prompt_tokens=3)
+    parse_completion(body_of({"prompt": [5] * 3}, {}), tokenizer=TOKENIZER, limits=limits)
+    with pytest.raises(BadRequest, match="3 at most") as error:
+        parse_completion(body_of({"prompt": [5] * 4}, {}), tokenizer=TOKENIZER, limits=limits)
+    assert error.value.code == "context_length_exceeded"
+
+
+def test_a_start_token_is_the_tokenizers_for_text_and_the_templates_for_a_chat() -> None:
+    tokenizer = copy.deepcopy(CHATTING)
+    start = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = start
+    arguments: dict[str, Any] = {"tokenizer": tokenizer, "limits": LIMITS}
+    text = {"model": "shipped", "prompt": "Hello"}
+    assert parse_completion(json.dumps(text).encode(), **arguments).prompts == [[0, *HELLO]]
+    assert parse_tokenize(json.dumps(text).encode(), **arguments) == [0, *HELLO]
+    bare = json.dumps(text | {"add_special_tokens": False}).encode()
+    assert parse_tokenize(bare, **arguments) == HELLO
+    assert parse_chat(body_of({}, {"messages": [USER]}), **arguments).prompts == chat().prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (CompletionBody, {"prompt": "a", "stop": [1] * 1000}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+        (CompletionBody, {"prompt": "a", "structured_outputs": {"choice": [1] * 1000}}),
+        (CompletionBody, {"prompt": ["a", *[1] * 1000]}),
+        (ChatBody, {"messages": [1] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_mistake(body: type[Body], fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        body.model_validate({"model": "shipped", **fields})
+    assert error.value.error_count() == 1
 
 
 def test_grammars_of_each_kind_arrive() -> None:
@@ -442,7 +493,7 @@ def mutate_bytes(body: bytes, draw: random.Random) -> bytes:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_body_is_understood_or_refused(seed: int) -> None:
     draw, num_asked, num_refused = random.Random(seed), 0, 0
-    for _ in range(10_000):
+    for _ in range(4000):
         value, parse = draw.choice(VALID)
         for _ in range(draw.choice((1, 1, 2, 3))):
             value = mutate(value, draw)
@@ -455,11 +506,11 @@ def test_any_body_is_understood_or_refused(seed: int) -> None:
         except BadRequest as error:
             check_refusal(error)
             num_refused += 1
-    assert min(num_asked, num_refused) > 1000, (num_asked, num_refused)
+    assert min(num_asked, num_refused) > 400, (num_asked, num_refused)
 
 
 def check_refusal(error: BadRequest) -> None:
-    assert 1 <= len(error.message) <= 500 and error.status in (400, 404)
+    assert 1 <= len(error.message) <= 500 and len(error.param or "") <= 100 and error.status in (400, 404)
     json.dumps([error.message, error.param], ensure_ascii=False).encode()
 
 
@@ -474,5 +525,5 @@ def check_asked(asked: CompletionsAsked | list[int]) -> None:
         assert 1 <= len(one.prompt) < LIMITS.max_model_len and all(0 <= token < 3072 for token in one.prompt)
         assert one.params.max_tokens is not None and 1 <= one.params.max_tokens < LIMITS.max_model_len
         assert one.params.n == 1 and 0 <= one.params.seed < 2**63
-        assert one.grammar is None or one.grammar.text.encode()
+        assert one.grammar is None or one.grammar.text.encode() is not None
         assert one.max_drafts is None or one.max_drafts >= 0

@@ -229,6 +229,17 @@ def test_a_character_comes_with_its_last_token() -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks if chunk] == [[token] for token in token_ids]
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_what_says_nothing_new_makes_no_chunk_until_the_last(is_chat: bool) -> None:
+    response = Response(asked_for(draft_positions=True, top_logprobs=0, is_chat=is_chat), VOCABULARY)
+    assert response.feed(0, Update()) is None
+    chunk = response.feed(0, Update(finish_reason="length"))
+    assert chunk is not None
+    (choice,) = chunk["choices"]
+    assert choice["finish_reason"] == "length" and choice["token_ids"] == choice["draft_positions"] == []
+    assert choice.get("delta", choice.get("text")) == ({} if is_chat else "")
+
+
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
     response = Response(asked_for(stop=["ab!"]), VOCABULARY)
     (a,), (b,) = TOKENIZER("a")["input_ids"], TOKENIZER("b")["input_ids"]
@@ -291,7 +302,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    backend.add_special_tokens(["<s>"])
+    backend.add_special_tokens(["<s>", "<｜end▁of▁text｜>"])  # as DeepSeek's are written
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -304,6 +315,12 @@ def test_tokens_bytes_join_to_the_text(text: str) -> None:
     vocabulary = Vocabulary(tokenizer)
     token_ids = tokenizer(text.replace(" ", "▁"))["input_ids"] if text else []
     assert b"".join(map(vocabulary.bytes_of, token_ids)) == text.replace("▁", " ").encode()
+
+
+def test_special_tokens_go_by_their_names() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    for name in ("<s>", "<｜end▁of▁text｜>"):
+        assert Vocabulary(tokenizer).text_of(tokenizer.convert_tokens_to_ids(name)) == name
 
 
 def test_every_id_has_a_text_of_its_own() -> None:
