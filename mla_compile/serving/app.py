@@ -43,6 +43,11 @@ from mla_compile.serving.streams import EventStream, while_connected
 from mla_compile.serving.token_bytes import Vocabulary
 
 _PAGE = Path(__file__).parent / "page.html"
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
 _SHORT_BODY = 2**14
 """Bytes that are read at once; the tokens of a longer body are counted beside the loop."""
 
@@ -129,7 +134,7 @@ class Server:
         app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET"])
         app.add_api_route("/ready", self._ready, methods=["GET"])
         app.add_api_route("/metrics", self._metrics_page, methods=["GET"])
-        app.add_api_route("/", lambda: FileResponse(_PAGE), methods=["GET"])
+        app.add_api_route("/", lambda: FileResponse(_PAGE, headers=_PAGE_HEADERS), methods=["GET"])
         app.add_exception_handler(HTTPException, _http_error)
 
     def _endpoint(self, handle: _Handler) -> _Handler:
@@ -191,8 +196,13 @@ class Server:
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:
             raise NotReady
-        name, ready = self.settings.served_model_name, self._client.ready
-        return ModelLimits(name, ready.vocab_size, ready.max_model_len)
+        ready = self._client.ready
+        return ModelLimits(
+            self.settings.served_model_name,
+            ready.vocab_size,
+            ready.max_model_len,
+            max_stop_token_ids=ready.max_stop_token_ids,
+        )
 
     def _completions(self, parse: Callable[..., CompletionsAsked]) -> _Handler:
         async def handle(request: Request) -> Response:

@@ -16,6 +16,7 @@ import torch
 
 from mla_compile.engine import Checkpoint, Completion, Engine, Grammar
 from mla_compile.engine.request import Request
+from mla_compile.engine.rows import stop_id_places
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving.grammars import compiled
@@ -53,7 +54,7 @@ class _Served:
 
     def __init__(self, engine: Engine, checkpoint: Checkpoint) -> None:
         self.engine = engine
-        self._stop_ids = checkpoint.stop_ids
+        self.stop_ids = checkpoint.stop_ids
         assert checkpoint.tokenizer is not None, "the server has asked"
         self._grammars = _Grammars(checkpoint.tokenizer)
         self._requests: dict[int, Request] = {}
@@ -90,7 +91,7 @@ class _Served:
             self._requests[key] = self.engine.add(
                 asked.prompt,
                 asked.params,
-                stop_ids=self._stop_ids,
+                stop_ids=self.stop_ids,
                 grammar=None if grammar is None else grammar.result(),
                 max_drafts=asked.max_drafts,
             )
@@ -131,9 +132,14 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
     """
     served = _load(settings)
     engine = served.engine
-    config = engine.config
+    config, stop_ids = engine.config, served.stop_ids
     connection.send(
-        Ready(engine.model.vocab_size, config.max_model_len, config.num_speculative_tokens, config.max_rows)
+        Ready(
+            vocab_size=engine.model.vocab_size,
+            max_model_len=config.max_model_len,
+            max_rows=config.max_rows,
+            max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
+        )
     )
     while True:
         # Without work it waits for the next message; a grammar that is being compiled is work of another thread.

@@ -67,12 +67,16 @@ class Update:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the engine: it is warm. max_model_len: tokens of a request, prompt included."""
+    """From the engine: it is warm.
+
+    max_model_len: tokens of a request, prompt included.
+    max_stop_token_ids: of a request; with more its step would be compiled anew, and all requests wait.
+    """
 
     vocab_size: int
     max_model_len: int
-    num_speculative_tokens: int
     max_rows: int
+    max_stop_token_ids: int
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_compile.engine.first_op import first_different_op
-from mla_compile.ops import moe
+from mla_compile.ops import implementations, moe
 from tests.models_for_tests import tiny_model
 
 PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerate((9, 30, 17, 5))]
@@ -36,7 +36,9 @@ def test_none_is_named_where_none_differs(model: torch.nn.Module) -> None:
 def test_experts_that_depend_on_the_batch_are_named_with_their_layer(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe, "moe_by_token", by_number_of_tokens(moe.moe_by_token))
+    wrong = {"mla_compile.ops.moe:moe_by_token": by_number_of_tokens(moe.moe_by_token)}
+    imported = implementations._imported
+    monkeypatch.setattr(implementations, "_imported", lambda name: wrong.get(name) or imported(name))
     found = first_different_op(model, PROMPTS, 4)
     assert found.startswith("`mla_compile.moe_experts.default` in layers.1.mlp")
     assert found.endswith("of prompts")

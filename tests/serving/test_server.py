@@ -63,10 +63,12 @@ CASES: dict[str, tuple[dict[str, Any], SamplingParams]] = {
         SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=24),
     ),
     "extensions": (
-        {"temperature": 0.9, "seed": 6, "extra_body": {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1}},
-        SamplingParams(
-            temperature=0.9, seed=6, top_k=20, min_p=0.02, repetition_penalty=1.1, max_tokens=16
-        ),
+        {
+            "temperature": 0.9,
+            "seed": 6,
+            "extra_body": {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.1},
+        },
+        SamplingParams(temperature=0.9, seed=6, top_k=20, min_p=0.02, repetition_penalty=1.1, max_tokens=16),
     ),
     "penalties": (
         {**GREEDY, "presence_penalty": 0.5, "frequency_penalty": 0.25},
@@ -132,7 +134,10 @@ def test_log_probabilities(client: OpenAI, engine: Engine) -> None:
 def test_output_follows_a_schema_or_a_regex(client: OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    extra: list[dict[str, Any]] = [{"response_format": form}, {"structured_outputs": {"regex": "(yes|no){2}"}}]
+    extra: list[dict[str, Any]] = [
+        {"response_format": form},
+        {"structured_outputs": {"regex": "(yes|no){2}"}},
+    ]
     texts = [
         client.completions.create(model="shipped", prompt=PROMPT, **GREEDY, extra_body=each).choices[0].text
         for each in extra
@@ -211,7 +216,9 @@ def test_the_client_of_the_docs(url: str, capsys: pytest.CaptureFixture[str]) ->
 
 def running(url: str) -> int:
     text = get(f"{url}/metrics")[1].decode()
-    return sum(int(float(line.split()[1])) for line in text.splitlines() if line.startswith("mla_rows_in_use "))
+    return sum(
+        int(float(line.split()[1])) for line in text.splitlines() if line.startswith("mla_rows_in_use ")
+    )
 
 
 LONG = {"model": "shipped", "prompt": PROMPT, "temperature": 0, "max_tokens": 500, "ignore_eos": True}
