@@ -1,6 +1,6 @@
 """The first op of a model's graph that gives a prompt other bits beside others than alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def first_different_op(model: ServedModel, prompts: Sequence[Sequence[int]], pag
     """
     texts = [list(prompt[:_MOST_TOKENS]) for prompt in prompts]
     recorder = _Recorder()
-    compiled = torch.compile(recorder.forward_of(model), backend=recorder.compile, fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(recorder.forward_of(model), backend=recorder.compile, fullgraph=True)
     columns = -(-_MOST_TOKENS // page_size)
     caches = [cache for cache in model.caches() if cache is not None]
     count = min(len(texts), max(1, (caches[0].shape[0] - 1) // columns))
