@@ -23,7 +23,9 @@ def first_different_op(model: ServedModel, prompts: Sequence[Sequence[int]], pag
     """
     texts = [list(prompt[:_MOST_TOKENS]) for prompt in prompts]
     recorder = _Recorder()
-    compiled: Callable[..., Tensor] = torch.compile(recorder.forward_of(model), backend=recorder.compile, fullgraph=True)
+    compiled: Callable[..., Tensor] = torch.compile(
+        recorder.forward_of(model), backend=recorder.compile, fullgraph=True
+    )
     columns = -(-_MOST_TOKENS // page_size)
     caches = [cache for cache in model.caches() if cache is not None]
     count = min(len(texts), max(1, (caches[0].shape[0] - 1) // columns))
