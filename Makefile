@@ -22,7 +22,7 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-all lint format docs hooks clean
+.PHONY: help demo test load test-all lint format docs hooks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -31,7 +31,10 @@ demo: $(VENV)/.runtime ## generate text with the shipped model, with and without
 	@$(VENV)/bin/mla-compile demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests that need no GPU, a few minutes
-	@$(PYTEST) -m "not gpu and not slow" $(ARGS)
+	@$(PYTEST) -m "not gpu and not slow and not load" $(ARGS)
+
+load: $(VENV)/.dev ## serve 200 streams for a minute, and 10,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
+	@$(RUN) -m pytest -q -m load $(ARGS)
 
 test-all: $(VENV)/.dev ## run every test that this machine can run
 	@$(PYTEST) $(ARGS)

@@ -15,7 +15,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Seen:
 
     answers: equal to the ones that the same requests got alone. wrong, lost: what was not, in words.
     dropped: of the clients that stalled. memory: MiB of each process, over time, warm-up left out.
-    delivery_ms: from a report read to its bytes written. step_ms: mean.
+    delivery_ms: from a report read to its bytes written. step_ms: mean. is_idle: whether all was forgotten in the end.
     """
 
     answers: int = 0
@@ -66,7 +66,7 @@ class Seen:
     memory: dict[str, list[float]] = field(default_factory=dict)
     delivery_ms: dict[str, float] = field(default_factory=dict)
     step_ms: float = 0.0
-    left: dict[str, float] = field(default_factory=dict)
+    is_idle: bool = False
 
     def growth(self, process: str) -> float:
         """MiB by which the last quarter's median memory is above the first quarter's."""
@@ -217,10 +217,16 @@ async def run(server: ServerProcess, load: Load, say: Callable[[str], None] = pr
     for name, part in (("p50", 0.5), ("p99", 0.99)):
         seen.delivery_ms[name] = 1e3 * quantile(before, after, "mla_delivery_seconds", part)
     await asyncio.gather(*tasks)
-    await asyncio.sleep(1)
-    last = await metrics(url)
-    seen.left = {name: last[f"mla_{name}"] for name in ("rows_in_use", "waiting", "pages_in_use")}
+    patience = time.monotonic() + 10
+    while not (idle := is_idle(await metrics(url))) and time.monotonic() < patience:
+        await asyncio.sleep(0.1)
+    seen.is_idle = idle
     return seen
+
+
+def is_idle(now: Mapping[str, float]) -> bool:
+    """Whether no request holds anything, by `/metrics`."""
+    return not any(now[f"mla_{name}"] for name in ("rows_in_use", "waiting", "pages_in_use"))
 
 
 def problems(seen: Seen, load: Load) -> list[str]:
@@ -230,8 +236,8 @@ def problems(seen: Seen, load: Load) -> list[str]:
         found.append(f"only {seen.answers} answers")
     if seen.dropped < load.stalling:
         found.append(f"{seen.dropped} of {load.stalling} clients that stalled were dropped")
-    if any(seen.left.values()):
-        found.append(f"the engine still holds {seen.left}")
+    if not seen.is_idle:
+        found.append("the engine still holds rows or pages")
     found += [f"the {name} has grown: {samples}" for name, samples in seen.memory.items() if seen.growth(name) > 8]
     return found
 
@@ -241,7 +247,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--url", help="of a server that runs here already")
     args = parser.parse_args()
     load = Load(args.seconds, min(20.0, args.seconds / 3), args.streams)
     with served(*FLAGS, **ENGINE_THREADS) as server:
