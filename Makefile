@@ -22,7 +22,7 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-server test-all lint format docs hooks clean
+.PHONY: help demo test test-server load test-all lint format docs hooks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -34,7 +34,10 @@ test: $(VENV)/.dev ## run the tests that need no GPU, a few minutes
 	@$(PYTEST) -m "not gpu and not slow" --ignore=tests/serving $(ARGS)
 
 test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser
-	@$(PYTEST) -m "not slow" tests/serving $(ARGS)
+	@$(PYTEST) -m "not slow and not load" tests/serving $(ARGS)
+
+load: $(VENV)/.dev ## serve 200 streams for a minute, and 10,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
+	@$(RUN) -m pytest -q -m load tests/serving $(ARGS)
 
 test-all: $(VENV)/.dev ## run every test that this machine can run
 	@$(PYTEST) $(ARGS)

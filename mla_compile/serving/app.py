@@ -216,11 +216,9 @@ class Server:
             answer = self._client.submit(asked.choices())
             response = OpenAIResponse(asked, self._vocabulary)
             if asked.stream:
-                events = self._events(answer, response)
                 return EventStream(
-                    events,
+                    self._events(answer, response),
                     stall_seconds=self.settings.stall_seconds,
-                    on_sent=lambda: self._metrics.delivery.observe(time.monotonic() - answer.read_at),
                     on_end=lambda: self._client.abort(answer),
                 )
             try:
@@ -232,19 +230,21 @@ class Server:
 
     async def _whole(self, answer: Answer, response: OpenAIResponse) -> dict[str, Any]:
         async with aclosing(self._updates(answer)) as updates:
-            async for index, update in updates:
+            async for index, update, _ in updates:
                 response.add(index, update)
         return response.whole()
 
     async def _events(self, answer: Answer, response: OpenAIResponse) -> AsyncGenerator[bytes]:
+        """Each is on its socket when the next one is asked for."""
         for chunk in response.opening():
             yield _line(chunk)
         try:
             async with aclosing(self._updates(answer)) as updates:
-                async for index, update in updates:
+                async for index, update, read_at in updates:
                     new = response.feed(index, update)
                     if new is not None:
                         yield _line(new)
+                        self._metrics.delivery.observe(time.monotonic() - read_at)
         except (BadRequest, CompletionFailed) as error:
             yield _line(error_object(str(error), status=400 if isinstance(error, BadRequest) else 500))
         except TimeoutError:
@@ -253,7 +253,7 @@ class Server:
             for chunk in response.closing():
                 yield _line(chunk)
 
-    async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update]]:
+    async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update, float]]:
         """An answer's updates, measured.
 
         Raises:
@@ -263,13 +263,13 @@ class Server:
         end = began + self.settings.request_seconds
         while answer.has_more():
             async with asyncio.timeout(end - time.monotonic()):
-                index, update = await answer.next()
+                index, update, read_at = await answer.next()
             now = time.monotonic()
             self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
             last[index] = now
             if update.is_refused:
                 raise BadRequest(update.error or "")
-            yield index, update
+            yield index, update, read_at
 
     async def _tokenize(self, request: Request) -> Response:
         return JSONResponse(tokenize_object(await self._parsed(request, parse_tokenize), self._limits()))

@@ -43,27 +43,37 @@ class NotReady(Exception):
 class Answer:
     """The completions of one request.
 
-    num_running: of them. read_at: when the report of the newest update was read (see `Progress`).
+    num_running: of them.
     """
 
     def __init__(self, num_completions: int) -> None:
         self.num_running = num_completions
-        self.read_at = 0.0
-        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._news: dict[int, tuple[Update, float]] = {}  # by the completion's place, oldest first
+        self._has_news = asyncio.Event()
 
     def put(self, index: int, update: Update, read_at: float) -> None:
-        """Take in what came of one completion."""
+        """Take in what came of one completion. Whoever reads slowly gets several steps' as one."""
         self.num_running -= update.finish_reason is not None
-        self.read_at = read_at
-        self._updates.put_nowait((index, update))
+        if index in self._news:
+            self._news[index][0].extend(update)
+        else:
+            self._news[index] = update, read_at
+        self._has_news.set()
 
     def has_more(self) -> bool:
         """Whether `next` will give anything."""
-        return self.num_running > 0 or not self._updates.empty()
+        return self.num_running > 0 or bool(self._news)
 
-    async def next(self) -> tuple[int, Update]:
-        """The next update, with the place of its completion; the last one of each has a finish_reason."""
-        return await self._updates.get()
+    async def next(self) -> tuple[int, Update, float]:
+        """What is new of one completion: its place, the update, and when its oldest report was read (see `Progress`).
+
+        The last one of each has a finish_reason.
+        """
+        while not self._news:
+            self._has_news.clear()
+            await self._has_news.wait()
+        index = next(iter(self._news))
+        return index, *self._news.pop(index)
 
 
 class EngineClient:

@@ -64,6 +64,15 @@ class Update:
     error: str | None = None
     is_refused: bool = False
 
+    def extend(self, later: "Update") -> None:
+        """Add what came after this one."""
+        self.token_ids += later.token_ids
+        self.draft_positions += later.draft_positions
+        if self.logprobs is not None:
+            self.logprobs += later.logprobs or []
+        self.finish_reason, self.text = later.finish_reason, later.text
+        self.error, self.is_refused = later.error, later.is_refused
+
 
 @dataclass(frozen=True)
 class Ready:

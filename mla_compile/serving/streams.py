@@ -38,7 +38,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Server-sent events.
 
-    events: their data, a line each. on_sent: called when an event is on the socket; on_end: when no more come.
+    events: their data, a line each. on_end: called when no more come.
     stall_seconds: a client that takes nothing for so long is dropped.
     """
 
@@ -49,13 +49,12 @@ class EventStream(Response):
         events: AsyncGenerator[bytes],
         *,
         stall_seconds: float,
-        on_sent: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stall_seconds = events, stall_seconds
-        self._on_sent, self._on_end = on_sent, on_end
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -74,5 +73,4 @@ class EventStream(Response):
             async for event in events:
                 body = b"data: " + event + b"\n\n"
                 await put({"type": "http.response.body", "body": body, "more_body": True})
-                self._on_sent()
         await put({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -39,7 +39,7 @@ async def joined(answer: Answer) -> list[Update]:
     """All updates of each completion as one."""
     whole: dict[int, Update] = {}
     while answer.has_more():
-        index, update = await answer.next()
+        index, update, _ = await answer.next()
         known = whole.setdefault(index, Update())
         known.token_ids += update.token_ids
         known.draft_positions += update.draft_positions
