@@ -23,6 +23,7 @@ LEVELS = [
     {"models"},
     {"speculate"},
     {"engine", "explanation"},
+    {"serving"},
     {"cli", "integrations"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}

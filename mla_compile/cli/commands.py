@@ -246,6 +246,137 @@ def demo(
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
 
 
+def serve(
+    *,
+    model: Annotated[
+        Path,
+        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+    ] = SHIPPED_MODEL,
+    tokenizer: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Where to take the tokenizer from.", show_default="the checkpoint's"),
+    ] = None,
+    host: Annotated[
+        str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8000,
+    served_model_name: Annotated[
+        str, Option(metavar="NAME", help="What clients call the model.", show_default="the directory's name")
+    ] = "",
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Keys, one a line, any of which clients must send; or one in MLA_COMPILE_API_KEY.",
+            show_default="everybody may ask",
+        ),
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
+    device: Annotated[
+        str | None,
+        Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            min=0,
+            max=MAX_DRAFTS,
+            help="Tokens drafted per step.",
+            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+        ),
+    ] = None,
+    drafter: Annotated[
+        DrafterName | None, Option(help="What drafts.", show_default="mtp if the checkpoint has an MTP layer")
+    ] = None,
+    adaptive_draft_length: Annotated[
+        bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
+    ] = False,
+    max_rows: Annotated[int, Option(metavar="N", min=1, help="Requests that run at once.")] = 8,
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=2,
+            help="Tokens of a request, prompt included.",
+            show_default="2048, or as many positions as the model has",
+        ),
+    ] = None,
+    page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = 16,
+    num_pages: Annotated[
+        int | None,
+        Option(metavar="N", min=2, help="Of the cache.", show_default="enough for all rows at their longest"),
+    ] = None,
+    max_tokens_per_step: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="Decode rows and prompts together.", show_default="2048 or more"),
+    ] = None,
+    prefix_caching: Annotated[
+        bool, Option("--prefix-caching/--no-prefix-caching", help="Share pages of equal beginnings.")
+    ] = True,
+    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the steps.")] = True,
+    mode: Annotated[str, Option(metavar="MODE", help="Of torch.compile.")] = "reduce-overhead",
+    decode_backend: Annotated[
+        str | None, Option(metavar="NAME", help="See `mla-compile env`.", show_default="the fastest")
+    ] = None,
+    capture_budget: Annotated[
+        int | None, Option(metavar="BYTES", min=0, help="For CUDA graphs.", show_default="no limit")
+    ] = None,
+    shadow_check_every: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="For debugging: check every N-th step.", show_default="never"),
+    ] = None,
+    batch_invariant: Annotated[
+        bool, Option("--batch-invariant", help="The same bits whoever else is served.")
+    ] = False,
+    max_waiting: Annotated[
+        int, Option(metavar="N", min=1, help="Requests that may wait; others get status 429.")
+    ] = 256,
+    request_timeout: Annotated[float, Option(metavar="SECONDS", help="Of a completion.")] = 600.0,
+    shutdown_timeout: Annotated[
+        float, Option(metavar="SECONDS", help="For running requests, after SIGTERM.")
+    ] = 30.0,
+) -> None:
+    """Serve a checkpoint as OpenAI's API does, with a page at / that shows speculation live.
+
+    Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
+    Needs `pip install 'mla-compile[serve]'`.
+    """
+    _check_directory(model)
+    with progress(IMPORTING):
+        from mla_compile.cli.serve import serve_checkpoint
+    serve_checkpoint(
+        host=host,
+        port=port,
+        model=model,
+        tokenizer=tokenizer,
+        served_model_name=served_model_name,
+        api_key_file=api_key_file,
+        dtype=dtype,
+        device=device,
+        max_waiting=max_waiting,
+        request_seconds=request_timeout,
+        shutdown_seconds=shutdown_timeout,
+        num_speculative_tokens=num_speculative_tokens,
+        max_model_len=max_model_len,
+        engine={
+            "drafter": drafter,
+            "adaptive_draft_length": adaptive_draft_length,
+            "max_rows": max_rows,
+            "page_size": page_size,
+            "num_pages": num_pages,
+            "max_tokens_per_step": max_tokens_per_step,
+            "prefix_caching": prefix_caching,
+            "compile": compile,
+            "mode": mode,
+            "decode_backend": decode_backend,
+            "capture_budget": capture_budget,
+            "shadow_check_every": shadow_check_every,
+            "batch_invariant": batch_invariant,
+        },
+    )
+
+
 def _check_directory(model: Path) -> None:
     if not model.is_dir():
         mend = "give a directory in Hugging Face format"

@@ -1,9 +1,11 @@
-"""What goes between the server's process and the engine's."""
+"""What goes between the server's process and the engine's, pickled: both are ours."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mla_compile.engine.reports import Logprob
+from mla_compile.engine.stats import EngineStats
+from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 
 
@@ -29,6 +31,21 @@ class Asked:
     max_drafts: int | None = None
 
 
+@dataclass(frozen=True)
+class Add:
+    """To the engine: a request. key: by which updates and `Abort` name it."""
+
+    key: int
+    asked: Asked
+
+
+@dataclass(frozen=True)
+class Abort:
+    """To the engine: nobody waits for a request any more."""
+
+    key: int
+
+
 @dataclass
 class Update:
     """What a completion has grown by, or how it ended.
@@ -36,6 +53,7 @@ class Update:
     token_ids, draft_positions, logprobs: the new ones, as in `Completion`.
     finish_reason, error: as in `Completion`; None while it runs.
     text: all of the text, where a stop string cut it.
+    is_refused: whether the request itself was wrong, as `error` says; nothing has run.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -44,3 +62,38 @@ class Update:
     finish_reason: str | None = None
     text: str | None = None
     error: str | None = None
+    is_refused: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the engine: it is warm. max_model_len: tokens of a request, prompt included."""
+
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From the engine, after a step: updates by key, and how things stand.
+
+    read_at: when the step's report was read, by `time.monotonic`, one clock for all processes of a machine.
+    """
+
+    updates: list[tuple[int, Update]]
+    stats: EngineStats
+    read_at: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """From the engine, and its last: why. mistake: of whoever set it up."""
+
+    message: str
+    mistake: MLAError | None = None
+
+
+ToEngine = Add | Abort
+FromEngine = Ready | Progress | Failed

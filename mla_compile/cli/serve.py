@@ -1,0 +1,73 @@
+"""`mla-compile serve`: serve a checkpoint over HTTP."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from mla_compile.cli.machine import pick_device
+from mla_compile.defaults import DEFAULT_DRAFTS
+from mla_compile.engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
+from mla_compile.errors import MLAError
+from mla_compile.models.checkpoint import read_config
+from mla_compile.serving.settings import ServerSettings
+
+API_KEY = "MLA_COMPILE_API_KEY"
+"""The environment's key, for which no file is needed."""
+
+
+def serve_checkpoint(
+    *,
+    host: str,
+    port: int,
+    model: Path,
+    device: str | None,
+    api_key_file: Path | None,
+    num_speculative_tokens: int | None,
+    max_model_len: int | None,
+    engine: dict[str, Any],
+    **settings: Any,
+) -> None:
+    """engine: further settings of `EngineConfig`. settings: of `ServerSettings`. Both explain them.
+
+    None: what fits the model.
+
+    Raises:
+        MLAError: a mistake, named.
+    """
+    try:
+        from mla_compile.serving.server import serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "prometheus_client", "uvicorn"):
+            raise
+        mend = "pip install 'mla-compile[serve]'"
+        raise MLAError(error.name, "the package, which serves over HTTP", "none", mend) from error
+    config, _ = read_config(model)
+    if num_speculative_tokens is None:
+        drafts = config.num_nextn_predict_layers or engine.get("drafter") is not None
+        num_speculative_tokens = DEFAULT_DRAFTS if drafts else 0
+    positions = config.max_position_embeddings
+    if max_model_len is None:
+        max_model_len = min(DEFAULT_MAX_MODEL_LEN, positions)
+    if max_model_len > positions:
+        raise MLAError("--max-model-len", f"at most the model's {positions} positions", max_model_len)
+    whole = EngineConfig(num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, **engine)
+    keys = _read_keys(api_key_file)
+    place = str(pick_device(device))
+    serve(
+        ServerSettings(model=model, device=place, api_keys=keys, engine=whole, **settings),
+        host=host,
+        port=port,
+    )
+
+
+def _read_keys(file: Path | None) -> tuple[str, ...]:
+    """Those of a file, one a line, and the environment's."""
+    keys = [os.environ.get(API_KEY, "")]
+    if file is not None:
+        try:
+            keys += file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MLAError(f"--api-key-file {file}", "a text file with a key a line", error) from error
+        if not any(key.strip() for key in keys):
+            raise MLAError(f"--api-key-file {file}", "a key at least", "none")
+    return tuple(key.strip() for key in keys if key.strip())

@@ -1,0 +1,296 @@
+"""The HTTP side: OpenAI's endpoints, probes, metrics and a page."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from mla_compile.errors import MLAError
+from mla_compile.models import load_tokenizer
+from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
+from mla_compile.serving.grammars import GrammarCheck
+from mla_compile.serving.messages import Update
+from mla_compile.serving.metrics import Metrics
+from mla_compile.serving.openai_requests import (
+    BadRequest,
+    CompletionsAsked,
+    ModelLimits,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
+from mla_compile.serving.openai_responses import (
+    CompletionFailed,
+    bad_request_object,
+    error_object,
+    model_object,
+    models_object,
+    tokenize_object,
+)
+from mla_compile.serving.openai_responses import Response as OpenAIResponse
+from mla_compile.serving.settings import ServerSettings
+from mla_compile.serving.streams import EventStream, while_connected
+from mla_compile.serving.token_bytes import Vocabulary
+
+_PAGE = Path(__file__).parent / "page.html"
+_SHORT_BODY = 2**14
+"""Bytes that are read at once; the tokens of a longer body are counted beside the loop."""
+
+_Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    """The app of one engine, which starts and ends with it. `app.state.server` is its `Server`."""
+    server = Server(settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with server:
+            yield
+
+    app = FastAPI(title="mla-compile", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
+    server.add_routes(app)
+    return app
+
+
+class Server:
+    """One engine behind HTTP.
+
+    failure: why the engine could not be started; None while that is not known.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        tokenizer = load_tokenizer(settings.tokenizer or settings.model)
+        if tokenizer is None:
+            raise MLAError("tokenizer", "a checkpoint with a tokenizer, to serve text", "none")
+        self._vocabulary = Vocabulary(tokenizer)
+        self._client = EngineClient(settings)
+        self._grammars = GrammarCheck(settings)
+        self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._is_draining = False
+        self._starting: asyncio.Task[None] | None = None
+        self._created = int(time.time())
+        self.failure: BaseException | None = None
+
+    async def __aenter__(self) -> None:
+        self._starting = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        try:
+            await self._client.start()
+        except (MLAError, RuntimeError) as error:
+            self.failure = error
+
+    async def started(self) -> None:
+        """Wait until the engine is ready, or has a `failure`."""
+        assert self._starting is not None
+        await self._starting
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.stop()
+        self._grammars.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken on."""
+        return self._client.ready is not None and not self._is_draining
+
+    async def drain(self) -> None:
+        """Take on no more requests; wait for those that run, `shutdown_seconds` at most, and then end them."""
+        self._is_draining = True
+        end = time.monotonic() + self.settings.shutdown_seconds
+        while self._client.num_running and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self._client.end_all("the server shuts down")
+
+    # --- routes
+
+    def add_routes(self, app: FastAPI) -> None:
+        """All endpoints, and errors in OpenAI's shape."""
+        for path, parse in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
+            app.add_api_route(path, self._endpoint(self._completions(parse)), methods=["POST"])
+        app.add_api_route("/tokenize", self._endpoint(self._tokenize), methods=["POST"])
+        app.add_api_route("/v1/models", self._endpoint(self._models), methods=["GET"])
+        app.add_api_route("/v1/models/{name:path}", self._endpoint(self._models), methods=["GET"])
+        app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET"])
+        app.add_api_route("/ready", self._ready, methods=["GET"])
+        app.add_api_route("/metrics", self._metrics_page, methods=["GET"])
+        app.add_api_route("/", lambda: FileResponse(_PAGE), methods=["GET"])
+        app.add_exception_handler(HTTPException, _http_error)
+
+    def _endpoint(self, handle: _Handler) -> _Handler:
+        """A handler behind the keys, whose exceptions are answers."""
+
+        async def run(request: Request) -> Response:
+            response = await self._answered(handle, request)
+            self._metrics.requests.labels(request.scope["route"].path, response.status_code).inc()
+            return response
+
+        return run
+
+    async def _answered(self, handle: _Handler, request: Request) -> Response:
+        try:
+            self._check_key(request)
+            return await handle(request)
+        except BadRequest as error:
+            return JSONResponse(bad_request_object(error), error.status)
+        except Busy:
+            return _error("as many requests wait as may; ask again later", 429, retry_after=1)
+        except NotReady:
+            return _error("the engine is not ready", 503, retry_after=5)
+        except CompletionFailed as error:
+            return _error(str(error), 500)
+        except TimeoutError:
+            return _error(f"it took longer than {self.settings.request_seconds:g} s", 504)
+        except ConnectionResetError:
+            return Response(status_code=499)  # nobody reads it
+
+    def _check_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        # All are compared, each in constant time.
+        if not sum([hmac.compare_digest(given, key) for key in self._keys]):
+            raise BadRequest("the API key is missing or wrong", None, "invalid_api_key", 401)
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.settings.stall_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.settings.max_body_bytes:
+                        most = f"the body has more than {self.settings.max_body_bytes} bytes"
+                        raise BadRequest(most, None, "request_too_large", 413)
+        except TimeoutError:
+            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+        except ClientDisconnect:
+            raise ConnectionResetError from None
+        return bytes(body)
+
+    async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
+        body = await self._body(request)
+        call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
+        # Long texts take long to tokenize.
+        return await asyncio.to_thread(call) if len(body) > _SHORT_BODY else call()
+
+    def _limits(self) -> ModelLimits:
+        if self._client.ready is None:
+            raise NotReady
+        name, ready = self.settings.served_model_name, self._client.ready
+        return ModelLimits(name, ready.vocab_size, ready.max_model_len)
+
+    def _completions(self, parse: Callable[..., CompletionsAsked]) -> _Handler:
+        async def handle(request: Request) -> Response:
+            if self._is_draining:
+                raise NotReady
+            asked = await self._parsed(request, parse)
+            if asked.grammar is not None:
+                why_not = await self._grammars.why_not(asked.grammar)
+                if why_not is not None:
+                    raise BadRequest(f"the grammar is refused: {why_not}", None, "invalid_grammar")
+            answer = self._client.submit(asked.choices())
+            response = OpenAIResponse(asked, self._vocabulary)
+            if asked.stream:
+                events = self._events(answer, response)
+                return EventStream(
+                    events,
+                    stall_seconds=self.settings.stall_seconds,
+                    on_sent=lambda: self._metrics.delivery.observe(time.monotonic() - answer.read_at),
+                    on_end=lambda: self._client.abort(answer),
+                )
+            try:
+                return JSONResponse(await while_connected(request.receive, self._whole(answer, response)))
+            finally:
+                self._client.abort(answer)
+
+        return handle
+
+    async def _whole(self, answer: Answer, response: OpenAIResponse) -> dict[str, Any]:
+        async with aclosing(self._updates(answer)) as updates:
+            async for index, update in updates:
+                response.add(index, update)
+        return response.whole()
+
+    async def _events(self, answer: Answer, response: OpenAIResponse) -> AsyncGenerator[bytes]:
+        for chunk in response.opening():
+            yield _line(chunk)
+        try:
+            async with aclosing(self._updates(answer)) as updates:
+                async for index, update in updates:
+                    new = response.feed(index, update)
+                    if new is not None:
+                        yield _line(new)
+        except (BadRequest, CompletionFailed) as error:
+            yield _line(error_object(str(error), status=400 if isinstance(error, BadRequest) else 500))
+        except TimeoutError:
+            yield _line(error_object(f"it took longer than {self.settings.request_seconds:g} s", status=504))
+        else:
+            for chunk in response.closing():
+                yield _line(chunk)
+
+    async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update]]:
+        """An answer's updates, measured.
+
+        Raises:
+            BadRequest: the engine refuses the request. TimeoutError: it takes longer than `request_seconds`.
+        """
+        last = [began := time.monotonic()] * answer.num_running
+        end = began + self.settings.request_seconds
+        while answer.has_more():
+            async with asyncio.timeout(end - time.monotonic()):
+                index, update = await answer.next()
+            now = time.monotonic()
+            self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
+            last[index] = now
+            if update.is_refused:
+                raise BadRequest(update.error or "")
+            yield index, update
+
+    async def _tokenize(self, request: Request) -> Response:
+        return JSONResponse(tokenize_object(await self._parsed(request, parse_tokenize), self._limits()))
+
+    async def _models(self, request: Request) -> Response:
+        limits, name = self._limits(), request.path_params.get("name")
+        if name is None:
+            return JSONResponse(models_object(limits, self._created))
+        if name != limits.model_name:
+            raise BadRequest(f"the model {name[:100]!r} does not exist", "model", "model_not_found", 404)
+        return JSONResponse(model_object(limits, self._created))
+
+    async def _ready(self) -> Response:
+        if self.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "stopping" if self._is_draining else "starting"}, 503)
+
+    async def _metrics_page(self) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _line(chunk: dict[str, Any]) -> bytes:
+    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _error(message: str, status: int, *, retry_after: int | None = None) -> JSONResponse:
+    headers = None if retry_after is None else {"Retry-After": str(retry_after)}
+    return JSONResponse(error_object(message, status=status), status, headers)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    """What no route takes."""
+    assert isinstance(error, HTTPException)
+    return _error(error.detail, error.status_code)

@@ -1,0 +1,207 @@
+"""The server's end of the engine's process: requests go there, and come back as updates of answers."""
+
+import asyncio
+import itertools
+import logging
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from mla_compile.engine.stats import EngineStats
+from mla_compile.serving import engine_process, processes
+from mla_compile.serving.messages import (
+    Abort,
+    Add,
+    Asked,
+    Failed,
+    FromEngine,
+    Progress,
+    Ready,
+    ToEngine,
+    Update,
+)
+from mla_compile.serving.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+"""Seconds before a process that failed is started again, twice as long each time."""
+
+
+class Busy(Exception):
+    """As many requests as may wait do."""
+
+
+class NotReady(Exception):
+    """The engine loads, or has failed and loads again."""
+
+
+class Answer:
+    """The completions of one request.
+
+    num_running: of them. read_at: when the report of the newest update was read (see `Progress`).
+    """
+
+    def __init__(self, num_completions: int) -> None:
+        self.num_running = num_completions
+        self.read_at = 0.0
+        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+
+    def put(self, index: int, update: Update, read_at: float) -> None:
+        """Take in what came of one completion."""
+        self.num_running -= update.finish_reason is not None
+        self.read_at = read_at
+        self._updates.put_nowait((index, update))
+
+    def has_more(self) -> bool:
+        """Whether `next` will give anything."""
+        return self.num_running > 0 or not self._updates.empty()
+
+    async def next(self) -> tuple[int, Update]:
+        """The next update, with the place of its completion; the last one of each has a finish_reason."""
+        return await self._updates.get()
+
+
+class EngineClient:
+    """Keeps an engine's process, and starts it again when it fails."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._answers: dict[int, tuple[Answer, int]] = {}  # by key, with the place in it
+        self._keys = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._keeper: asyncio.Task[None] | None = None
+        self.ready: Ready | None = None
+        """What the engine has said of itself; None while there is none."""
+        self.stats = EngineStats()
+
+    async def start(self) -> None:
+        """Start the process, and wait until it is warm.
+
+        Raises:
+            MLAError: a mistake in the settings, as the engine says it.
+            RuntimeError: it failed otherwise.
+        """
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.create_task(self._keep(started))
+        await started
+
+    async def stop(self) -> None:
+        """End the process; answers under way end with an error."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        self.end_all("the server shuts down")
+
+    def submit(self, asked: Sequence[Asked]) -> Answer:
+        """Hand on all completions of a request, or none.
+
+        Raises:
+            NotReady, Busy: it is not taken on.
+        """
+        if self.ready is None:
+            raise NotReady
+        if len(self._answers) + len(asked) > self.ready.max_rows + self._settings.max_waiting:
+            raise Busy
+        answer = Answer(len(asked))
+        for index, each in enumerate(asked):
+            key = next(self._keys)
+            self._answers[key] = answer, index
+            self._outbox.put(Add(key, each))
+        return answer
+
+    def abort(self, answer: Answer) -> None:
+        """Nobody reads it any more."""
+        for key in [key for key, (known, _) in self._answers.items() if known is answer]:
+            del self._answers[key]
+            self._outbox.put(Abort(key))
+
+    @property
+    def num_running(self) -> int:
+        """Completions under way."""
+        return len(self._answers)
+
+    def end_all(self, why: str) -> None:
+        """End the answers under way with an error, and abort their requests."""
+        answers, self._answers = self._answers, {}
+        for key, (answer, index) in answers.items():
+            self._outbox.put(Abort(key))
+            answer.put(index, Update(finish_reason="error", error=why), time.monotonic())
+
+    async def _keep(self, started: asyncio.Future[None]) -> None:
+        wait = _FIRST_WAIT
+        while True:
+            began = time.monotonic()
+            failed = await self._run(started)
+            self.ready = None
+            self.end_all(f"the engine has failed: {failed.message}")
+            if not started.done():
+                started.set_exception(failed.mistake or RuntimeError(failed.message))
+                return
+            wait = _FIRST_WAIT if time.monotonic() - began > _LONGEST_WAIT else min(2 * wait, _LONGEST_WAIT)
+            log.error("the engine has failed, and starts again in %g s: %s", wait, failed.message)
+            await asyncio.sleep(wait)
+
+    async def _run(self, started: asyncio.Future[None]) -> Failed:
+        """One process, from its start to its end; says why it ended."""
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[FromEngine | None]()
+        process, connection = processes.start(engine_process.__name__)
+        self._process = process
+        self._outbox = queue.SimpleQueue()
+        connection.send(self._settings)
+        threads = [
+            threading.Thread(target=_read, args=(connection, loop, inbox.put_nowait), daemon=True),
+            threading.Thread(target=_write, args=(connection, self._outbox), daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        failed = Failed("")
+        try:
+            while (message := await inbox.get()) is not None:
+                if isinstance(message, Progress):
+                    self._take(message)
+                elif isinstance(message, Ready):
+                    self.ready = message
+                    if not started.done():
+                        started.set_result(None)
+                else:
+                    failed = message
+        finally:
+            self._outbox.put(None)
+            process.terminate()
+            await asyncio.to_thread(processes.end, process, 10.0)
+            connection.close()
+        return failed if failed.message else Failed(f"its process ended with status {process.returncode}")
+
+    def _take(self, progress: Progress) -> None:
+        self.stats = progress.stats
+        for key, update in progress.updates:
+            if key in self._answers:  # else it was aborted meanwhile
+                answer, index = self._answers[key]
+                answer.put(index, update, progress.read_at)
+                if update.finish_reason is not None:
+                    del self._answers[key]
+
+
+def _read(
+    connection: Connection, loop: asyncio.AbstractEventLoop, put: Callable[[FromEngine | None], None]
+) -> None:
+    """A thread: what the engine sends; None when it has ended."""
+    with suppress(RuntimeError):  # the loop has ended
+        try:
+            while True:
+                loop.call_soon_threadsafe(put, connection.recv())
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(put, None)
+
+
+def _write(connection: Connection, outbox: "queue.SimpleQueue[ToEngine | None]") -> None:
+    """A thread: what the engine is sent. It may be busy for a while, so nobody else waits for it."""
+    with suppress(OSError):
+        while (message := outbox.get()) is not None:
+            connection.send(message)

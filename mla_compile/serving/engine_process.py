@@ -1,0 +1,187 @@
+"""The engine's process: one connection brings requests, and takes what comes of them after every step.
+
+Run by `engine_client.py` as `python -m mla_compile.serving.engine_process FD`. It ends when the connection does.
+"""
+
+import logging
+import signal
+import sys
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import torch
+
+from mla_compile.engine import Checkpoint, Completion, Engine, Grammar
+from mla_compile.engine.request import Request
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
+from mla_compile.serving.grammars import compiled
+from mla_compile.serving.messages import Abort, Add, Asked, Failed, GrammarSource, Progress, Ready, Update
+from mla_compile.serving.settings import ServerSettings
+from mla_compile.speculate.drafter import loads_mtp
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_KEPT_GRAMMARS = 64
+
+
+class _Grammars:
+    """Compiled by a thread beside the steps; the last ones are kept."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1)
+        self._known: OrderedDict[GrammarSource, Future[Grammar]] = OrderedDict()
+
+    def get(self, source: GrammarSource) -> Future[Grammar]:
+        if source not in self._known:
+            self._known[source] = self._thread.submit(compiled, source, self._tokenizer)
+            if len(self._known) > _KEPT_GRAMMARS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(source)
+        return self._known[source]
+
+
+class _Served:
+    """The requests of an engine by key, and how much of each has been told."""
+
+    def __init__(self, engine: Engine, checkpoint: Checkpoint) -> None:
+        self.engine = engine
+        self._stop_ids = checkpoint.stop_ids
+        assert checkpoint.tokenizer is not None, "the server has asked"
+        self._grammars = _Grammars(checkpoint.tokenizer)
+        self._requests: dict[int, Request] = {}
+        self._num_told: dict[int, int] = {}
+        self._compiling: dict[int, tuple[Asked, Future[Grammar]]] = {}
+        self._refused: list[tuple[int, Update]] = []
+
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._compiling)
+
+    def take(self, message: Add | Abort) -> None:
+        key = message.key
+        if isinstance(message, Add):
+            asked = message.asked
+            if asked.grammar is None:
+                self._add(key, asked, None)
+            else:
+                self._compiling[key] = asked, self._grammars.get(asked.grammar)
+        elif key in self._requests:
+            self.engine.abort(self._requests[key])
+        else:
+            self._compiling.pop(key, None)
+
+    def add_compiled(self) -> None:
+        """Hand on the requests whose grammars are compiled by now."""
+        for key, (asked, grammar) in list(self._compiling.items()):
+            if grammar.done():
+                del self._compiling[key]
+                self._add(key, asked, grammar)
+
+    def _add(self, key: int, asked: Asked, grammar: Future[Grammar] | None) -> None:
+        try:
+            self._requests[key] = self.engine.add(
+                asked.prompt,
+                asked.params,
+                stop_ids=self._stop_ids,
+                grammar=None if grammar is None else grammar.result(),
+                max_drafts=asked.max_drafts,
+            )
+            self._num_told[key] = 0
+        except MLAError as error:
+            refused = Update(finish_reason="error", error=str(error), is_refused=True)
+            self._refused.append((key, refused))
+
+    def news(self) -> list[tuple[int, Update]]:
+        """What has not been told yet; requests that have ended are forgotten."""
+        found, self._refused = self._refused, []
+        for key, request in list(self._requests.items()):
+            completion, told = request.completion, self._num_told[key]
+            if len(completion.token_ids) > told or request.has_ended:
+                found.append((key, _update(completion, told, request.params)))
+                self._num_told[key] = len(completion.token_ids)
+            if request.has_ended:
+                del self._requests[key], self._num_told[key]
+        return found
+
+
+def _update(completion: Completion, told: int, params: SamplingParams) -> Update:
+    return Update(
+        completion.token_ids[told:],
+        completion.draft_positions[told:],
+        None if completion.logprobs is None else completion.logprobs[told:],
+        completion.finish_reason,
+        completion.text if params.stop_strings else None,
+        completion.error,
+    )
+
+
+def serve(connection: Connection, settings: ServerSettings) -> None:
+    """Load, warm up, and serve until the connection ends.
+
+    Raises:
+        MLAError: a mistake in the settings. Others: what the model raises.
+    """
+    served = _load(settings)
+    engine = served.engine
+    config = engine.config
+    connection.send(
+        Ready(engine.model.vocab_size, config.max_model_len, config.num_speculative_tokens, config.max_rows)
+    )
+    while True:
+        # Without work it waits for the next message; a grammar that is being compiled is work of another thread.
+        wait = 0.0 if engine.has_work() else 0.002 if served.is_compiling() else None
+        while connection.poll(wait):
+            served.take(connection.recv())
+            wait = 0.0
+        served.add_compiled()
+        if engine.has_work():
+            engine.step()
+        read_at = time.monotonic()
+        if news := served.news():
+            connection.send(Progress(news, engine.stats, read_at))
+
+
+def _load(settings: ServerSettings) -> _Served:
+    config = settings.engine
+    checkpoint = Checkpoint.load(
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        device=settings.device,
+        mtp=loads_mtp(config.num_speculative_tokens, config.drafter),
+        tokenizer=settings.tokenizer,
+    )
+    engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)
+    if config.compile:
+        for sampling in (SamplingParams(), SamplingParams(temperature=1.0)):
+            engine.warm_up(sampling=sampling, stop_ids=checkpoint.stop_ids)
+    else:
+        engine.generate([[0]], max_new_tokens=2)
+    return _Served(engine, checkpoint)
+
+
+def main(fd: int) -> None:
+    """The process: the connection's first message is its settings."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this process
+    with Connection(fd) as connection:
+        try:
+            serve(connection, connection.recv())
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return  # the server has gone
+        except MLAError as error:
+            connection.send(Failed(str(error), error))
+        except Exception as error:
+            log.exception("the engine has failed")
+            connection.send(Failed(f"{type(error).__name__}: {error}"))
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

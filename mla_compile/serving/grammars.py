@@ -1,0 +1,124 @@
+"""Grammars of strangers: compiled first in a process of their own, which has little time and memory.
+
+What that process (`python -m mla_compile.serving.grammars FD`) compiles in time, the engine's process compiles again:
+a compiled grammar cannot be sent.
+"""
+
+import asyncio
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_compile.engine.grammar import Grammar
+from mla_compile.errors import MLAError
+from mla_compile.models import load_tokenizer
+from mla_compile.serving import processes
+from mla_compile.serving.messages import GrammarSource
+from mla_compile.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOADING_SECONDS = 120.0
+_KEPT = 256
+_KINDS = {
+    "json_schema": Grammar.from_json_schema,
+    "regex": Grammar.from_regex,
+    "ebnf": Grammar.from_ebnf,
+}
+
+
+def compiled(source: GrammarSource, tokenizer: "PreTrainedTokenizerBase") -> Grammar:
+    """Raises `MLAError` for one that llguidance does not take."""
+    return _KINDS[source.kind](source.text, tokenizer)
+
+
+class GrammarCheck:
+    """Says whether a grammar can be compiled within limits."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._known: OrderedDict[GrammarSource, str | None] = OrderedDict()
+
+    async def why_not(self, source: GrammarSource) -> str | None:
+        """Why the engine is not to compile it; None where it may."""
+        if source not in self._known:
+            self._known[source] = await asyncio.to_thread(self._ask, source)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return self._known[source]
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            processes.end(self._process, 0)
+        self._process = self._connection = None
+
+    def _ask(self, source: GrammarSource) -> str | None:
+        seconds = self._settings.grammar_seconds
+        with self._turn:
+            if self._connection is None or self._process is None or self._process.poll() is not None:
+                self._start()
+            assert self._connection is not None
+            try:
+                self._connection.send(source)
+                if self._connection.poll(seconds):
+                    found: str | None = self._connection.recv()
+                    return found
+                why_not = f"it takes more than {seconds:g} s to compile"
+            except (EOFError, OSError):
+                why_not = "it takes too much memory to compile"
+            self.stop()
+            return why_not
+
+    def _start(self) -> None:
+        self._process, self._connection = processes.start(__spec__.name)
+        tokenizer = self._settings.tokenizer or self._settings.model
+        self._connection.send((tokenizer, self._settings.grammar_bytes))
+        if not self._connection.poll(_LOADING_SECONDS):
+            self.stop()
+            raise TimeoutError("the process that checks grammars does not start")
+        self._connection.recv()  # it is there
+
+
+def _limit_memory(more: int) -> None:
+    """Let this process take so many bytes more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    if pages:
+        most = pages * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main(fd: int) -> None:
+    """The process that checks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Connection(fd) as connection, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        path, num_bytes = connection.recv()
+        tokenizer = load_tokenizer(path)
+        assert tokenizer is not None, "a server has a tokenizer"
+        compiled(GrammarSource("regex", "a"), tokenizer)  # what all grammars need is made now
+        _limit_memory(num_bytes)
+        connection.send(None)
+        while True:
+            try:
+                compiled(connection.recv(), tokenizer)
+                connection.send(None)
+            except MLAError as error:
+                connection.send(str(error))
+            except MemoryError:
+                connection.send("it takes too much memory to compile")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

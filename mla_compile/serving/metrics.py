@@ -1,0 +1,86 @@
+"""What Prometheus reads at `/metrics`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mla_compile.engine.stats import EngineStats
+from mla_compile.serving.messages import Update
+
+_GAUGES = {
+    "rows_in_use": "Requests that run.",
+    "max_rows": "Requests that can run at once.",
+    "num_waiting": "Requests in the engine's queue.",
+    "pages_in_use": "Cache pages that requests hold.",
+    "num_pages": "Cache pages.",
+    "step_seconds": "Of the last step, on the host.",
+}
+_COUNTERS = {
+    "num_steps": "Steps launched.",
+    "num_mixed_steps": "Steps in which rows decode and prompts prefill.",
+    "num_tokens": "Tokens that requests have received.",
+    "num_prompt_tokens": "Tokens of prompts.",
+    "num_reused_tokens": "Tokens of prompts that were in the cache already.",
+    "num_verified": "Rows that verification ran for.",
+    "num_verified_tokens": "Tokens that these rows emitted.",
+    "num_drafts": "Drafts that these rows had.",
+    "num_preemptions": "Requests that lost their pages and ran again.",
+}
+_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_NEXT = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2)
+_DELIVERY = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)
+
+
+class Metrics:
+    """Of one server. stats: the engine's newest; is_ready: whether there is an engine."""
+
+    def __init__(self, stats: Callable[[], EngineStats], is_ready: Callable[[], bool]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_OfEngine(stats, is_ready))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"mla_{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+        self._first_token = histogram("time_to_first_token", "From a request to its first token.", _FIRST)
+        self._between_tokens = histogram("time_between_tokens", "Mean of an update's tokens.", _NEXT)
+        self.delivery = histogram("delivery", "From a step's report to its bytes on the socket.", _DELIVERY)
+        self.requests = Counter(
+            "mla_requests", "By endpoint and HTTP status.", ["endpoint", "status"], registry=self._registry
+        )
+        self._accepted = Counter(
+            "mla_accepted_tokens",
+            "By the position of the draft in its step; 0 are the model's own tokens.",
+            ["draft_position"],
+            registry=self._registry,
+        )
+
+    def count(self, update: Update, since_last: float | None, since_asked: float) -> None:
+        """An update that has just come. since_last: seconds since its completion's last one; None for the first."""
+        if since_last is None:
+            self._first_token.observe(since_asked)
+        elif update.token_ids:
+            self._between_tokens.observe(since_last / len(update.token_ids))
+        for position in update.draft_positions:
+            self._accepted.labels(position).inc()
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self._registry)
+
+
+class _OfEngine(Collector):
+    def __init__(self, stats: Callable[[], EngineStats], is_ready: Callable[[], bool]) -> None:
+        self._stats, self._is_ready = stats, is_ready
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield GaugeMetricFamily("mla_ready", "Whether the engine takes requests.", float(self._is_ready()))
+        known = {each.name for each in fields(stats)}
+        assert known >= _GAUGES.keys() | _COUNTERS.keys()
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"mla_{name.removeprefix('num_')}", text, getattr(stats, name))
+        for name, text in _COUNTERS.items():
+            yield CounterMetricFamily(f"mla_{name.removeprefix('num_')}", text, getattr(stats, name))

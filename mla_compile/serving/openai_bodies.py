@@ -1,0 +1,201 @@
+"""Bodies of requests in OpenAI's form: which fields there are, and of which types.
+
+Types are strict, as `"5"` is no integer; null means left out. A list is read up to its first mistake only, so that a
+body of nothing but mistakes costs no more than another.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+
+from mla_compile.sampling_params import MAX_LOGPROBS
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+"""Stop strings of a request, and characters of each: every token's text is searched for all of them."""
+
+
+# What these fields ask for cannot be had, unless they ask for what happens anyway.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# These change no token, whatever they say.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+def _prompts(value: object) -> object:
+    """One prompt or several, as text or as token ids: a list of them."""
+    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    for prompt in several:
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        ):
+            raise ValueError("expected text, token ids, or a list of either")
+    return several
+
+
+def _content(value: object) -> object:
+    """A message's text; its parts make lines of their own."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError("expected text, or a list of parts of type text")
+    return "\n".join(part["text"] for part in value)
+
+
+def _schema(value: object) -> str:
+    """A JSON schema's text."""
+    if not isinstance(value, dict | str):
+        raise ValueError("expected a JSON schema")
+    return value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+
+
+def _nothing(value: object) -> None:
+    if value not in (None, []):
+        raise ValueError("is not supported; leave it out")
+
+
+Schema = Annotated[str, BeforeValidator(_schema)]
+Nothing = Annotated[Any, AfterValidator(_nothing)]
+Count = Annotated[int, Field(ge=1)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # which this server has no use for
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    json_schema: Schema = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _one_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected json_schema where that is the type, and nowhere else")
+        return self
+
+
+class StructuredOutputs(Body):
+    json_schema: Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Choices | None = None
+
+    @model_validator(mode="after")
+    def _only_one(self) -> Self:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.grammar, self.choice)) != 1:
+            raise ValueError("expected one of json, regex, grammar and choice")
+        return self
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = None
+    # As clients send back what they got.
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    refusal: Nothing = None
+    tool_calls: Nothing = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
+class SamplingBody(Body):
+    """What both endpoints take. Null means left out; `SamplingParams` knows the ranges of what it has."""
+
+    model: str
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    max_drafts: Annotated[int, Field(ge=0)] | None = None
+    draft_positions: bool | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+
+class ChatBody(SamplingBody):
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True

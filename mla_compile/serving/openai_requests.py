@@ -1,0 +1,298 @@
+"""Bodies of requests in OpenAI's form, and what they ask of the engine. A body is bytes that anybody may have sent."""
+
+import json
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from mla_compile.engine.intake import check_prompt
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
+from mla_compile.serving.messages import Asked, GrammarSource
+from mla_compile.serving.openai_bodies import (
+    IGNORED,
+    REFUSED,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    SamplingBody,
+    TokenizeBody,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BadRequest(Exception):
+    """What is wrong with a request, as OpenAI's errors tell it.
+
+    param: the field. code: OpenAI's word for the mistake, where it has one. status: of HTTP.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        self.message, self.param, self.code, self.status = message[:500], param and param[:100], code, status
+        super().__init__(self.message)
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What a request is held to.
+
+    max_prompt_tokens: of one prompt; None for as many as leave `max_model_len` a place for a new one.
+    max_choices: completions of a request, of all prompts together.
+    max_stop_token_ids: of a request. More places than the step was compiled with (see `stop_id_places`, less the
+        model's own stop ids) would have it compiled anew, and all requests wait.
+    """
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int | None = None
+    max_choices: int = 128
+    max_stop_token_ids: int = 7
+
+
+@dataclass(frozen=True)
+class CompletionsAsked:
+    """A request for completions, from either endpoint.
+
+    prompts: token ids of each; one for a chat.
+    params: with `max_tokens`; `n` counts for each prompt.
+    is_seeded: whether the client chose the seed.
+    top_logprobs: likely tokens to tell of at each place, besides the chosen one; None for no log-probabilities.
+    draft_positions: whether to tell which draft each token was.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    is_seeded: bool
+    grammar: GrammarSource | None
+    max_drafts: int | None
+    stream: bool
+    include_usage: bool
+    top_logprobs: int | None
+    draft_positions: bool
+    is_chat: bool
+    model: str
+
+    def choices(self) -> list[Asked]:
+        """The completions to ask the engine for, in the order of the response's choices: by prompt.
+
+        A client's seed is used for each prompt, as by `Engine.generate`; without one no two choices share a seed.
+        """
+        seed, n = self.params.seed, self.params.n
+        seeds = [seed if self.is_seeded else seed + i * n for i in range(len(self.prompts))]
+        return [
+            Asked(prompt, params, self.grammar, self.max_drafts)
+            for prompt, first in zip(self.prompts, seeds, strict=True)
+            for params in replace(self.params, seed=first).copies()
+        ]
+
+
+def parse_completion(
+    body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits
+) -> CompletionsAsked:
+    """What a body of /v1/completions asks for.
+
+    Raises:
+        BadRequest: whatever is wrong with it.
+    """
+    asked = _read(CompletionBody, body)
+    _check_model(asked.model, limits)
+    params = _params(asked, asked.logprobs, limits)
+    if asked.best_of not in (None, params.n):
+        raise BadRequest(f"best_of: expected n, {params.n}, or nothing", "best_of")
+    if len(asked.prompt) * params.n > limits.max_choices:
+        choices = f"prompts and n make {len(asked.prompt) * params.n} choices"
+        raise BadRequest(f"{choices}, and the server allows {limits.max_choices}", "n")
+    prompts = [
+        _encode(tokenizer, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in asked.prompt
+    ]
+    wanted = 16 if asked.max_tokens is None else asked.max_tokens
+    return _asked(asked, params, prompts, wanted, limits, is_chat=False)
+
+
+def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> CompletionsAsked:
+    """What a body of /v1/chat/completions asks for, its messages written out by the tokenizer's chat template.
+
+    Raises:
+        BadRequest: whatever is wrong with it; a tokenizer without a chat template.
+    """
+    asked = _read(ChatBody, body)
+    _check_model(asked.model, limits)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise BadRequest("top_logprobs: expected logprobs = true with it", "top_logprobs")
+    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+        raise BadRequest("max_tokens: give it or max_completion_tokens, not both", "max_tokens")
+    params = _params(asked, (asked.top_logprobs or 0) if asked.logprobs else None, limits)
+    if params.n > limits.max_choices:
+        raise BadRequest(f"n: expected at most {limits.max_choices}, got {params.n}", "n")
+    prompt = _encode_chat(tokenizer, asked.messages)
+    wanted = asked.max_tokens or asked.max_completion_tokens or limits.max_model_len
+    return _asked(asked, params, [prompt], wanted, limits, is_chat=True)
+
+
+def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> list[int]:
+    """The token ids that a body of /tokenize asks for: those of a text, or of a chat's messages.
+
+    Raises:
+        BadRequest: whatever is wrong with it.
+    """
+    asked = _read(TokenizeBody, body)
+    if asked.model is not None:
+        _check_model(asked.model, limits)
+    if asked.prompt is not None and asked.messages is None:
+        return _encode(tokenizer, asked.prompt, "prompt", special=asked.add_special_tokens)
+    if asked.messages is not None and asked.prompt is None:
+        return _encode_chat(tokenizer, asked.messages)
+    raise BadRequest("prompt: expected it or messages, one of them", "prompt")
+
+
+B = TypeVar("B", bound=Body)
+
+
+def _read(kind: type[B], body: bytes) -> B:
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise BadRequest("the body is no JSON object")
+    for name, harmless in REFUSED.items():
+        value = given.pop(name, None)
+        if value is not None and not any(type(value) is type(x) and value == x for x in harmless):
+            raise BadRequest(f"{name}: is not supported; leave it out", name, "unsupported_parameter")
+    for name in given:
+        if name not in kind.model_fields and name not in IGNORED:
+            raise BadRequest(f"{name[:100]}: is no field of this request", name, "unknown_parameter")
+    try:
+        return kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        path = "".join(f"[{key}]" if isinstance(key, int) else f".{key[:100]}" for key in first["loc"])[1:]
+        what = first["msg"].removeprefix("Value error, ")
+        raise BadRequest(f"{path}: {what}", path) from None
+
+
+def _check_model(model: str, limits: ModelLimits) -> None:
+    if model != limits.model_name:
+        message = f"the model {model[:100]!r} does not exist; this server has {limits.model_name!r}"
+        raise BadRequest(message, "model", "model_not_found", status=404)
+
+
+def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> SamplingParams:
+    """All but `max_tokens`, which depends on the prompt."""
+    names = (
+        "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed n stop "
+        "stop_token_ids ignore_eos"
+    )
+    given = {name: value for name in names.split() if (value := getattr(asked, name)) is not None}
+    if given.get("top_k") == -1:  # as vLLM says it
+        given["top_k"] = 0
+    stop_ids = given.get("stop_token_ids", [])
+    if len(stop_ids) > limits.max_stop_token_ids or any(
+        not 0 <= token < limits.vocab_size for token in stop_ids
+    ):
+        expected = f"at most {limits.max_stop_token_ids} ids in [0, {limits.vocab_size})"
+        raise BadRequest(f"stop_token_ids: expected {expected}", "stop_token_ids")
+    unsampled = {"temperature": 1.0, "top_p": 1.0, "seed": secrets.randbelow(2**62), "logprobs": logprobs}
+    try:
+        return SamplingParams(**{**unsampled, **given})
+    except MLAError as error:
+        raise BadRequest(str(error), error.name) from None
+
+
+def _asked(
+    asked: SamplingBody,
+    params: SamplingParams,
+    prompts: list[list[int]],
+    max_tokens: int,
+    limits: ModelLimits,
+    *,
+    is_chat: bool,
+) -> CompletionsAsked:
+    """max_tokens: of which as many count as the shortest prompt leaves places; the engine does so for each."""
+    longest = min(limits.max_prompt_tokens or limits.max_model_len, limits.max_model_len - 1)
+    name = "messages" if is_chat else "prompt"
+    for prompt in prompts:
+        if len(prompt) > longest:
+            message = f"{name}: {len(prompt)} tokens, and the server takes {longest} at most"
+            raise BadRequest(message, name, "context_length_exceeded")
+        try:
+            check_prompt(
+                name, prompt, vocab_size=limits.vocab_size, limit=("max_model_len", limits.max_model_len)
+            )
+        except MLAError as error:
+            raise BadRequest(str(error), name) from None
+    if asked.stream_options is not None and not asked.stream:
+        raise BadRequest("stream_options: expected stream = true with it", "stream_options")
+    grammar = _grammar(asked)
+    if grammar is not None and asked.ignore_eos and not asked.stop_token_ids:
+        message = "ignore_eos: expected false, or stop_token_ids, as a grammar's text has to end with some id"
+        raise BadRequest(message, "ignore_eos")
+    max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
+    return CompletionsAsked(
+        prompts=prompts,
+        params=replace(params, max_tokens=max_tokens),
+        is_seeded=asked.seed is not None,
+        grammar=grammar,
+        max_drafts=asked.max_drafts,
+        stream=bool(asked.stream),
+        include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
+        top_logprobs=params.logprobs,
+        draft_positions=bool(asked.draft_positions),
+        is_chat=is_chat,
+        model=asked.model,
+    )
+
+
+def _grammar(asked: SamplingBody) -> GrammarSource | None:
+    outputs, form = asked.structured_outputs, asked.response_format
+    if form is not None and form.type != "text":
+        if outputs is not None:
+            message = "structured_outputs: give it or a response_format, not both"
+            raise BadRequest(message, "structured_outputs")
+        schema = '{"type": "object"}' if form.json_schema is None else form.json_schema.json_schema
+        return GrammarSource("json_schema", schema)
+    if outputs is None:
+        return None
+    if outputs.json_schema is not None:
+        return GrammarSource("json_schema", outputs.json_schema)
+    if outputs.regex is not None:
+        return GrammarSource("regex", outputs.regex)
+    if outputs.grammar is not None:
+        return GrammarSource("ebnf", outputs.grammar)
+    return GrammarSource("ebnf", "start: " + " | ".join(map(json.dumps, outputs.choice or ())))
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, special: bool = True) -> list[int]:
+    if not text:  # a tokenizer may make a start token of it
+        raise BadRequest(f"{name}: expected at least one token, got an empty text", name)
+    try:
+        token_ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except Exception as error:  # tokenizers raises bare `Exception`, for a character without a token, say
+        raise BadRequest(f"{name}: {error}", name) from None
+    return token_ids
+
+
+def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
+    """A developer's message is a system's: templates know no other, and some leave it out without a word."""
+    if tokenizer.chat_template is None:
+        mend = "use /v1/completions"
+        raise BadRequest(f"messages: the model's tokenizer has no chat template; {mend}", "messages")
+    given = [
+        message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
+    ]
+    for message in given:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+    try:
+        text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program, and refuses by raising
+        raise BadRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
+    return _encode(tokenizer, str(text), "messages", special=False)

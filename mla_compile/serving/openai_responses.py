@@ -1,0 +1,230 @@
+"""Answers in OpenAI's form: completions and chats, whole and in chunks, and the server's other objects."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.detokenizer import Detokenizer, TextStream
+from mla_compile.engine.reports import Logprob
+from mla_compile.serving.messages import Update
+from mla_compile.serving.openai_requests import BadRequest, CompletionsAsked, ModelLimits
+from mla_compile.serving.token_bytes import Vocabulary
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's word for a token without any probability: JSON has no infinity."""
+
+
+class CompletionFailed(Exception):
+    """The engine ended a completion for another reason than its text; the message says which."""
+
+
+class Response:
+    """The answer to one request, in the making: each update makes a chunk, or all of them one object.
+
+    Of `feed` and `add` a response uses one throughout.
+
+    asked: the request. vocabulary: of the server's tokenizer.
+    """
+
+    def __init__(self, asked: CompletionsAsked, vocabulary: Vocabulary) -> None:
+        self._asked = asked
+        count = len(asked.prompts) * asked.params.n
+        self._choices = [Choice(asked, index, vocabulary) for index in range(count)]
+        prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.model}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks to begin a stream with: a chat's choices say who speaks."""
+        if not self._asked.is_chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i in range(len(self._choices))
+        ]
+
+    def feed(self, index: int, update: Update) -> dict[str, Any] | None:
+        """The chunk that a choice's update makes; None where a client would see nothing new.
+
+        Raises:
+            CompletionFailed: the engine did not complete the choice.
+        """
+        choice = self._choices[index].feed(update)
+        return None if choice is None else self._chunk([choice])
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Chunks to end a stream with: the usage, where it was asked for."""
+        return [self._chunk([], self.usage())] if self._asked.include_usage else []
+
+    def add(self, index: int, update: Update) -> None:
+        """Takes a choice's update; raises as `feed`."""
+        self._choices[index].add(update)
+
+    def whole(self) -> dict[str, Any]:
+        """The object of all choices, once they have ended."""
+        choices = [choice.whole() for choice in self._choices]
+        return self._head | {"choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        """Tokens so far. A prompt counts once, however many completions it has."""
+        prompt = sum(map(len, self._asked.prompts))
+        completion = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._asked.is_chat else "text_completion"
+        chunk = self._head | {"object": kind, "choices": choices}
+        return chunk | {"usage": usage} if self._asked.include_usage else chunk
+
+
+class Choice:
+    """One completion of a response. Of `feed` and `add` it uses one throughout."""
+
+    def __init__(self, asked: CompletionsAsked, index: int, vocabulary: Vocabulary) -> None:
+        self._asked, self._index, self._vocabulary = asked, index, vocabulary
+        self._completion = Completion(logprobs=None if asked.top_logprobs is None else [])
+        self._text = TextStream(vocabulary.tokenizer, asked.params.stop_strings)
+        self._pieces = Detokenizer(vocabulary.tokenizer)
+        self._num_told = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._completion.token_ids)
+
+    def add(self, update: Update) -> None:
+        """Takes an update.
+
+        Raises:
+            CompletionFailed: it ended with an error or was aborted.
+        """
+        completion = self._completion
+        completion.token_ids += update.token_ids
+        completion.draft_positions += update.draft_positions
+        if completion.logprobs is not None:
+            completion.logprobs += update.logprobs or []
+        completion.finish_reason, completion.text = update.finish_reason, update.text
+        if update.finish_reason not in (None, "stop", "length"):
+            raise CompletionFailed(update.error or f"the completion ended with {update.finish_reason!r}")
+
+    def feed(self, update: Update) -> dict[str, Any] | None:
+        """Takes an update: the choice of a chunk, with what is new; None where a client would see nothing new.
+
+        Bytes of a character that is not complete yet, and what may begin a stop string, are held back.
+        """
+        self.add(update)
+        text = self._text.feed(self._completion)
+        tells_tokens = self._asked.draft_positions or self._asked.top_logprobs is not None
+        if not text and update.finish_reason is None and not (tells_tokens and update.token_ids):
+            return None
+        if self._asked.is_chat:
+            return self._shaped({"delta": {"content": text} if text else {}})
+        return self._shaped({"text": text})
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of a whole completion."""
+        text = self._text.feed(self._completion)
+        if self._asked.is_chat:
+            return self._shaped({"message": {"role": "assistant", "content": text, "refusal": None}})
+        return self._shaped({"text": text})
+
+    def _shaped(self, text: dict[str, Any]) -> dict[str, Any]:
+        """A choice of these words, with what was asked to be told of the tokens that were not told yet."""
+        completion, new = self._completion, slice(self._num_told, None)
+        self._num_told = self.num_tokens
+        logprobs = None
+        if completion.logprobs is not None:
+            shape = self._chat_logprobs if self._asked.is_chat else self._completion_logprobs
+            logprobs = shape(completion.token_ids[new], completion.logprobs[new])
+        choice = {
+            "index": self._index,
+            **text,
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+        }
+        if self._asked.draft_positions:
+            choice["token_ids"] = completion.token_ids[new]
+            choice["draft_positions"] = completion.draft_positions[new]
+        return choice
+
+    def _completion_logprobs(
+        self, token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]
+    ) -> dict[str, Any]:
+        """tokens: what each adds to the text, so that they join to it: nothing while a character is incomplete."""
+        offsets, tokens = [], []
+        for token in token_ids:
+            offsets.append(len(self._pieces.text))
+            tokens.append(self._pieces.feed(token))
+        text_of = self._vocabulary.text_of
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(place[token]) for token, place in zip(token_ids, places, strict=True)],
+            "top_logprobs": [
+                {text_of(likely): _finite(logprob) for likely, logprob in place.items()} for place in places
+            ],
+            "text_offset": offsets,
+        }
+
+    def _chat_logprobs(
+        self, token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]
+    ) -> dict[str, Any]:
+        content = []
+        for token, place in zip(token_ids, places, strict=True):
+            likely = list(place.items())
+            likely = likely[
+                len(likely) - (self._asked.top_logprobs or 0) :
+            ]  # the chosen one may be one too many
+            likely.sort(key=lambda item: -item[1].logprob)
+            top = [self._told(*item) for item in likely]
+            content.append(self._told(token, place[token]) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _told(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        given = list(self._vocabulary.bytes_of(token))
+        return {"token": self._vocabulary.text_of(token), "logprob": _finite(logprob), "bytes": given}
+
+
+def _finite(logprob: Logprob) -> float:
+    return max(logprob.logprob, LEAST_LOGPROB)
+
+
+def model_object(limits: ModelLimits, created: int) -> dict[str, Any]:
+    """The model of /v1/models/NAME; created: seconds since 1970."""
+    return {
+        "id": limits.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "mla-compile",
+        "max_model_len": limits.max_model_len,
+    }
+
+
+def models_object(limits: ModelLimits, created: int) -> dict[str, Any]:
+    """The list of /v1/models."""
+    return {"object": "list", "data": [model_object(limits, created)]}
+
+
+def tokenize_object(token_ids: list[int], limits: ModelLimits) -> dict[str, Any]:
+    """The answer of /tokenize, as vLLM's."""
+    return {"count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids}
+
+
+def error_object(
+    message: str, *, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error of an HTTP status."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def bad_request_object(error: BadRequest) -> dict[str, Any]:
+    """The error of a request that was refused."""
+    return error_object(error.message, status=error.status, param=error.param, code=error.code)

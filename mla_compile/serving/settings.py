@@ -1,0 +1,57 @@
+"""What a server is set to."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.engine.config import EngineConfig
+from mla_compile.errors import MLAError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The settings of a server.
+
+    Args:
+        model: a directory in Hugging Face format. tokenizer: another one to take the tokenizer from.
+        served_model_name: what clients call the model; the directory's name by default.
+        dtype: "float32" or "bfloat16", of weights and caches. device: "cpu", "cuda", "cuda:1", ....
+        engine: of the one engine.
+        api_keys: any of them opens `/v1` and `/tokenize`; none for everybody.
+        max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room.
+        max_body_bytes: of a request.
+        request_seconds: a completion takes at most so long.
+        stall_seconds: a client that reads nothing, or does not finish its request, for so long is dropped.
+        shutdown_seconds: after SIGTERM running requests have so long to end.
+        grammar_seconds, grammar_bytes: compiling a grammar takes at most so much.
+
+    Raises:
+        MLAError: a bad argument, named.
+    """
+
+    model: Path = SHIPPED_MODEL
+    tokenizer: Path | None = None
+    served_model_name: str = ""
+    dtype: str = "float32"
+    device: str = "cpu"
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    api_keys: tuple[str, ...] = ()
+    max_waiting: int = 256
+    max_body_bytes: int = 4 * 2**20
+    request_seconds: float = 600.0
+    stall_seconds: float = 30.0
+    shutdown_seconds: float = 30.0
+    grammar_seconds: float = 5.0
+    grammar_bytes: int = 2**31
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            object.__setattr__(self, "served_model_name", self.model.resolve().name)
+        if self.dtype not in ("float32", "bfloat16"):
+            raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
+        if not all(self.api_keys):
+            raise MLAError("api_keys", "keys that are not empty", "an empty one")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type in (int, float) and not (isinstance(value, int | float) and value > 0):
+                raise MLAError(each.name, "a number > 0", repr(value))

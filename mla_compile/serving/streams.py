@@ -1,0 +1,78 @@
+"""Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+T = TypeVar("T")
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives.
+
+    Raises:
+        ConnectionResetError: the client has hung up before; the work was cancelled.
+    """
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ConnectionResetError("the client has hung up")
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.wait([task, watcher])
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    events: their data, a line each. on_sent: called when an event is on the socket; on_end: when no more come.
+    stall_seconds: a client that takes nothing for so long is dropped.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        stall_seconds: float,
+        on_sent: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._stall_seconds = events, stall_seconds
+        self._on_sent, self._on_end = on_sent, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ConnectionResetError, TimeoutError):  # nobody is there to be told
+                await while_connected(receive, self._send_all(send))
+        finally:
+            self._on_end()
+
+    async def _send_all(self, send: Send) -> None:
+        async def put(message: Message) -> None:
+            async with asyncio.timeout(self._stall_seconds):
+                await send(message)
+
+        await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                body = b"data: " + event + b"\n\n"
+                await put({"type": "http.response.body", "body": body, "more_body": True})
+                self._on_sent()
+        await put({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

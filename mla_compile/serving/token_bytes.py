@@ -1,0 +1,52 @@
+"""What single tokens stand for. Text may split a character's bytes over several."""
+
+import functools
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Vocabulary:
+    """Bytes and texts of a tokenizer's ids.
+
+    tokenizer: a fast one, of byte-level BPE (as DeepSeek's and GLM's) or of SentencePiece's kind.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._added: dict[int, str] = {
+            token: added.content for token, added in self._backend.get_added_tokens_decoder().items()
+        }
+        decoder = self._backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    def bytes_of(self, token: int) -> bytes:
+        """A token's share of a text's bytes; a special one's name."""
+        if token in self._added:
+            return self._added[token].encode()
+        name: str = self._backend.id_to_token(token) or ""  # a model may have more ids than its tokenizer
+        if self._is_byte_level:
+            return b"".join(_byte_alphabet().get(char, char.encode()) for char in name)
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):
+            return bytes.fromhex(byte[1])
+        return name.replace("▁", " ").encode()
+
+    def text_of(self, token: int) -> str:
+        """A token's text, and for a part of a character its bytes as OpenAI writes them: `bytes:\\xf0\\x9f`."""
+        given = self.bytes_of(token)
+        try:
+            return given.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's: bytes that print in Latin-1 stand for themselves, the others for the characters from 256 on."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    named = [(chr(byte), byte) for byte in printed] + [(chr(256 + i), byte) for i, byte in enumerate(others)]
+    return {char: bytes([byte]) for char, byte in named}

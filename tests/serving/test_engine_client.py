@@ -1,0 +1,173 @@
+"""The engine in a process of its own: what it is asked for comes back, and it may fail without harm."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
+from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.engine.config import EngineConfig
+from mla_compile.errors import MLAError
+from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
+from mla_compile.serving.grammars import GrammarCheck
+from mla_compile.serving.messages import Asked, GrammarSource, Update
+from mla_compile.serving.settings import ServerSettings
+
+SETTINGS = ServerSettings(
+    engine=EngineConfig(num_speculative_tokens=2, compile=False, max_rows=4, max_model_len=256), max_waiting=8
+)
+PROMPTS = [[5, 6, 7], [100, 200, 300, 400], [9]]
+
+
+def with_client(test: Callable[[EngineClient], Awaitable[None]], settings: ServerSettings = SETTINGS) -> None:
+    async def run() -> None:
+        client = EngineClient(settings)
+        try:
+            await client.start()
+            await test(client)
+        finally:
+            await client.stop()
+
+    asyncio.run(run())
+
+
+async def joined(answer: Answer) -> list[Update]:
+    """All updates of each completion as one."""
+    whole: dict[int, Update] = {}
+    while answer.has_more():
+        index, update = await answer.next()
+        known = whole.setdefault(index, Update())
+        known.token_ids += update.token_ids
+        known.draft_positions += update.draft_positions
+        if update.logprobs is not None:
+            known.logprobs = (known.logprobs or []) + update.logprobs
+        known.finish_reason, known.text, known.error = update.finish_reason, update.text, update.error
+        known.is_refused = update.is_refused
+    return [whole[index] for index in sorted(whole)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_answers_are_the_engines_completions() -> None:
+    params = [
+        SamplingParams(max_tokens=24),
+        SamplingParams(temperature=0.8, seed=3, logprobs=2, max_tokens=24),
+        SamplingParams(max_tokens=24, stop=["e"]),
+    ]
+    tokenizer = load_tokenizer(SHIPPED_MODEL)
+    engine = Engine(load_model(SHIPPED_MODEL), SETTINGS.engine, tokenizer=tokenizer)
+    expected = engine.generate(PROMPTS, params, stop_ids=[0])
+
+    async def test(client: EngineClient) -> None:
+        answers = [client.submit([Asked(prompt, each)]) for prompt, each in zip(PROMPTS, params, strict=True)]
+        together = client.submit([Asked(PROMPTS[0], params[0]), Asked(PROMPTS[1], params[1])])
+        found = [(await joined(answer))[0] for answer in answers]
+        for update, completion in zip([*found, *await joined(together)], [*expected, *expected[:2]]):
+            assert update.token_ids == completion.token_ids
+            assert update.draft_positions == completion.draft_positions
+            assert (update.logprobs is None) == (completion.logprobs is None)
+            for mine, theirs in zip(update.logprobs or [], completion.logprobs or [], strict=True):
+                assert mine.keys() == theirs.keys()
+                told = [[each[token].logprob for token in mine] for each in (mine, theirs)]
+                assert told[0] == pytest.approx(told[1], abs=1e-3)
+            assert update.finish_reason == completion.finish_reason
+        assert found[2].text == expected[2].text
+        assert client.num_running == 0 and client.stats.num_tokens > 24
+
+    with_client(test)
+
+
+def test_a_grammar_is_followed_and_a_wrong_one_refused_alone() -> None:
+    async def test(client: EngineClient) -> None:
+        digits = Asked(PROMPTS[0], SamplingParams(max_tokens=9), GrammarSource("regex", "[0-9]{4}"))
+        wrong = replace(digits, grammar=GrammarSource("json_schema", "{"))
+        free = Asked(PROMPTS[1], SamplingParams(max_tokens=9))
+        followed, refused, other = [client.submit([each]) for each in (digits, wrong, free)]
+        tokenizer = load_tokenizer(SHIPPED_MODEL)
+        assert tokenizer is not None
+        (update,) = await joined(followed)
+        text = tokenizer.decode(update.token_ids, skip_special_tokens=True)
+        assert text.isdigit() and len(text) == 4 and update.finish_reason == "stop"
+        (update,) = await joined(refused)
+        assert update.is_refused and "expected a JSON schema" in (update.error or "")
+        assert (await joined(other))[0].finish_reason == "length"
+
+    with_client(test)
+
+
+def test_no_more_wait_than_may_and_those_that_leave_make_room() -> None:
+    async def test(client: EngineClient) -> None:
+        asked = Asked(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
+        answers = [client.submit([asked]) for _ in range(12)]
+        with pytest.raises(Busy):
+            client.submit([asked])
+        for answer in answers[1:]:
+            client.abort(answer)
+        client.abort(client.submit([asked] * 11))
+        assert len((await joined(answers[0]))[0].token_ids) == 200
+        await until(lambda: client.num_running == 0)
+
+    with_client(test)
+
+
+def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
+    async def test(client: EngineClient) -> None:
+        asked = Asked(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
+        answer = client.submit([asked])
+        await answer.next()
+        assert client._process is not None
+        os.kill(client._process.pid, signal.SIGKILL)
+        (update,) = await joined(answer)
+        assert update.finish_reason == "error"
+        assert update.error == "the engine has failed: its process ended with status -9"
+        with pytest.raises(NotReady):
+            client.submit([asked])
+        await until(lambda: client.ready is not None)
+        assert len((await joined(client.submit([asked])))[0].token_ids) == 200
+
+    with_client(test)
+
+
+def test_a_mistake_in_the_settings_is_told_as_the_engine_says_it() -> None:
+    settings = replace(SETTINGS, engine=replace(SETTINGS.engine, num_pages=2))
+
+    async def test(client: EngineClient) -> None:
+        pytest.fail("it has started")
+
+    with pytest.raises(MLAError, match=r"num_pages: expected at least 17"):
+        with_client(test, settings)
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"grammar_seconds": 1e-4}, "it takes more than 0.0001 s to compile"),
+        ({"grammar_bytes": 2**24}, "it takes too much memory to compile"),
+    ],
+    ids=["time", "memory"],
+)
+def test_grammars_that_take_long_or_much_memory_are_refused(limits: dict[str, float], why: str) -> None:
+    words = "|".join(f"word{i}x{i * i}" for i in range(50_000))
+    large, small = GrammarSource("regex", words), GrammarSource("regex", "[a-z]+")
+    check, other = GrammarCheck(replace(SETTINGS, **limits)), GrammarCheck(SETTINGS)
+
+    async def run() -> None:
+        assert await check.why_not(large) == why
+        assert await other.why_not(small) is None
+        assert "JSON" in (await other.why_not(GrammarSource("json_schema", "{")) or "")
+        if "grammar_bytes" in limits:
+            assert await check.why_not(small) is None, "the next one finds a new process"
+
+    try:
+        asyncio.run(run())
+    finally:
+        check.stop()
+        other.stop()
