@@ -150,7 +150,7 @@ class EngineActor:
         if len(prompts) != 1:
             raise MLAError(", ".join(_PROMPTS), "one of them", "both" if prompts else "neither")
         ((name, prompt),) = prompts.items()
-        kind = {"prompt": str, "prompt_token_ids": list}[name]
+        kind: type = {"prompt": str, "prompt_token_ids": list}[name]
         if not isinstance(prompt, kind):
             raise MLAError(name, f"a {kind.__name__}", type(prompt).__name__)
         return self._checkpoint.encode(prompt, name)

@@ -18,7 +18,7 @@ from mla_compile import MLAError, SamplingParams, generate  # noqa: E402
 from mla_compile.integrations.ray.data import EngineActor  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-WORDS = "In the beginning was a word and what it said to them of day night sea".split()
+WORDS = ["In", "the", "beginning", "was", "a", "word", "and", "what", "said", "to", "them", "night", "sea"]
 
 
 @pytest.fixture(scope="module")
