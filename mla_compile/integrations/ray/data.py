@@ -19,7 +19,7 @@ from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
 
-_PROMPTS = ("prompt", "prompt_token_ids")
+_PROMPTS: dict[str, type] = {"prompt": str, "prompt_token_ids": list}
 _SETTINGS = [field.name for field in fields(SamplingParams)]
 _LOGPROB = pa.struct([("token_id", pa.int64()), ("logprob", pa.float64()), ("rank", pa.int64())])
 _RESULTS = pa.schema(
@@ -150,9 +150,8 @@ class EngineActor:
         if len(prompts) != 1:
             raise MLAError(", ".join(_PROMPTS), "one of them", "both" if prompts else "neither")
         ((name, prompt),) = prompts.items()
-        kind: type = {"prompt": str, "prompt_token_ids": list}[name]
-        if not isinstance(prompt, kind):
-            raise MLAError(name, f"a {kind.__name__}", type(prompt).__name__)
+        if type(prompt) is not _PROMPTS[name]:
+            raise MLAError(name, f"a {_PROMPTS[name].__name__}", type(prompt).__name__)
         return self._checkpoint.encode(prompt, name)
 
 

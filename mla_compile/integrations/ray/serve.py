@@ -14,6 +14,7 @@ import logging
 import signal
 import threading
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,8 @@ _PREFIX_CHARS = 4096
 """Of a prompt, by which it is routed."""
 _PROBE_SECONDS = 10.0
 """What completes nothing is answered at once."""
+_LAST_WORDS_SECONDS = 5.0
+"""Gateways stay so much longer than replicas, to tell clients whose answers were cut."""
 _LOST = "replica_lost"
 _PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
 _ROUTER_BOUNDS = {"imbalanced_threshold": 8, "do_eviction": True}
@@ -105,10 +108,6 @@ class Replica:
         if not self._server.is_ready:
             raise RuntimeError("the engine has failed")
 
-    def metrics(self) -> tuple[str, str]:
-        """Its name, and what Prometheus reads of it."""
-        return self._name, self._server._metrics.text().decode()
-
     async def answer(self, forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
         """The messages of the app's answer, those together that are there together."""
         # An empty queue attracts requests: those that come before Ray has noticed wait here, and go elsewhere then.
@@ -128,6 +127,12 @@ class Replica:
         finally:
             task.cancel()  # the app ends what nobody reads
             await asyncio.wait([task])
+
+    async def page(self, forwarded: Forwarded) -> tuple[str, str]:
+        """The replica's name, and the text of an answer."""
+        async with aclosing(self.answer(forwarded)) as answer:
+            parts = [message.get("body", b"") async for messages in answer for message in messages]
+        return self._name, b"".join(parts).decode()
 
     async def _run(self, forwarded: Forwarded, sent: "asyncio.Queue[Message | None]") -> None:
         body: list[Message] = [{"type": "http.request", "body": forwarded.body, "more_body": False}]
@@ -162,7 +167,7 @@ class Gateway:
             forwarded = Forwarded.of(request, await self._body(request))
             async with asyncio.timeout(seconds):
                 if request.url.path == "/metrics":
-                    return await self._metrics()
+                    return await self._metrics(forwarded)
                 return await self._answered(forwarded)
         except BadRequest as error:
             return JSONResponse(bad_request_object(error), error.status)
@@ -197,9 +202,9 @@ class Gateway:
                 log.warning("a replica has ended before it answered; the request goes on: %s", error)
         return _error(f"{_ATTEMPTS} replicas, one after the other, have ended before they answered", 500)
 
-    async def _metrics(self) -> Response:
+    async def _metrics(self, forwarded: Forwarded) -> Response:
         """The pages of all replicas in one."""
-        pages = dict(await self._replicas.broadcast("metrics").results_async())
+        pages = dict(await self._replicas.broadcast("page", forwarded).results_async())
         registry = CollectorRegistry()
         registry.register(_Merged(pages))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -307,6 +312,7 @@ def build_app(
         max_ongoing_requests=ongoing,
         max_queued_requests=settings.max_waiting,
         graceful_shutdown_timeout_s=settings.shutdown_seconds,
+        max_constructor_retry_count=2,
         health_check_period_s=2,
         health_check_timeout_s=30,
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus_per_replica},
@@ -316,7 +322,7 @@ def build_app(
         Gateway,
         num_replicas=replicas,
         max_ongoing_requests=2 * replicas * ongoing,
-        graceful_shutdown_timeout_s=settings.shutdown_seconds,
+        graceful_shutdown_timeout_s=settings.shutdown_seconds + _LAST_WORDS_SECONDS,
         ray_actor_options={"num_cpus": 0},
     )
     return gateways.bind(engines.bind(settings), settings)
@@ -331,25 +337,44 @@ def _prefix_router() -> str | None:
 
 
 def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: int) -> None:
-    """Serve until SIGTERM or Ctrl-C; running requests then have `shutdown_seconds`.
+    """Serve until SIGTERM or Ctrl-C; running requests then have `shutdown_seconds`, unless a second signal comes.
 
     It joins the Ray cluster that RAY_ADDRESS or `ray start` names; where there is none it starts one on this machine,
-    which ends with it.
+    which ends with it. Machines of a cluster find the checkpoint by the same path.
 
     Raises:
-        MLAError: a bad argument, named. RuntimeError: the replicas cannot be started.
+        MLAError: a bad argument, named. RuntimeError: the engines cannot be started.
     """
     app = build_app(settings, replicas=replicas)
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+    create_app(settings)  # a mistake is told here, not by each replica
     ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    _log_to_stderr()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would abort
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(app, name=APP_NAME, route_prefix="/")
+        _run(app)
         log.info("ready: http://%s:%d, %d replicas", host, port, replicas)
-        stopped.wait()
+        threading.Event().wait()
+    except KeyboardInterrupt:
         log.info("stopping: running requests have %g s", settings.shutdown_seconds)
         serve.delete(APP_NAME)
     finally:
         ray.shutdown()
+
+
+def _run(app: Any) -> None:
+    try:
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:  # it does not say why
+        why = serve.status().applications[APP_NAME].deployments[Replica.__name__].message
+        raise RuntimeError(why) from error
+
+
+def _log_to_stderr() -> None:
+    """As `mla-compile serve` without replicas does: Ray's own form is JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("mla-compile: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
