@@ -150,8 +150,9 @@ class EngineActor:
         if len(prompts) != 1:
             raise MLAError(", ".join(_PROMPTS), "one of them", "both" if prompts else "neither")
         ((name, prompt),) = prompts.items()
-        if type(prompt) is not _PROMPTS[name]:
-            raise MLAError(name, f"a {_PROMPTS[name].__name__}", type(prompt).__name__)
+        kind = type(prompt)
+        if kind is not _PROMPTS[name]:
+            raise MLAError(name, f"a {_PROMPTS[name].__name__}", kind.__name__)
         return self._checkpoint.encode(prompt, name)
 
 

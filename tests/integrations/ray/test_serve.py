@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ SETTINGS = ServerSettings(
     served_model_name="small",
     engine=EngineConfig(compile=False, num_speculative_tokens=3, max_rows=8),
     max_body_bytes=10_000,
-    stall_seconds=0.2,
     request_seconds=60.0,
 )
 PREFIX_ROUTER = (
@@ -212,6 +212,16 @@ def test_a_long_body_is_refused_before_anybody_is_asked(parts: int) -> None:
     assert (status, json.loads(body)["error"]["code"], replicas.asked) == (413, "request_too_large", [])
     replicas = FakeReplicas(FakeAnswer([messages_of(b"ok")]))
     assert ask(replicas, b"x" * SETTINGS.max_body_bytes, parts)[:2] == (200, b"ok")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def receive() -> Message:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    gateway = Gateway(FakeReplicas(), replace(SETTINGS, stall_seconds=0.05))
+    response = asyncio.run(gateway(Request(scope_of("/v1/completions"), receive)))
+    assert response.status_code == 408
 
 
 # --- what requests are routed by
