@@ -1,0 +1,196 @@
+"""Ray Data: prompts in, completions out, by as many engines as there are machines.
+
+A worker that is killed is started again by Ray, and its blocks run again; what they had given is dropped. A row's
+completion depends on its own columns alone, its seed among them, so the second run gives what the first would have.
+"""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import pyarrow as pa
+import torch
+
+from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, SHIPPED_MODEL
+from mla_compile.engine import Checkpoint, Completion, Engine, EngineConfig
+from mla_compile.engine.config import DEFAULT_MAX_MODEL_LEN, EngineSettings, check_positive
+from mla_compile.engine.intake import checked_sampling
+from mla_compile.errors import MLAError
+from mla_compile.sampling_params import SamplingParams
+from mla_compile.speculate.drafter import loads_mtp
+
+_PROMPTS: dict[str, type] = {"prompt": str, "prompt_token_ids": list}
+_SETTINGS = [field.name for field in fields(SamplingParams)]
+_LOGPROB = pa.struct([("token_id", pa.int64()), ("logprob", pa.float64()), ("rank", pa.int64())])
+_RESULTS = pa.schema(
+    [
+        ("index", pa.int64()),
+        ("token_ids", pa.list_(pa.int64())),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("error", pa.string()),
+        ("acceptance_length", pa.float64()),
+        ("token_logprobs", pa.list_(pa.list_(_LOGPROB))),
+    ]
+)
+"""The columns that a completion adds to its prompt's."""
+
+
+class EngineActor:
+    """An engine for `Dataset.map_batches`.
+
+        prompts = ray.data.read_json("prompts.jsonl", lines=True)
+        completed = prompts.map_batches(
+            EngineActor,
+            fn_constructor_kwargs={"model": "/models/GLM-4.7-Flash", "dtype": "bfloat16", "max_rows": 64},
+            batch_format="pyarrow",
+            batch_size=1024,
+            concurrency=8,
+            num_gpus=1,
+        )
+        completed.write_parquet("completed")
+
+    A row has one of `prompt`, text, and `prompt_token_ids`. Columns with the names of `SamplingParams` override
+    `sampling` where they are not null. All columns stay, and these are added:
+
+    index: which of the prompt's `n` completions; each one is a row.
+    token_ids, text, finish_reason, error, acceptance_length: see `Completion`. A row that cannot be completed, whose
+        prompt is too long say, has the `finish_reason` "error"; the others go on.
+    token_logprobs: a list for each token, the chosen one first; null where `logprobs` did not ask for them.
+
+    An engine idles while the last rows of a batch end: let `batch_size` be many times `max_rows`. Rows that are to
+    differ though their prompts are equal need a `seed` each, or one row with `n`. Where a second run must have the
+    same bits whatever is beside a row, as sampling in low precision needs, set `batch_invariant`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = SHIPPED_MODEL,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: str = "float32",
+        device: str | None = None,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int = DEFAULT_MAX_TOKENS,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        """Load a checkpoint, one for each actor.
+
+        Args:
+            model, tokenizer: as for `generate`.
+            dtype: of weights and caches, by torch's name. device: the first GPU that Ray has given the actor, else the
+                CPU.
+            sampling: of rows that say nothing else; greedy by default.
+            max_new_tokens: at most so many a row, where `max_tokens` says nothing.
+            settings: of `EngineConfig`. `num_speculative_tokens` is 3 by default where the checkpoint has an MTP layer
+                or `drafter` is named; `max_model_len` is not more than the model's `max_position_embeddings`.
+
+        Raises:
+            MLAError: a bad argument or checkpoint, named.
+        """
+        self._sampling = checked_sampling("sampling", SamplingParams() if sampling is None else sampling)
+        check_positive("max_new_tokens", max_new_tokens)
+        self._max_new_tokens = max_new_tokens
+        EngineConfig(**settings)  # a mistake is told before the checkpoint is read
+        drafts, drafter = settings.get("num_speculative_tokens"), settings.get("drafter")
+        self._checkpoint = Checkpoint.load(
+            model,
+            dtype=_dtype(dtype),
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            mtp=loads_mtp(drafts, drafter),
+            tokenizer=tokenizer,
+            text=False,
+        )
+        served = self._checkpoint.model
+        if drafts is None and (served.has_mtp or drafter is not None):
+            settings["num_speculative_tokens"] = DEFAULT_DRAFTS
+        longest = served.config.max_position_embeddings
+        settings["max_model_len"] = min(settings.get("max_model_len", DEFAULT_MAX_MODEL_LEN), longest)
+        self._engine = Engine(served, tokenizer=self._checkpoint.tokenizer, **settings)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """Complete a batch.
+
+        Raises:
+            MLAError: a batch that is no Arrow table, one without prompts, one whose columns would be overwritten.
+            Exception: what the model raised.
+        """
+        _check_columns(batch)
+        columns = [name for name in (*_PROMPTS, *_SETTINGS) if name in batch.column_names]
+        completions = [
+            (row, index, completion)
+            for row, given in enumerate(batch.select(columns).to_pylist())
+            for index, completion in enumerate(self._ask(given))
+        ]
+        while self._engine.has_work():
+            self._engine.step()
+        completed = batch.take(pa.array([row for row, _, _ in completions], pa.int64()))
+        results = [_result(index, completion) for _, index, completion in completions]
+        for field in _RESULTS:
+            values = pa.array([result[field.name] for result in results], field.type)
+            completed = completed.append_column(field, values)
+        return completed
+
+    def _ask(self, row: dict[str, Any]) -> list[Completion]:
+        """The completions of a row, which grow; a single one that has ended where it asks for what cannot be."""
+        try:
+            given = {name: value for name, value in row.items() if value is not None}
+            prompt = self._encode({name: given.pop(name) for name in _PROMPTS if name in given})
+            copies = replace(self._sampling, **given).copies()
+            return [self._add(prompt, params) for params in copies]
+        except MLAError as error:
+            return [Completion(finish_reason="error", error=str(error))]
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> Completion:
+        stop_ids = self._checkpoint.stop_ids
+        request = self._engine.add(prompt, params, max_new_tokens=self._max_new_tokens, stop_ids=stop_ids)
+        return request.completion
+
+    def _encode(self, prompts: dict[str, Any]) -> list[int]:
+        if len(prompts) != 1:
+            raise MLAError(", ".join(_PROMPTS), "one of them", "both" if prompts else "neither")
+        ((name, prompt),) = prompts.items()
+        kind = type(prompt)
+        if kind is not _PROMPTS[name]:
+            raise MLAError(name, f"a {_PROMPTS[name].__name__}", kind.__name__)
+        return self._checkpoint.encode(prompt, name)
+
+
+def _check_columns(batch: object) -> None:
+    if not isinstance(batch, pa.Table):
+        mend = 'call map_batches(..., batch_format="pyarrow")'
+        raise MLAError("batch_format", "Arrow tables", type(batch).__name__, mend)
+    if not any(name in batch.column_names for name in _PROMPTS):
+        raise MLAError("batch", f"a column {' or '.join(_PROMPTS)}", ", ".join(batch.column_names) or "none")
+    taken = [name for name in _RESULTS.names if name in batch.column_names]
+    if taken:
+        mend = "rename them with Dataset.rename_columns"
+        raise MLAError("batch", "no column that completions add", ", ".join(taken), mend)
+
+
+def _result(index: int, completion: Completion) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "acceptance_length": completion.acceptance_length,
+        "token_logprobs": _logprobs(completion),
+    }
+
+
+def _logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:
+    if completion.logprobs is None:
+        return None
+    return [
+        [{"token_id": token, "logprob": found.logprob, "rank": found.rank} for token, found in place.items()]
+        for place in completion.logprobs
+    ]
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise MLAError("dtype", "the name of a torch dtype", repr(name), 'write "bfloat16", say')
+    return found

@@ -1,0 +1,380 @@
+"""Ray Serve: replicas of the server, one engine each, behind gateways that know which requests were answered.
+
+    client -> Ray's HTTP proxy -> Gateway -> Ray's router -> Replica: the app of `mla_compile.serving`, its engine
+
+Ray's proxy alone would give up a request whose replica dies. A gateway holds an answer back until its first bytes are
+there: up to then the request is sent to another replica, and nobody notices. Later it tells the client by name that
+its answer was cut.
+"""
+
+import asyncio
+import importlib
+import json
+import logging
+import signal
+import threading
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message
+
+from mla_compile.engine.config import check_positive
+from mla_compile.errors import MLAError
+from mla_compile.serving.app import Server, create_app
+from mla_compile.serving.openai_requests import BadRequest
+from mla_compile.serving.openai_responses import bad_request_object, error_object
+from mla_compile.serving.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+APP_NAME = "mla-compile"
+_ATTEMPTS = 3
+"""Replicas that a request may outlive. A request that kills them must not kill all."""
+_PREFIX_CHARS = 4096
+"""Of a prompt, by which it is routed."""
+_PROBE_SECONDS = 10.0
+"""What completes nothing is answered at once."""
+_LAST_WORDS_SECONDS = 5.0
+"""Gateways stay so much longer than replicas, to tell clients whose answers were cut."""
+_LOST = "replica_lost"
+_PREFIX_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+_ROUTER_BOUNDS = {"imbalanced_threshold": 8, "do_eviction": True}
+"""Requests more than others have at which a replica gets no more for its prefixes; what it has seen is forgotten."""
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A request on its way to a replica. prompt: the beginning of what it completes, for Ray's router; or empty."""
+
+    scope: dict[str, Any]
+    body: bytes
+    prompt: str = ""
+
+    @classmethod
+    def of(cls, request: Request, body: bytes) -> "Forwarded":
+        """What a replica needs of it."""
+        names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+        scope = {name: request.scope[name] for name in (*names, "headers", "client", "server")}
+        return cls(scope, body, _beginning(body) if request.method == "POST" else "")
+
+
+def _beginning(body: bytes) -> str:
+    """JSON of a prompt, text or token ids or messages: equal beginnings of it are equal beginnings of the prompt."""
+    try:
+        asked = json.loads(body)
+        given = asked.get("prompt", asked.get("messages"))
+        return "" if given is None else json.dumps(given)[:_PREFIX_CHARS]
+    except (ValueError, AttributeError, RecursionError):
+        return ""  # the replica says what is wrong with it
+
+
+class Replica:
+    """The app and its engine."""
+
+    async def __init__(self, settings: ServerSettings) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Load it; a replica is asked nothing before it is warm.
+
+        Raises:
+            MLAError, RuntimeError: the engine cannot be started.
+        """
+        self._name: str = serve.get_replica_context().replica_id.unique_id
+        self._app = create_app(settings)
+        self._server: Server = self._app.state.server
+        await self._server.__aenter__()
+        await self._server.started()
+        if self._server.failure is not None:
+            raise self._server.failure
+
+    async def __del__(self) -> None:  # Ray awaits it too
+        if hasattr(self, "_server"):
+            await self._server.__aexit__()
+
+    async def check_health(self) -> None:
+        """Ray calls it every now and then, and replaces a replica where it raises."""
+        if not self._server.is_ready:
+            raise RuntimeError("the engine has failed")
+
+    async def answer(self, forwarded: Forwarded) -> AsyncGenerator[list[Message]]:
+        """The messages of the app's answer, those together that are there together."""
+        # An empty queue attracts requests: those that come before Ray has noticed wait here, and go elsewhere then.
+        while forwarded.scope["method"] == "POST" and not self._server.is_ready:
+            await asyncio.sleep(0.1)
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        task = asyncio.create_task(self._run(forwarded, sent))
+        try:
+            is_open = True
+            while is_open:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                is_open = messages[-1] is not None
+                yield [message for message in messages if message is not None]
+            await task
+        finally:
+            task.cancel()  # the app ends what nobody reads
+            await asyncio.wait([task])
+
+    async def page(self, forwarded: Forwarded) -> tuple[str, str]:
+        """The replica's name, and the text of an answer."""
+        async with aclosing(self.answer(forwarded)) as answer:
+            parts = [message.get("body", b"") async for messages in answer for message in messages]
+        return self._name, b"".join(parts).decode()
+
+    async def _run(self, forwarded: Forwarded, sent: "asyncio.Queue[Message | None]") -> None:
+        body: list[Message] = [{"type": "http.request", "body": forwarded.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if not body:
+                await asyncio.Event().wait()  # a reader who goes cancels all this
+            return body.pop()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-replica", self._name.encode())]
+            await sent.put(message)
+
+        try:
+            await self._app(forwarded.scope, receive, send)
+        finally:
+            sent.put_nowait(None)
+
+
+class Gateway:
+    """Hands requests on to replicas. replicas: Ray's handle of their deployment."""
+
+    def __init__(self, replicas: Any, settings: ServerSettings) -> None:
+        self._replicas, self._settings = replicas, settings
+        self._answers = replicas.options(method_name="answer", stream=True)
+
+    async def __call__(self, request: Request) -> Response:
+        """The answer of a replica that lives long enough."""
+        seconds = self._settings.request_seconds if request.method == "POST" else _PROBE_SECONDS
+        try:
+            forwarded = Forwarded.of(request, await self._body(request))
+            async with asyncio.timeout(seconds):
+                if request.url.path == "/metrics":
+                    return await self._metrics(forwarded)
+                return await self._answered(forwarded)
+        except BadRequest as error:
+            return JSONResponse(bad_request_object(error), error.status)
+        except BackPressureError:
+            return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
+        except (DeploymentUnavailableError, TimeoutError):
+            return _error(f"no replica has answered within {seconds:g} s", 503, {"Retry-After": "5"})
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.stall_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self._settings.max_body_bytes:
+                        most = f"the body has more than {self._settings.max_body_bytes} bytes"
+                        raise BadRequest(most, None, "request_too_large", 413)
+        except TimeoutError:
+            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+        return bytes(body)
+
+    async def _answered(self, forwarded: Forwarded) -> Response:
+        for _ in range(_ATTEMPTS):
+            # Ray's router by prefix looks at what stands first, and raises where that has no prompt.
+            if forwarded.prompt:
+                messages = self._answers.remote(forwarded)
+            else:
+                messages = self._answers.remote(forwarded=forwarded)
+            try:
+                return await _begun(messages)
+            except RayActorError as error:
+                log.warning("a replica has ended before it answered; the request goes on: %s", error)
+        return _error(f"{_ATTEMPTS} replicas, one after the other, have ended before they answered", 500)
+
+    async def _metrics(self, forwarded: Forwarded) -> Response:
+        """The pages of all replicas in one."""
+        pages = dict(await self._replicas.broadcast("page", forwarded).results_async())
+        registry = CollectorRegistry()
+        registry.register(_Merged(pages))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _Merged(Collector):
+    """Of several pages, by the replica that each is of; it becomes a label."""
+
+    def __init__(self, pages: dict[str, str]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for replica, page in self._pages.items():
+            for family in text_string_to_metric_families(page):
+                known = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+                ]
+        return merged.values()
+
+
+def _error(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
+    code = _LOST if status == 500 else None
+    return JSONResponse(error_object(message, status=status, code=code), status, headers)
+
+
+async def _begun(messages: Any) -> Response:
+    """A response whose first bytes are there. messages: of the app, as a replica yields them; Ray's generator.
+
+    Raises:
+        RayActorError: the replica has ended before.
+    """
+    parts: list[Message] = []
+    try:
+        while not any(part.get("body") or not part.get("more_body", True) for part in parts):
+            parts += await anext(messages)
+    except BaseException:
+        messages.cancel()
+        raise
+    start, *bodies = parts
+    response = StreamingResponse(_rest(bodies, messages, start), start["status"])
+    response.raw_headers = list(start["headers"])
+    return response
+
+
+async def _rest(bodies: list[Message], messages: Any, start: Message) -> AsyncGenerator[bytes]:
+    """The body, to its end or to that of the replica, which an event stream tells."""
+    try:
+        while True:
+            for body in bodies:
+                yield body.get("body", b"")
+                if not body.get("more_body", False):
+                    return
+            bodies = await anext(messages)
+    except RayActorError:
+        if not Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream"):
+            raise  # fewer bytes than its headers say: the client sees that
+        why = "the replica that answered has ended: what came before is a part of the answer"
+        yield f"data: {json.dumps(error_object(why, status=500, code=_LOST))}\n\n".encode()
+    finally:
+        messages.cancel()
+
+
+def build_app(
+    settings: ServerSettings,
+    *,
+    replicas: int,
+    gpus_per_replica: int | None = None,
+    request_router: str | None = None,
+) -> Any:
+    """An application for `serve.run`, at the route prefix "/".
+
+    Args:
+        settings: of each replica; `device` has no number, as Ray chooses the GPUs.
+        replicas: engines, one each.
+        gpus_per_replica: one by default where the device is a GPU, else none. Those of a replica are on one machine.
+        request_router: the path of a class of Ray's, or of one's own, that chooses the replica of a request. By default
+            Ray's `PrefixCacheAffinityRouter`, which chooses the one that has seen a prompt's beginning, where it can be
+            imported (Ray 2.60 asks for vLLM or SGLang for that), else Ray's default, the shorter of two queues.
+
+    Raises:
+        MLAError: a bad argument, named.
+    """
+    check_positive("replicas", replicas)
+    if settings.device not in ("cpu", "cuda"):
+        raise MLAError("device", "cpu or cuda, whose number Ray chooses", repr(settings.device))
+    if gpus_per_replica is None:
+        gpus_per_replica = int(settings.device == "cuda")
+    if type(gpus_per_replica) is not int or gpus_per_replica < (settings.device == "cuda"):
+        expected = f"an integer >= {int(settings.device == 'cuda')} for device {settings.device!r}"
+        raise MLAError("gpus_per_replica", expected, repr(gpus_per_replica))
+    # The app refuses by itself what is too much; probes come on top.
+    ongoing = settings.engine.max_rows + settings.max_waiting + 64
+    options: dict[str, Any] = {}
+    router = request_router or _prefix_router()
+    if router is not None:
+        bounds = _ROUTER_BOUNDS if router == _PREFIX_ROUTER else {}
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class=router, request_router_kwargs=bounds
+        )
+    engines = serve.deployment(
+        Replica,
+        num_replicas=replicas,
+        max_ongoing_requests=ongoing,
+        max_queued_requests=settings.max_waiting,
+        graceful_shutdown_timeout_s=settings.shutdown_seconds,
+        max_constructor_retry_count=2,
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus_per_replica},
+        **options,
+    )
+    gateways = serve.deployment(
+        Gateway,
+        num_replicas=replicas,
+        max_ongoing_requests=2 * replicas * ongoing,
+        graceful_shutdown_timeout_s=settings.shutdown_seconds + _LAST_WORDS_SECONDS,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return gateways.bind(engines.bind(settings), settings)
+
+
+def _prefix_router() -> str | None:
+    try:
+        importlib.import_module(_PREFIX_ROUTER.rpartition(".")[0])
+    except ImportError:
+        return None
+    return _PREFIX_ROUTER
+
+
+def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: int) -> None:
+    """Serve until SIGTERM or Ctrl-C; running requests then have `shutdown_seconds`, unless a second signal comes.
+
+    It joins the Ray cluster that RAY_ADDRESS or `ray start` names; where there is none it starts one on this machine,
+    which ends with it. Machines of a cluster find the checkpoint by the same path.
+
+    Raises:
+        MLAError: a bad argument, named. RuntimeError: the engines cannot be started.
+    """
+    app = build_app(settings, replicas=replicas)
+    create_app(settings)  # a mistake is told here, not by each replica
+    ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
+    _log_to_stderr()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own would abort
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        _run(app)
+        log.info("ready: http://%s:%d, %d replicas", host, port, replicas)
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        log.info("stopping: running requests have %g s", settings.shutdown_seconds)
+        serve.delete(APP_NAME)
+    finally:
+        ray.shutdown()
+
+
+def _run(app: Any) -> None:
+    try:
+        serve.run(app, name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:  # it does not say why
+        why = serve.status().applications[APP_NAME].deployments[Replica.__name__].message
+        raise RuntimeError(why) from error
+
+
+def _log_to_stderr() -> None:
+    """As `mla-compile serve` without replicas does: Ray's own form is JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("mla-compile: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
