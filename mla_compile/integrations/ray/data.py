@@ -45,7 +45,7 @@ class EngineActor:
             fn_constructor_kwargs={"model": "/models/GLM-4.7-Flash", "dtype": "bfloat16", "max_rows": 64},
             batch_format="pyarrow",
             batch_size=1024,
-            concurrency=8,
+            compute=ray.data.ActorPoolStrategy(size=8),
             num_gpus=1,
         )
         completed.write_parquet("completed")

@@ -208,7 +208,7 @@ def test_blocks_of_killed_workers_run_again_and_no_row_is_lost_or_doubled(
             fn_constructor_kwargs={"deadly": deadly, "deaths": deaths} | settings,
             batch_format="pyarrow",
             batch_size=3,
-            concurrency=2,
+            compute=ray.data.ActorPoolStrategy(size=2),
             num_cpus=0.5,
         )
     )
