@@ -22,7 +22,7 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-server load test-all lint format docs hooks clean
+.PHONY: help demo test test-server test-ray load test-all lint format docs hooks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,9 @@ test-server: $(VENV)/.dev ## run the tests of the server, with real processes an
 
 load: $(VENV)/.dev ## serve 200 streams for a minute, and 10,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
 	@$(RUN) -m pytest -q -m load tests/serving $(ARGS)
+
+test-ray: $(VENV)/.ray ## run the tests of replicas and of Ray Data, with Ray (its packages are 400 MB)
+	@$(RUN) -m pytest -q -m "not slow" tests/integrations/ray $(ARGS)
 
 test-all: $(VENV)/.dev ## run every test that this machine can run
 	@$(PYTEST) $(ARGS)
@@ -86,6 +89,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "installing mla-compile with its test and lint tools: half a minute ..."
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.runtime $@
+
+$(VENV)/.ray: pyproject.toml $(VENV)/.dev
+	@echo "installing Ray: a minute ..."
+	@$(PIP) -e '.[ray]'
+	@touch $@
 
 # The sources are read, not imported: pages need neither PyTorch nor this package installed, only what the extra names.
 DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])

@@ -336,6 +336,15 @@ def serve(
     shutdown_timeout: Annotated[
         float, Option(metavar="SECONDS", help="For running requests, after SIGTERM.")
     ] = 30.0,
+    replicas: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=1,
+            help="Engines on Ray Serve, one a GPU or on the CPU; needs mla-compile[ray].",
+            show_default="one, without Ray",
+        ),
+    ] = None,
 ) -> None:
     """Serve a checkpoint as OpenAI's API does, with a page at / that shows speculation live.
 
@@ -357,6 +366,7 @@ def serve(
         max_waiting=max_waiting,
         request_seconds=request_timeout,
         shutdown_seconds=shutdown_timeout,
+        replicas=replicas,
         num_speculative_tokens=num_speculative_tokens,
         max_model_len=max_model_len,
         engine={

@@ -1,6 +1,8 @@
 """`mla-compile serve`: serve a checkpoint over HTTP."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ def serve_checkpoint(
     api_key_file: Path | None,
     num_speculative_tokens: int | None,
     max_model_len: int | None,
+    replicas: int | None,
     engine: dict[str, Any],
     **settings: Any,
 ) -> None:
@@ -34,13 +37,7 @@ def serve_checkpoint(
     Raises:
         MLAError: a mistake, named.
     """
-    try:
-        from mla_compile.serving.server import serve
-    except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "prometheus_client", "uvicorn"):
-            raise
-        mend = "pip install 'mla-compile[serve]'"
-        raise MLAError(error.name, "the package, which serves over HTTP", "none", mend) from error
+    serve = _server(replicas)
     config, _ = read_config(model)
     if num_speculative_tokens is None:
         drafts = config.num_nextn_predict_layers or engine.get("drafter") is not None
@@ -58,6 +55,24 @@ def serve_checkpoint(
         host=host,
         port=port,
     )
+
+
+def _server(replicas: int | None) -> Callable[..., None]:
+    """What serves: one engine, or replicas on Ray."""
+    extra = "serve" if replicas is None else "ray"
+    try:
+        if replicas is None:
+            from mla_compile.serving.server import serve
+
+            return serve
+        from mla_compile.integrations.ray.serve import serve_replicas
+
+        return partial(serve_replicas, replicas=replicas)
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "prometheus_client", "ray", "uvicorn"):
+            raise
+        mend = f"pip install 'mla-compile[{extra}]'"
+        raise MLAError(error.name, "the package, which serves over HTTP", "none", mend) from error
 
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:

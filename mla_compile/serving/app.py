@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
@@ -39,7 +38,7 @@ from mla_compile.serving.openai_responses import (
 )
 from mla_compile.serving.openai_responses import Response as OpenAIResponse
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import EventStream, while_connected
+from mla_compile.serving.streams import EventStream, read_body, while_connected
 from mla_compile.serving.token_bytes import Vocabulary
 
 _PAGE = Path(__file__).parent / "page.html"
@@ -172,23 +171,8 @@ class Server:
         if not sum([hmac.compare_digest(given, key) for key in self._keys]):
             raise BadRequest("the API key is missing or wrong", None, "invalid_api_key", 401)
 
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self.settings.stall_seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self.settings.max_body_bytes:
-                        most = f"the body has more than {self.settings.max_body_bytes} bytes"
-                        raise BadRequest(most, None, "request_too_large", 413)
-        except TimeoutError:
-            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
-        except ClientDisconnect:
-            raise ConnectionResetError from None
-        return bytes(body)
-
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
-        body = await self._body(request)
+        body = await read_body(request, self.settings)
         call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
         # Long texts take long to tokenize.
         return await asyncio.to_thread(call) if len(body) > _SHORT_BODY else call()

@@ -5,8 +5,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+
+from mla_compile.serving.openai_requests import BadRequest
+from mla_compile.serving.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -33,6 +37,27 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for each in (task, watcher):
             each.cancel()
         await asyncio.wait([task, watcher])
+
+
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """A request's body.
+
+    Raises:
+        BadRequest: it has too many bytes, or does not come in time. ConnectionResetError: the client has hung up.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.stall_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > settings.max_body_bytes:
+                    most = f"the body has more than {settings.max_body_bytes} bytes"
+                    raise BadRequest(most, None, "request_too_large", 413)
+    except TimeoutError:
+        raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+    except ClientDisconnect:
+        raise ConnectionResetError("the client has hung up") from None
+    return bytes(body)
 
 
 class EventStream(Response):

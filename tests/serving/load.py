@@ -76,7 +76,10 @@ class Seen:
 
     def summary(self) -> dict[str, Any]:
         """What is worth printing."""
-        grown = {name: {"MiB": round(s[-1]), "grown": round(self.growth(name), 2)} for name, s in self.memory.items()}
+        grown = {
+            name: {"MiB": round(s[-1]), "grown": round(self.growth(name), 2)}
+            for name, s in self.memory.items()
+        }
         share = self.delivery_ms["p99"] / self.step_ms
         return asdict(self) | {"memory": grown, "p99_of_a_step": round(share, 3)}
 
@@ -238,13 +241,17 @@ def problems(seen: Seen, load: Load) -> list[str]:
         found.append(f"{seen.dropped} of {load.stalling} clients that stalled were dropped")
     if not seen.is_idle:
         found.append("the engine still holds rows or pages")
-    found += [f"the {name} has grown: {samples}" for name, samples in seen.memory.items() if seen.growth(name) > 8]
+    found += [
+        f"the {name} has grown: {samples}" for name, samples in seen.memory.items() if seen.growth(name) > 8
+    ]
     return found
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--streams", type=int, default=200)
     args = parser.parse_args()

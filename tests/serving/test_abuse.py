@@ -76,7 +76,9 @@ ODD = [
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all that is in a JSON value."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    inside = (
+        value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    )
     for key, each in inside:
         yield (*path, key)
         yield from _places(each, (*path, key))
@@ -110,7 +112,9 @@ def mutated(body: dict[str, Any], rng: random.Random) -> bytes:
         elif how == 1:
             del found[at : at + size]
         elif how == 2:
-            found[at:at] = rng.choice([b"\xff", b"\xed\xa0\x80", b"\0", b"[" * 10_000, b'"', b"1e999", b"\\u"])
+            found[at:at] = rng.choice(
+                [b"\xff", b"\xed\xa0\x80", b"\0", b"[" * 10_000, b'"', b"1e999", b"\\u"]
+            )
         else:
             del found[max(1, at) :]
     return bytes(found)
@@ -193,14 +197,41 @@ class Abuser:
         await self.post(connection, path, mutated(body, self.rng))
 
     async def bad_key(self, connection: Connection) -> None:
-        wrong = ["", "Bearer", "Bearer ", "Bearer b", f"Bearer {KEY}x", "Basic YQ==", "Bearer \xff\xfe", "x" * 5000]
+        wrong = [
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer b",
+            f"Bearer {KEY}x",
+            "Basic YQ==",
+            "Bearer \xff\xfe",
+            "x" * 5000,
+        ]
         path, body = self.rng.choice(BODIES)
-        head = self.head(f"POST {path} HTTP/1.1", Authorization=self.rng.choice(wrong), **{"Content-Length": "2"})
+        head = self.head(
+            f"POST {path} HTTP/1.1", Authorization=self.rng.choice(wrong), **{"Content-Length": "2"}
+        )
         await self.raw(connection, head + b"{}")
 
     async def bad_route(self, connection: Connection) -> None:
-        paths = ["/", "/v1", "/v1/models/..%2f..", "/v1/models/" + "é%00" * 99, "//", "/%ff%fe", "/metrics/x", "/v1/completions"]
-        paths += ["/v1/completions/?x=%", "*", "http://other/v1/models", "/../../etc/passwd", "/ready?" + "a=b&" * 900, "/docs"]
+        paths = [
+            "/",
+            "/v1",
+            "/v1/models/..%2f..",
+            "/v1/models/" + "é%00" * 99,
+            "//",
+            "/%ff%fe",
+            "/metrics/x",
+            "/v1/completions",
+        ]
+        paths += [
+            "/v1/completions/?x=%",
+            "*",
+            "http://other/v1/models",
+            "/../../etc/passwd",
+            "/ready?" + "a=b&" * 900,
+            "/docs",
+        ]
         method = self.rng.choice(["GET", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "POST", "FROB"])
         line = f"{method} {self.rng.choice(paths)} HTTP/1.1".encode().decode("latin-1")
         await self.raw(connection, self.head(line, **{"Content-Length": "0"}))
@@ -222,21 +253,45 @@ class Abuser:
                 {"Content-Length": "2", "Expect": "the-unexpected"},
                 {"Content-Length": "2", "Content-Encoding": "gzip"},
                 {"Content-Length": "2", "Content-Type": "multipart/form-data"},
-                {"Content-Length": "2", "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"},
+                {
+                    "Content-Length": "2",
+                    "Connection": "Upgrade",
+                    "Upgrade": "websocket",
+                    "Sec-WebSocket-Version": "13",
+                },
                 {"Content-Length": "2", "Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"},
             ]
         )
-        line = self.rng.choice(["POST /tokenize HTTP/1.1", "POST /tokenize HTTP/1.0", "POST /v1/completions HTTP/9.9"])
+        line = self.rng.choice(
+            ["POST /tokenize HTTP/1.1", "POST /tokenize HTTP/1.0", "POST /v1/completions HTTP/9.9"]
+        )
         await self.raw(connection, self.head(line, **odd) + b"{}", ends=True)
 
     async def bad_chunks(self, connection: Connection) -> None:
         body = json.dumps(self.rng.choice(BODIES)[1]).encode()
-        odd = [b"zz\r\nab\r\n0\r\n\r\n", b"-5\r\nab\r\n0\r\n\r\n", b"2\r\nabcdef\r\n0\r\n\r\n", b"0\r\n\r\n", b"ffffffffffffffff\r\n{}"]
-        odd += [b"5;" + b"x" * 5000 + b"\r\nabcde\r\n0\r\n\r\n", b"%x\r\n%s\r\n0\r\nTrailer: x\r\n\r\n" % (len(body), body), b"2\r\n{}\r\n"]
-        await self.raw(connection, self.head(**{"Transfer-Encoding": "chunked"}) + self.rng.choice(odd), ends=True)
+        odd = [
+            b"zz\r\nab\r\n0\r\n\r\n",
+            b"-5\r\nab\r\n0\r\n\r\n",
+            b"2\r\nabcdef\r\n0\r\n\r\n",
+            b"0\r\n\r\n",
+            b"ffffffffffffffff\r\n{}",
+        ]
+        odd += [
+            b"5;" + b"x" * 5000 + b"\r\nabcde\r\n0\r\n\r\n",
+            b"%x\r\n%s\r\n0\r\nTrailer: x\r\n\r\n" % (len(body), body),
+            b"2\r\n{}\r\n",
+        ]
+        await self.raw(
+            connection, self.head(**{"Transfer-Encoding": "chunked"}) + self.rng.choice(odd), ends=True
+        )
 
     async def garbage(self, connection: Connection) -> None:
-        odd = [self.rng.randbytes(300), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\r\n" * 200 + b"x", b"GET\r\n\r\n"]
+        odd = [
+            self.rng.randbytes(300),
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+            b"\r\n" * 200 + b"x",
+            b"GET\r\n\r\n",
+        ]
         odd += [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"A" * 100_000, b"GET / HTTP/1.1\r\n\r\n", b"{}"]
         await self.raw(connection, self.rng.choice(odd), ends=True)
 
@@ -254,7 +309,9 @@ class Abuser:
     async def truncated(self, connection: Connection) -> None:
         """Hangs up before all of it is there."""
         path, body = self.rng.choice(BODIES)
-        data = self.head(f"POST {path} HTTP/1.1", **{"Content-Length": str(10**6)}) + json.dumps(body).encode()
+        data = (
+            self.head(f"POST {path} HTTP/1.1", **{"Content-Length": str(10**6)}) + json.dumps(body).encode()
+        )
         connection.writer.write(data[: self.rng.randrange(len(data))])
         self.seen[0] += 1
         raise _Ended

@@ -38,6 +38,7 @@ from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.openai_requests import BadRequest
 from mla_compile.serving.openai_responses import bad_request_object, error_object
 from mla_compile.serving.settings import ServerSettings
+from mla_compile.serving.streams import read_body
 
 log = logging.getLogger(__name__)
 
@@ -164,30 +165,19 @@ class Gateway:
         """The answer of a replica that lives long enough."""
         seconds = self._settings.request_seconds if request.method == "POST" else _PROBE_SECONDS
         try:
-            forwarded = Forwarded.of(request, await self._body(request))
+            forwarded = Forwarded.of(request, await read_body(request, self._settings))
             async with asyncio.timeout(seconds):
                 if request.url.path == "/metrics":
                     return await self._metrics(forwarded)
                 return await self._answered(forwarded)
         except BadRequest as error:
             return JSONResponse(bad_request_object(error), error.status)
+        except ConnectionResetError:
+            return Response(status_code=499)  # nobody reads it
         except BackPressureError:
             return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
         except (DeploymentUnavailableError, TimeoutError):
             return _error(f"no replica has answered within {seconds:g} s", 503, {"Retry-After": "5"})
-
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._settings.stall_seconds):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._settings.max_body_bytes:
-                        most = f"the body has more than {self._settings.max_body_bytes} bytes"
-                        raise BadRequest(most, None, "request_too_large", 413)
-        except TimeoutError:
-            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
-        return bytes(body)
 
     async def _answered(self, forwarded: Forwarded) -> Response:
         for _ in range(_ATTEMPTS):

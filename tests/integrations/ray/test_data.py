@@ -15,7 +15,9 @@ pq = pytest.importorskip("pyarrow.parquet")
 ray = pytest.importorskip("ray")
 
 from mla_compile import MLAError, SamplingParams, generate  # noqa: E402
+from mla_compile.defaults import SHIPPED_MODEL  # noqa: E402
 from mla_compile.integrations.ray.data import EngineActor  # noqa: E402
+from tests.examples.pages import blocks_of  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["In", "the", "beginning", "was", "a", "word", "and", "what", "said", "to", "them", "night", "sea"]
@@ -217,3 +219,10 @@ def test_blocks_of_killed_workers_run_again_and_no_row_is_lost_or_doubled(
     written = pq.read_table(out).sort_by([("id", "ascending"), ("index", "ascending")])
     told = [name for name in written.column_names if name != "acceptance_length"]
     assert written.select(told).to_pylist() == EngineActor(**settings)(table).select(told).to_pylist()
+
+
+@pytest.mark.slow
+def test_the_program_of_the_docs(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [each for each in blocks_of(ROOT / "docs" / "server.md") if each.mark == "ray"]
+    exec(block.code.replace("path/to/checkpoint", str(SHIPPED_MODEL)), {})
+    assert "'finish_reason': 'length'" in capsys.readouterr().out
