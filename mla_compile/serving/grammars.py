@@ -9,8 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,21 +45,30 @@ class GrammarCheck:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._turn = threading.Lock()
+        # Not a thread of asyncio's own: grammars that take long wait for each other, and for nobody else.
+        self._thread = ThreadPoolExecutor(1)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._known: OrderedDict[GrammarSource, str | None] = OrderedDict()
+        self._known: OrderedDict[GrammarSource, Future[str | None]] = OrderedDict()
 
     async def why_not(self, source: GrammarSource) -> str | None:
         """Why the engine is not to compile it; None where it may."""
         if source not in self._known:
-            self._known[source] = await asyncio.to_thread(self._ask, source)
+            self._known[source] = self._thread.submit(self._ask, source)
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-        return self._known[source]
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._known[source]))  # others may wait for it, too
+        except Exception:
+            self._known.pop(source, None)  # the check has failed, not the grammar
+            raise
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process; nothing is checked any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
         if self._process is not None and self._connection is not None:
             self._connection.close()
             processes.end(self._process, 0)
@@ -67,27 +76,26 @@ class GrammarCheck:
 
     def _ask(self, source: GrammarSource) -> str | None:
         seconds = self._settings.grammar_seconds
-        with self._turn:
-            if self._connection is None or self._process is None or self._process.poll() is not None:
-                self._start()
-            assert self._connection is not None
-            try:
-                self._connection.send(source)
-                if self._connection.poll(seconds):
-                    found: str | None = self._connection.recv()
-                    return found
-                why_not = f"it takes more than {seconds:g} s to compile"
-            except (EOFError, OSError):
-                why_not = "it takes too much memory to compile"
-            self.stop()
-            return why_not
+        if self._connection is None or self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send(source)
+            if self._connection.poll(seconds):
+                found: str | None = self._connection.recv()
+                return found
+            why_not = f"it takes more than {seconds:g} s to compile"
+        except (EOFError, OSError):
+            why_not = "it takes too much memory to compile"
+        self._end()
+        return why_not
 
     def _start(self) -> None:
         self._process, self._connection = processes.start(__spec__.name)
         tokenizer = self._settings.tokenizer or self._settings.model
         self._connection.send((tokenizer, self._settings.grammar_bytes))
         if not self._connection.poll(_LOADING_SECONDS):
-            self.stop()
+            self._end()
             raise TimeoutError("the process that checks grammars does not start")
         self._connection.recv()  # it is there
 

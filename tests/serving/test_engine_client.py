@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import random
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -171,3 +173,60 @@ def test_grammars_that_take_long_or_much_memory_are_refused(limits: dict[str, fl
     finally:
         check.stop()
         other.stop()
+
+
+def test_grammars_that_are_slow_to_check_hold_up_no_thread_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, go = [], threading.Event()
+
+    def slow(_: GrammarCheck, source: GrammarSource) -> str:
+        checked.append(source)
+        go.wait(60)
+        return source.text
+
+    monkeypatch.setattr(GrammarCheck, "_ask", slow)
+    check = GrammarCheck(SETTINGS)
+
+    async def run() -> None:
+        sources = [GrammarSource("regex", str(i % 40)) for i in range(80)]
+        answers = [asyncio.create_task(check.why_not(source)) for source in sources]
+        await asyncio.wait_for(asyncio.to_thread(go.set), 30)  # asyncio has fewer threads than these
+        assert await asyncio.gather(*answers) == [source.text for source in sources]
+
+    try:
+        asyncio.run(run())
+    finally:
+        check.stop()
+    assert len(checked) == 40, "who asks the same waits for the same check"
+
+
+def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
+    async def run(rng: random.Random) -> int:
+        answer = Answer(3)
+        told: list[list[tuple[int, int]]] = [[], [], []]  # tokens of each completion, with their steps
+
+        async def steps() -> None:
+            for step in range(40):
+                for index in range(3):
+                    tokens = [rng.randrange(99) for _ in range(rng.randint(1, 4))]
+                    told[index] += [(token, step) for token in tokens]
+                    answer.put(index, Update([*tokens], [*tokens], None, "length" if step == 39 else None), step)
+                if rng.random() < 0.5:
+                    await asyncio.sleep(0)
+
+        writer, num_updates = asyncio.create_task(steps()), 0
+        seen: list[list[int]] = [[], [], []]
+        while answer.has_more():
+            index, update, read_at = await answer.next()
+            assert read_at == told[index][len(seen[index])][1], "of the oldest that is in it"
+            assert update.token_ids == update.draft_positions
+            seen[index] += update.token_ids
+            is_last = told[index][len(seen[index]) - 1][1] == 39
+            assert update.finish_reason == ("length" if is_last else None)
+            num_updates += 1
+            if rng.random() < 0.5:
+                await asyncio.sleep(0)
+        await writer
+        assert seen == [[token for token, _ in each] for each in told]
+        return num_updates
+
+    assert sum(asyncio.run(run(random.Random(seed))) for seed in range(20)) < 20 * 120
