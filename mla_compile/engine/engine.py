@@ -107,8 +107,7 @@ class Engine:
             prompt: token ids, at least one.
             sampling: of one completion (`n` is 1); greedy by default.
             max_new_tokens: at most so many, >= 1, where `SamplingParams.max_tokens` says nothing.
-            stop_ids: the model's end-of-sequence ids; see `stream`.
-            grammar: what it may say; None for anything. See `stream`.
+            stop_ids, grammar: see `stream`.
             priority: an integer; lower ones are served first, and equal ones in the order of their arrival.
             max_drafts: of a step, at most so many of its drafts are verified, >= 0; None for all. The tokens stay.
 
@@ -122,10 +121,7 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
-
-        Args:
-            request: what `add` returned.
+        """End a request of `add` now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
 
         Raises:
             MLAError: anything else.
