@@ -121,7 +121,7 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request of `add` now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
+        """End a request of `add` now, with finish_reason "abort", whatever it is doing; one that has ended stays.
 
         Raises:
             MLAError: anything else.
