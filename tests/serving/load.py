@@ -177,7 +177,7 @@ class _Clients:
         narrow.setblocking(False)
         await asyncio.get_running_loop().sock_connect(narrow, (host, int(port)))
         connection = Connection(*await asyncio.open_connection(sock=narrow, limit=1))
-        body = {"model": MODEL, "prompt": "In the", "n": 2, "max_tokens": 400, "ignore_eos": True}
+        body = {"model": MODEL, "prompt": "In the", "max_tokens": 300, "ignore_eos": True}
         body |= {"draft_positions": True, "stream": True}
         await connection.send("POST", "/v1/completions", json.dumps(body).encode())
         while time.monotonic() < self.end:
@@ -209,9 +209,9 @@ async def run(server: ServerProcess, load: Load, say: Callable[[str], None] = pr
     clients = _Clients(url, load, known, begin + load.seconds)
     seen = clients.seen
     seen.memory = {name: [] for name in pids}
-    tasks = [asyncio.create_task(clients.reads()) for _ in range(load.streams)]
-    tasks += [asyncio.create_task(clients.vanishes()) for _ in range(load.vanishing)]
-    tasks += [asyncio.create_task(clients.stalls()) for _ in range(load.stalling)]
+    # Those that stall come first, so that they have time to be found out.
+    kinds = {clients.stalls: load.stalling, clients.reads: load.streams, clients.vanishes: load.vanishing}
+    tasks = [asyncio.create_task(kind()) for kind, count in kinds.items() for _ in range(count)]
     while time.monotonic() < clients.end:
         await asyncio.sleep(0.5)
         if time.monotonic() > begin + load.warm_up:
