@@ -106,7 +106,9 @@ async def stream(url: str, body: Any) -> AsyncGenerator[bytes]:
 async def metrics(url: str) -> dict[str, float]:
     """Samples of `/metrics` by name and labels."""
     lines = (await ask(url, "GET", "/metrics")).body.decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
+    }
 
 
 def quantile(before: Mapping[str, float], after: Mapping[str, float], histogram: str, part: float) -> float:

@@ -66,7 +66,13 @@ def server(args: argparse.Namespace, max_model_len: int) -> Iterator[str]:
         "--max-model-len": max_model_len,
         "--port": port,
     }
-    command = [sys.executable, "-c", "from mla_compile.cli import main; main()", "serve", "--no-prefix-caching"]
+    command = [
+        sys.executable,
+        "-c",
+        "from mla_compile.cli import main; main()",
+        "serve",
+        "--no-prefix-caching",
+    ]
     command += [] if args.compile else ["--no-compile"]
     command += [str(part) for flag in flags.items() for part in flag]
     process = subprocess.Popen(command)
@@ -155,7 +161,8 @@ def measure_server(
         after = asyncio.run(metrics(url))
     parts = {"p50": 0.5, "p99": 0.99}
     late = {
-        name: round(1e3 * quantile(before, after, "mla_delivery_seconds", part), 3) for name, part in parts.items()
+        name: round(1e3 * quantile(before, after, "mla_delivery_seconds", part), 3)
+        for name, part in parts.items()
     }
     return found, late
 
@@ -180,10 +187,14 @@ def load_engine(args: argparse.Namespace, max_model_len: int) -> Engine:
 def main() -> None:
     """The command."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=SHIPPED_MODEL)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16" if on_gpu else "float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="bfloat16" if on_gpu else "float32"
+    )
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)

@@ -58,7 +58,9 @@ class GrammarCheck:
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         try:
-            return await asyncio.shield(asyncio.wrap_future(self._known[source]))  # others may wait for it, too
+            return await asyncio.shield(
+                asyncio.wrap_future(self._known[source])
+            )  # others may wait for it, too
         except Exception:
             self._known.pop(source, None)  # the check has failed, not the grammar
             raise

@@ -17,7 +17,9 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]
+) -> T:
     """What `work` gives.
 
     Raises:

@@ -209,7 +209,9 @@ def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
                 for index in range(3):
                     tokens = [rng.randrange(99) for _ in range(rng.randint(1, 4))]
                     told[index] += [(token, step) for token in tokens]
-                    answer.put(index, Update([*tokens], [*tokens], None, "length" if step == 39 else None), step)
+                    answer.put(
+                        index, Update([*tokens], [*tokens], None, "length" if step == 39 else None), step
+                    )
                 if rng.random() < 0.5:
                     await asyncio.sleep(0)
 
