@@ -123,6 +123,3 @@ def test_a_client_that_does_not_read_a_whole_answer_is_dropped(monkeypatch: pyte
         while num_sockets(server.process.pid) > before:  # nothing is read meanwhile
             assert time.monotonic() < begin + 30, "the server still holds its answer"
             time.sleep(0.1)
-        with pytest.raises(ConnectionResetError):
-            while client.recv(2**20):
-                pass
