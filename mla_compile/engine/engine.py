@@ -121,7 +121,10 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request of `add` now, with finish_reason "abort", whatever it is doing; one that has ended stays.
+        """End a request now, whatever it is doing, with finish_reason "abort"; one that has ended stays as it is.
+
+        Args:
+            request: what `add` returned.
 
         Raises:
             MLAError: anything else.
@@ -304,8 +307,7 @@ class Engine:
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. Where CUDA graphs
         are recorded the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose tokens
-        the host chooses, of grammars say, are compiled when they are first met. The rows are inactive ones: they read
-        no cache and write none.
+        the host chooses, of grammars say, are compiled when they are first met. No cache is read or written.
 
         Args:
             sampling: of the kind; greedy by default.

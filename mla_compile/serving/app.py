@@ -50,6 +50,8 @@ _PAGE_HEADERS = {
 _SHORT_BODY = 2**14
 """Bytes that are read at once; the tokens of a longer body are counted beside the loop."""
 
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Made once: `json.dumps` makes an encoder for each call that has settings."""
 _Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
@@ -244,16 +246,18 @@ class Server:
             BadRequest: the engine refuses the request. TimeoutError: it takes longer than `request_seconds`.
         """
         last = [began := time.monotonic()] * answer.num_running
-        end = began + self.settings.request_seconds
-        while answer.has_more():
-            async with asyncio.timeout(end - time.monotonic()):
+        timer = asyncio.get_running_loop().call_later(self.settings.request_seconds, answer.time_out)
+        try:
+            while answer.has_more():
                 index, update, read_at = await answer.next()
-            now = time.monotonic()
-            self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
-            last[index] = now
-            if update.is_refused:
-                raise BadRequest(update.error or "")
-            yield index, update, read_at
+                now = time.monotonic()
+                self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
+                last[index] = now
+                if update.is_refused:
+                    raise BadRequest(update.error or "")
+                yield index, update, read_at
+        finally:
+            timer.cancel()
 
     async def _tokenize(self, request: Request) -> Response:
         return JSONResponse(tokenize_object(await self._parsed(request, parse_tokenize), self._limits()))
@@ -276,7 +280,7 @@ class Server:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    return json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
+    return _to_json(chunk).encode()
 
 
 def _error(message: str, status: int, *, retry_after: int | None = None) -> JSONResponse:

@@ -50,6 +50,7 @@ class Answer:
         self.num_running = num_completions
         self._news: dict[int, tuple[Update, float]] = {}  # by the completion's place, oldest first
         self._has_news = asyncio.Event()
+        self._is_late = False
 
     def put(self, index: int, update: Update, read_at: float) -> None:
         """Take in what came of one completion. Whoever reads slowly gets several steps' as one."""
@@ -64,14 +65,24 @@ class Answer:
         """Whether `next` will give anything."""
         return self.num_running > 0 or bool(self._news)
 
+    def time_out(self) -> None:
+        """It has taken too long: `next` raises TimeoutError from now on."""
+        self._is_late = True
+        self._has_news.set()
+
     async def next(self) -> tuple[int, Update, float]:
         """What is new of one completion: its place, the update, and when its oldest report was read (see `Progress`).
 
         The last one of each has a finish_reason.
+
+        Raises:
+            TimeoutError: see `time_out`.
         """
-        while not self._news:
+        while not (self._news or self._is_late):
             self._has_news.clear()
             await self._has_news.wait()
+        if self._is_late:
+            raise TimeoutError
         index = next(iter(self._news))
         return index, *self._news.pop(index)
 

@@ -1,5 +1,6 @@
 """What Prometheus reads at `/metrics`."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
@@ -50,12 +51,13 @@ class Metrics:
         self.requests = Counter(
             "mla_requests", "By endpoint and HTTP status.", ["endpoint", "status"], registry=self._registry
         )
-        self._accepted = Counter(
+        accepted = Counter(
             "mla_accepted_tokens",
             "By the position of the draft in its step; 0 are the model's own tokens.",
             ["draft_position"],
             registry=self._registry,
         )
+        self._accepted_at = functools.cache(accepted.labels)
 
     def count(self, update: Update, since_last: float | None, since_asked: float) -> None:
         """An update that has just come. since_last: seconds since its completion's last one; None for the first."""
@@ -64,7 +66,7 @@ class Metrics:
         elif update.token_ids:
             self._between_tokens.observe(since_last / len(update.token_ids))
         for position in update.draft_positions:
-            self._accepted.labels(position).inc()
+            self._accepted_at(position).inc()
 
     def text(self) -> bytes:
         """In Prometheus' format."""

@@ -25,7 +25,15 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
+            self._limit_stalls()
             self._tasks.append(asyncio.create_task(self._tell()))
+
+    def _limit_stalls(self) -> None:
+        """Where the kernel can, it hangs up on clients that take nothing, whatever is on its way to them."""
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from the socket that listens
+            milliseconds = int(1000 * self._server.settings.stall_seconds)
+            for each in self.servers[0].sockets:
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
     async def _tell(self) -> None:
         host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -59,12 +67,14 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
     server: Server = app.state.server
     logging.basicConfig(level=logging.WARNING, format="mla-compile: %(message)s")
     logging.getLogger("mla_compile.serving").setLevel(logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each request that is no HTTP
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         log_config=None,
         access_log=False,
+        ws="none",
         timeout_graceful_shutdown=5,
         server_header=False,
     )

@@ -21,22 +21,25 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]
+) -> T:
     """What `work` gives.
 
     Raises:
-        ConnectionResetError: the client has hung up before; the work was cancelled.
+        ConnectionResetError: the client has hung up before, or one of `ends` has returned; the work was cancelled.
     """
-    task, watcher = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
+    task = asyncio.ensure_future(work)
+    watchers = [asyncio.create_task(each) for each in (gone(receive), *ends)]
     try:
-        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ConnectionResetError("the client has hung up")
+            raise ConnectionResetError("nobody reads it")
         return task.result()
     finally:
-        for each in (task, watcher):
+        for each in (task, *watchers):
             each.cancel()
-        await asyncio.wait([task, watcher])
+        await asyncio.wait([task, *watchers])
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
@@ -80,22 +83,39 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._stall_seconds = events, stall_seconds
         self._on_end = on_end
+        self._num_begun = 0
+        self._under_way = 0  # which write is; 0 for none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ConnectionResetError, TimeoutError):  # nobody is there to be told
-                await while_connected(receive, self._send_all(send))
+            with suppress(ConnectionResetError):  # nobody is there to be told
+                await while_connected(receive, self._send_all(send), self._stalled())
         finally:
             self._on_end()
 
     async def _send_all(self, send: Send) -> None:
-        async def put(message: Message) -> None:
-            async with asyncio.timeout(self._stall_seconds):
-                await send(message)
-
-        await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._put(
+            send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         async with aclosing(self._events) as events:
             async for event in events:
                 body = b"data: " + event + b"\n\n"
-                await put({"type": "http.response.body", "body": body, "more_body": True})
-        await put({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                await self._put(send, {"type": "http.response.body", "body": body, "more_body": True})
+        end = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+        await self._put(send, end)
+
+    async def _put(self, send: Send, message: Message) -> None:
+        self._num_begun += 1
+        self._under_way = self._num_begun
+        await send(message)
+        self._under_way = 0
+
+    async def _stalled(self) -> None:
+        """Return when a write has been under way for `stall_seconds`, twice as long at most.
+
+        One timer looks after many writes: a timeout for each took as long as to make what is written.
+        """
+        before = 0
+        while not before or self._under_way != before:
+            before = self._under_way
+            await asyncio.sleep(self._stall_seconds)

@@ -1,0 +1,125 @@
+"""Streams of events: who does not read is dropped, who is slow is not."""
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import pytest
+from starlette.types import Message
+
+from mla_compile.serving.streams import EventStream
+from tests.serving import servers
+from tests.serving.load import num_sockets
+
+STALL = 0.2
+
+
+class Client:
+    """A client that takes each message in its own time. got: what it has taken."""
+
+    def __init__(self, takes: Callable[[int], Awaitable[object]], stays: float = 60.0) -> None:
+        self.takes, self.stays = takes, stays
+        self.got: list[bytes] = []
+        self.num_ended = 0
+        self.num_begun = self.num_left = 0
+
+    async def send(self, message: Message) -> None:
+        await self.takes(len(self.got))
+        self.got.append(message.get("body", b""))
+
+    async def receive(self) -> Message:
+        await asyncio.sleep(self.stays)
+        return {"type": "http.disconnect"}
+
+    def reads(self, count: int, gap: float = 0.0) -> float:
+        """Stream it so many events; seconds that it took."""
+
+        async def events() -> AsyncGenerator[bytes]:
+            self.num_begun += 1
+            try:
+                for i in range(count):
+                    await asyncio.sleep(gap)
+                    yield str(i).encode()
+            finally:
+                self.num_left += 1
+
+        def end() -> None:
+            self.num_ended += 1
+
+        async def run() -> float:
+            begin = asyncio.get_running_loop().time()
+            stream = EventStream(events(), stall_seconds=STALL, on_end=end)
+            await stream({"type": "http"}, self.receive, self.send)
+            return asyncio.get_running_loop().time() - begin
+
+        seconds = asyncio.run(asyncio.wait_for(run(), 30))
+        assert self.num_ended == 1 and self.num_left == self.num_begun, "nothing goes on for nobody"
+        return seconds
+
+
+async def at_once(_: int) -> None:
+    pass
+
+
+WHOLE = [b"", *(f"data: {i}\n\n".encode() for i in range(5)), b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 6])
+def test_a_client_that_stops_reading_is_dropped(place: int) -> None:
+    async def stops(num_taken: int) -> None:
+        if num_taken == place:
+            await asyncio.sleep(60)
+
+    client = Client(stops)
+    assert STALL <= client.reads(5) < 2 * STALL + 1
+    assert client.got == WHOLE[:place]
+
+
+def test_a_client_that_is_slow_gets_all() -> None:
+    client = Client(lambda _: asyncio.sleep(0.6 * STALL))
+    client.reads(5)
+    assert client.got == WHOLE
+
+
+def test_waiting_for_the_engine_is_no_stall() -> None:
+    client = Client(at_once)
+    client.reads(5, gap=1.5 * STALL)
+    assert client.got == WHOLE
+
+
+def test_a_client_that_hangs_up_ends_its_stream() -> None:
+    client = Client(at_once, stays=0.1)
+    assert client.reads(100, gap=0.05) < 2
+    assert client.got == [
+        f"data: {i}\n\n".encode() if i >= 0 else b"" for i in range(-1, len(client.got) - 1)
+    ]
+
+
+IMPATIENT = """
+from mla_compile.engine.config import EngineConfig
+from mla_compile.serving.server import serve
+from mla_compile.serving.settings import ServerSettings
+serve(ServerSettings(engine=EngineConfig(compile=False), stall_seconds=1.0), host="127.0.0.1", port=0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel knows no such limit")
+def test_a_client_that_does_not_read_a_whole_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "COMMAND", [sys.executable, "-c", IMPATIENT])
+    with servers.served() as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        host, port = server.url().removeprefix("http://").split(":")
+        before = num_sockets(server.process.pid)
+        client.connect((host, int(port)))
+        client.settimeout(30)
+        body = json.dumps({"prompt": "a b " * 150_000}).encode()
+        head = f"POST /tokenize HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert num_sockets(server.process.pid) > before
+        begin = time.monotonic()
+        while num_sockets(server.process.pid) > before:  # nothing is read meanwhile
+            assert time.monotonic() < begin + 30, "the server still holds its answer"
+            time.sleep(0.1)
