@@ -106,6 +106,7 @@ serve(ServerSettings(engine=EngineConfig(compile=False), stall_seconds=1.0), hos
 """
 
 
+@pytest.mark.load
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel knows no such limit")
 def test_a_client_that_does_not_read_a_whole_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "COMMAND", [sys.executable, "-c", IMPATIENT])
@@ -115,7 +116,9 @@ def test_a_client_that_does_not_read_a_whole_answer_is_dropped(monkeypatch: pyte
         before = num_sockets(server.process.pid)
         client.connect((host, int(port)))
         client.settimeout(30)
-        body = json.dumps({"prompt": "a b " * 150_000}).encode()
+        body = json.dumps(
+            {"prompt": "🙂 " * 300_000}, ensure_ascii=False
+        ).encode()  # 6 MB of ids: no kernel keeps them
         head = f"POST /tokenize HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert num_sockets(server.process.pid) > before
