@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from mla_compile.engine.stats import EngineStats
-from mla_compile.serving import engine_process, processes
+from mla_compile.serving import processes
 from mla_compile.serving.messages import (
     Abort,
     Add,
@@ -171,7 +171,7 @@ class EngineClient:
     async def _run(self, started: asyncio.Future[None]) -> Failed:
         """One process, from its start to its end; says why it ended."""
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[FromEngine | None]()
-        process, connection = processes.start(engine_process.__name__)
+        process, connection = processes.start("mla_compile.serving.engine_process")
         self._process = process
         self._outbox = queue.SimpleQueue()
         connection.send(self._settings)

@@ -20,6 +20,7 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
 from mla_compile.serving import processes
+from mla_compile.serving.engine_client import Busy
 from mla_compile.serving.messages import GrammarSource
 from mla_compile.serving.settings import ServerSettings
 
@@ -52,15 +53,20 @@ class GrammarCheck:
         self._known: OrderedDict[GrammarSource, Future[str | None]] = OrderedDict()
 
     async def why_not(self, source: GrammarSource) -> str | None:
-        """Why the engine is not to compile it; None where it may."""
+        """Why the engine is not to compile it; None where it may.
+
+        Raises:
+            Busy: as many others as may wait do.
+        """
         if source not in self._known:
+            if sum(not check.done() for check in self._known.values()) >= self._settings.max_waiting:
+                raise Busy
             self._known[source] = self._thread.submit(self._ask, source)
-            if len(self._known) > _KEPT:
+            while len(self._known) > _KEPT and next(iter(self._known.values())).done():
                 self._known.popitem(last=False)
         try:
-            return await asyncio.shield(
-                asyncio.wrap_future(self._known[source])
-            )  # others may wait for it, too
+            # Others may wait for the same one.
+            return await asyncio.shield(asyncio.wrap_future(self._known[source]))
         except Exception:
             self._known.pop(source, None)  # the check has failed, not the grammar
             raise

@@ -232,3 +232,25 @@ def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
         return num_updates
 
     assert sum(asyncio.run(run(random.Random(seed))) for seed in range(20)) < 20 * 120
+
+
+def test_no_more_grammars_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, go = GrammarCheck(SETTINGS), threading.Event()
+    monkeypatch.setattr(check, "_ask", lambda source: None if go.wait(60) else "too late")
+
+    async def run() -> None:
+        sources = [GrammarSource("regex", "a" * n) for n in range(1, 2 + SETTINGS.max_waiting)]
+        waiting = [asyncio.create_task(check.why_not(source)) for source in sources[:-1]]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            await check.why_not(sources[-1])
+        equal = asyncio.create_task(check.why_not(sources[0]))
+        await asyncio.sleep(0)
+        go.set()
+        assert await asyncio.gather(*waiting, equal) == [None] * (SETTINGS.max_waiting + 1)
+        assert await check.why_not(sources[-1]) is None
+
+    try:
+        asyncio.run(run())
+    finally:
+        check.stop()
