@@ -184,7 +184,7 @@ def test_grammars_that_are_slow_to_check_hold_up_no_thread_of_others(monkeypatch
         return source.text
 
     monkeypatch.setattr(GrammarCheck, "_ask", slow)
-    check = GrammarCheck(SETTINGS)
+    check = GrammarCheck(replace(SETTINGS, max_waiting=64))
 
     async def run() -> None:
         sources = [GrammarSource("regex", str(i % 40)) for i in range(80)]
