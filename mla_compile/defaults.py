@@ -10,6 +10,20 @@ MAX_DRAFTS = 32
 """Far more than pay: each one is a pass of the MTP layer in the graph."""
 DEFAULT_MAX_TOKENS = 128
 """New tokens of a request that does not say."""
+DEFAULT_MAX_ROWS = 8
+"""Requests that run at once."""
+DEFAULT_MAX_MODEL_LEN = 2048
+"""Tokens of a request. The caches' size follows from it and is compiled in, so what takes it shares compiled steps."""
+DEFAULT_PAGE_SIZE = 16
+"""Tokens of a cache page."""
 
 DrafterName = Literal["mtp", "ngram"]
 """The names in `speculate.drafter.DRAFTERS`."""
+
+
+def default_drafts(has_mtp: bool, drafter: object) -> int:
+    """Drafts of a step where nobody said how many.
+
+    has_mtp: whether the checkpoint has an MTP layer. drafter: the one that was named; None for none.
+    """
+    return DEFAULT_DRAFTS if has_mtp or drafter is not None else 0

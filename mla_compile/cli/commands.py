@@ -7,19 +7,36 @@ from typer import Option
 
 from mla_compile.cli.progress import progress
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
-from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL, DrafterName
+from mla_compile.defaults import (
+    DEFAULT_DRAFTS,
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_MAX_ROWS,
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_PAGE_SIZE,
+    MAX_DRAFTS,
+    SHIPPED_MODEL,
+    DrafterName,
+)
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 
 IMPORTING = "importing torch"
+DRAFTS = f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0"
+
+Model = Annotated[
+    Path,
+    Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
+]
+Device = Annotated[
+    str | None,
+    Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
+]
+Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")]
 
 
 def generate(
     *,
-    model: Annotated[
-        Path,
-        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
-    ] = SHIPPED_MODEL,
+    model: Model = SHIPPED_MODEL,
     tokenizer: Annotated[
         Path | None,
         Option(
@@ -51,7 +68,7 @@ def generate(
             min=0,
             max=MAX_DRAFTS,
             help="Tokens drafted per step; the completions are the same whatever K is.",
-            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+            show_default=DRAFTS,
         ),
     ] = None,
     drafter: Annotated[
@@ -113,11 +130,8 @@ def generate(
         Path | None,
         Option(metavar="FILE", help="Completions follow this Lark grammar; needs llguidance."),
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
-    device: Annotated[
-        str | None,
-        Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
-    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
     batch_invariant: Annotated[
         bool,
@@ -181,10 +195,7 @@ def generate(
 
 def inspect(
     *,
-    model: Annotated[
-        Path,
-        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
-    ] = SHIPPED_MODEL,
+    model: Model = SHIPPED_MODEL,
     num_speculative_tokens: Annotated[
         int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts: a decode row has K + 1 tokens.")
     ] = DEFAULT_DRAFTS,
@@ -229,10 +240,7 @@ def env() -> None:
 
 def demo(
     *,
-    model: Annotated[
-        Path,
-        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
-    ] = SHIPPED_MODEL,
+    model: Model = SHIPPED_MODEL,
     max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 80,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
 ) -> None:
@@ -248,10 +256,7 @@ def demo(
 
 def serve(
     *,
-    model: Annotated[
-        Path,
-        Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
-    ] = SHIPPED_MODEL,
+    model: Model = SHIPPED_MODEL,
     tokenizer: Annotated[
         Path | None,
         Option(metavar="DIR", help="Where to take the tokenizer from.", show_default="the checkpoint's"),
@@ -271,11 +276,8 @@ def serve(
             show_default="everybody may ask",
         ),
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")] = "float32",
-    device: Annotated[
-        str | None,
-        Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
-    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = None,
     num_speculative_tokens: Annotated[
         int | None,
         Option(
@@ -283,7 +285,7 @@ def serve(
             min=0,
             max=MAX_DRAFTS,
             help="Tokens drafted per step.",
-            show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+            show_default=DRAFTS,
         ),
     ] = None,
     drafter: Annotated[
@@ -292,17 +294,19 @@ def serve(
     adaptive_draft_length: Annotated[
         bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
     ] = False,
-    max_rows: Annotated[int, Option(metavar="N", min=1, help="Requests that run at once.")] = 8,
+    max_rows: Annotated[
+        int, Option(metavar="N", min=1, help="Requests that run at once.")
+    ] = DEFAULT_MAX_ROWS,
     max_model_len: Annotated[
         int | None,
         Option(
             metavar="N",
             min=2,
             help="Tokens of a request, prompt included.",
-            show_default="2048, or as many positions as the model has",
+            show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
         ),
     ] = None,
-    page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = 16,
+    page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = DEFAULT_PAGE_SIZE,
     num_pages: Annotated[
         int | None,
         Option(metavar="N", min=2, help="Of the cache.", show_default="enough for all rows at their longest"),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.cli.machine import pick_device
-from mla_compile.defaults import DEFAULT_DRAFTS
-from mla_compile.engine.config import DEFAULT_MAX_MODEL_LEN, EngineConfig
+from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, default_drafts
+from mla_compile.engine.config import EngineConfig
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import read_config
 from mla_compile.serving.settings import ServerSettings
@@ -40,8 +40,8 @@ def serve_checkpoint(
     serve = _server(replicas)
     config, _ = read_config(model)
     if num_speculative_tokens is None:
-        drafts = config.num_nextn_predict_layers or engine.get("drafter") is not None
-        num_speculative_tokens = DEFAULT_DRAFTS if drafts else 0
+        has_mtp = bool(config.num_nextn_predict_layers)
+        num_speculative_tokens = default_drafts(has_mtp, engine["drafter"])
     positions = config.max_position_embeddings
     if max_model_len is None:
         max_model_len = min(DEFAULT_MAX_MODEL_LEN, positions)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 from mla_compile.backend import resolve_settings
-from mla_compile.defaults import DrafterName
+from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.ops.segments import MAX_KEYS
@@ -14,12 +14,6 @@ from mla_compile.speculate.step import check_num_drafts
 
 DEFAULT_TOKENS_PER_STEP = 2048
 """Of decode rows and prompts together: it bounds the activations, and how long a prompt delays the rows that decode."""
-DEFAULT_MAX_ROWS = 8
-"""Requests that run at once."""
-DEFAULT_MAX_MODEL_LEN = 2048
-"""Tokens of a request. The caches' size follows from it and is compiled in, so what takes it shares compiled steps."""
-DEFAULT_PAGE_SIZE = 16
-"""Tokens of a cache page."""
 
 
 class EngineSettings(TypedDict, total=False):

@@ -23,9 +23,11 @@ def first_different_op(model: ServedModel, prompts: Sequence[Sequence[int]], pag
     """
     texts = [list(prompt[:_MOST_TOKENS]) for prompt in prompts]
     recorder = _Recorder()
-    compiled: Callable[..., Tensor] = torch.compile(
-        recorder.forward_of(model), backend=recorder.compile, fullgraph=True
-    )
+
+    def forward(*given: Any) -> Tensor:
+        return model.logits(model(*given))
+
+    compiled: Callable[..., Tensor] = torch.compile(forward, backend=recorder.compile, fullgraph=True)
     columns = -(-_MOST_TOKENS // page_size)
     caches = [cache for cache in model.caches() if cache is not None]
     count = min(len(texts), max(1, (caches[0].shape[0] - 1) // columns))
@@ -64,12 +66,6 @@ class _Recorder:
     def begin(self, order: Tensor, num_tokens: int) -> None:
         """order: the prompt's rows, int64 `[tokens]`, of `num_tokens`."""
         self.seen, self._order, self._num_tokens = [], order, num_tokens
-
-    def forward_of(self, model: ServedModel) -> Any:
-        def forward(*given: Any) -> Tensor:
-            return model.logits(model(*given))
-
-        return forward
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         chosen = pipeline.passes_for(gm, batch_invariant=True)

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, SHIPPED_MODEL, DrafterName
-from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import (
+from mla_compile.defaults import (
     DEFAULT_MAX_MODEL_LEN,
     DEFAULT_MAX_ROWS,
+    DEFAULT_MAX_TOKENS,
     DEFAULT_PAGE_SIZE,
-    EngineConfig,
+    SHIPPED_MODEL,
+    DrafterName,
+    default_drafts,
 )
+from mla_compile.engine.completion import Completion
+from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.detokenizer import decode
 from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
@@ -156,7 +159,7 @@ def fitting_engine(
     copies = max((params.n for params in asked), default=1)
     max_new_tokens = max([1, max_new_tokens, *(params.max_tokens or 1 for params in asked)])
     if num_speculative_tokens is None:
-        num_speculative_tokens = DEFAULT_DRAFTS if model.has_mtp or drafter is not None else 0
+        num_speculative_tokens = default_drafts(model.has_mtp, drafter)
     longest = _power_of_two(max(map(len, prompts), default=1) + max_new_tokens)
     max_rows = min(DEFAULT_MAX_ROWS, _power_of_two(len(prompts) * copies))
     max_model_len = min(max(DEFAULT_MAX_MODEL_LEN, longest), model.config.max_position_embeddings)

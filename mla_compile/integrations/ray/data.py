@@ -11,9 +11,9 @@ from typing import Any, Unpack
 import pyarrow as pa
 import torch
 
-from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, SHIPPED_MODEL
+from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_TOKENS, SHIPPED_MODEL, default_drafts
 from mla_compile.engine import Checkpoint, Completion, Engine, EngineConfig
-from mla_compile.engine.config import DEFAULT_MAX_MODEL_LEN, EngineSettings, check_positive
+from mla_compile.engine.config import EngineSettings, check_positive
 from mla_compile.engine.intake import checked_sampling
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
@@ -102,8 +102,8 @@ class EngineActor:
             text=False,
         )
         served = self._checkpoint.model
-        if drafts is None and (served.has_mtp or drafter is not None):
-            settings["num_speculative_tokens"] = DEFAULT_DRAFTS
+        if drafts is None:
+            settings["num_speculative_tokens"] = default_drafts(served.has_mtp, drafter)
         longest = served.config.max_position_embeddings
         settings["max_model_len"] = min(settings.get("max_model_len", DEFAULT_MAX_MODEL_LEN), longest)
         self._engine = Engine(served, tokenizer=self._checkpoint.tokenizer, **settings)
