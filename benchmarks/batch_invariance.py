@@ -2,17 +2,25 @@
 
     python -m benchmarks.batch_invariance --output benchmarks/results/batch_invariance.json
 
-`differing`: the shipped model in bfloat16 continues 32 held-out prompts greedily, by 384 tokens. Of how many does any
-token differ from the same prompt alone, without drafts: in the same run again, by a new engine; in a batch of 32 rows;
-with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats` times.
+`again`: the shipped model in bfloat16 continues 32 held-out prompts greedily, by 384 tokens, in 32 rows with 3 drafts,
+in the default mode: by `--repeats` new engines, one after another, in each of three processes that run at once. Each
+process begins with an empty compile cache. How many completions differ from the first engine's?
+
+`differing`: the same prompts. Of how many completions does any token differ from the same prompt alone, without drafts:
+in a batch of 32 rows; with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats` times.
 
 `compared`: `check_batch_invariance` of each of `--models`, so that at least so many tokens are compared: the shipped
 model; `v3`, 12 layers of DeepSeek-V3's architecture, and `glm`, 8 layers of GLM-4.7-Flash's, of transformers with
 random weights. All in bfloat16, with 0 and 3 drafts, greedy and sampled.
+
+The output has one row for each part, mode, run and model. A run replaces those that it measures.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +36,8 @@ from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 
-RUNS = {"again": (1, 0), "32 rows": (32, 0), "3 drafts": (1, 3), "32 rows, 3 drafts": (32, 3)}
+PROCESSES = 3
+RUNS = {"32 rows": (32, 0), "3 drafts": (1, 3), "32 rows, 3 drafts": (32, 3)}
 """Rows and drafts."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LONGEST = 1024
@@ -58,6 +67,22 @@ def engine_of(model: Any, rows: int, k: int, invariant: bool) -> Engine:
 
 def completions(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     return [completion.token_ids for completion in engine.generate(prompts, max_new_tokens=tokens)]
+
+
+def repeated(prompts: list[list[int]], tokens: int, repeats: int) -> list[list[list[int]]]:
+    """What each of so many engines of this process says, which has compiled nothing before."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        model = shipped()
+        return [completions(engine_of(model, 32, 3, False), prompts, tokens) for _ in range(repeats)]
+
+
+def again(prompts: list[list[int]], tokens: int, repeats: int) -> dict[str, Any]:
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+        found = pool.starmap(repeated, [(prompts, tokens, repeats)] * PROCESSES)
+    first = found[0][0]
+    different = [[sum(a != b for a, b in zip(run, first, strict=True)) for run in runs] for runs in found]
+    return {"part": "again", "prompts": len(prompts), "tokens": tokens, "different": different}
 
 
 def differing(
@@ -108,13 +133,21 @@ def compared(name: str, prompts: list[list[int]], tokens: int, new_tokens: int, 
     }
 
 
+def what(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of which measurement a row tells."""
+    return tuple(row.get(name) for name in ("part", "batch_invariant", "run", "model"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path)
     parser.add_argument(
-        "--parts", nargs="*", choices=["differing", "compared"], default=["differing", "compared"]
+        "--parts",
+        nargs="*",
+        choices=["again", "differing", "compared"],
+        default=["again", "differing", "compared"],
     )
     parser.add_argument(
         "--models", nargs="*", choices=["shipped", "v3", "glm"], default=["shipped", "v3", "glm"]
@@ -132,13 +165,25 @@ def main() -> None:
     report: dict[str, Any] = {"torch": torch.__version__, "device": DEVICE, "rows": []}
     if DEVICE == "cuda":
         report |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    if args.output is not None and args.output.exists():
+        known = json.loads(args.output.read_text())
+        if known | {"rows": []} != report:
+            raise SystemExit(f"{args.output} is of another machine or torch")
+        report = known
+
+    def add(row: dict[str, Any]) -> None:
+        report["rows"] = [other for other in report["rows"] if what(other) != what(row)]
+        add_row(report, row, args.output)
+
+    if "again" in args.parts:
+        add(again(prompts, args.tokens, args.repeats))
     for mode in args.modes if "differing" in args.parts else ():
         torch.compiler.reset()
         for row in differing(prompts, args.tokens, args.repeats, mode == "on", args.runs):
-            add_row(report, row, args.output)
+            add(row)
     for name in args.models if "compared" in args.parts else ():
         torch.compiler.reset()
-        add_row(report, compared(name, prompts, args.compare, args.tokens, len(prompts)), args.output)
+        add(compared(name, prompts, args.compare, args.tokens, len(prompts)))
 
 
 if __name__ == "__main__":

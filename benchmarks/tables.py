@@ -332,6 +332,29 @@ def prefill() -> str:
     ) + table(["heads: chunks x new tokens after cached ones", "floor", *kernels.values()], rows)
 
 
+def batch_invariance() -> str:
+    """How many completions depend on what runs beside them."""
+    rows = [row for row in result("batch_invariance")["rows"] if row["part"] == "differing"]
+    counts = {(row["run"], row["batch_invariant"]): row["different"] for row in rows}
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    again = row_of("batch_invariance", part="again")["different"]
+    (found,) = {count for of_process in again for count in of_process}
+
+    def told(run: str, batch_invariant: bool) -> str:
+        return ", ".join(map(str, counts[run, batch_invariant]))
+
+    before = sentences(
+        f"Of {rows[0]['prompts']} completions of {rows[0]['tokens']} tokens (shipped model, bfloat16) so many differ "
+        "from those of one row without drafts; one number is one repetition:"
+    )
+    after = sentences(
+        f"By default too, {len(again)} processes with an empty compile cache and {len(again[0])} engines in each gave "
+        f"the same tokens: {found} of {rows[0]['prompts']} completions differ."
+    )
+    header = ["beside one row without drafts", "default", "`batch_invariant=True`"]
+    return before + table(header, [[run, told(run, False), told(run, True)] for run in runs]) + "\n" + after
+
+
 def mtp_iteration() -> str:
     """The shipped model's iteration as a CUDA graph."""
     report = result("mtp_iteration")
@@ -396,6 +419,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "prefill": prefill,
     "mtp_iteration": mtp_iteration,
+    "batch_invariance": batch_invariance,
     **{
         f"help.{name}": functools.partial(command_help, name)
         for name in ("demo", "env", "generate", "inspect", "serve")

@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="small layers and short texts, to try the benchmark"
     )
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument(
         "--variants",
@@ -304,7 +305,7 @@ def main() -> None:
         help=f"in order, NAME or NAME@BATCH,BATCH, of {', '.join([*STOCK, *OURS])}; all by default",
     )
     args = parser.parse_args()
-    model, mtp = random_model(args.model, tiny=args.tiny)
+    model, mtp = random_model(args.model, tiny=args.tiny, layers=args.layers)
     context = TINY_CONTEXT if args.tiny else CONTEXTS[args.model]
     results = Results(
         args.output,

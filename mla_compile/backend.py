@@ -74,6 +74,10 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
         raise MLAError("options['batch_invariant']", "True or False", repr(given["batch_invariant"]))
     if given.get("batch_invariant"):
         defaults |= INDUCTOR_OPTIONS
+    elif not (mode or "").startswith("max-autotune"):
+        # Inductor times the tiles of a sum in its first run and takes the fastest. Which one that is, and with it the
+        # order of the sum, changes from process to process.
+        defaults["deterministic"] = True
     settings = {**defaults, **modes[mode or "default"], **given}
     if unknown := sorted(settings.keys() - inductor_options() - set(_OURS)):
         mend = f"see torch._inductor.config for the names; ours are {', '.join(map(repr, _OURS))}"

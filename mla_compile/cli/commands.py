@@ -264,7 +264,7 @@ def serve(
     host: Annotated[
         str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(metavar="PORT", min=0, max=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[int, Option(metavar="NUMBER", min=0, max=65535, help="0: any that is free.")] = 8000,
     served_model_name: Annotated[
         str, Option(metavar="NAME", help="What clients call the model.", show_default="the directory's name")
     ] = "",
@@ -319,7 +319,7 @@ def serve(
         bool, Option("--prefix-caching/--no-prefix-caching", help="Share pages of equal beginnings.")
     ] = True,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the steps.")] = True,
-    mode: Annotated[str, Option(metavar="MODE", help="Of torch.compile.")] = "reduce-overhead",
+    mode: Annotated[str, Option(metavar="NAME", help="Of torch.compile.")] = "reduce-overhead",
     decode_backend: Annotated[
         str | None, Option(metavar="NAME", help="See `mla-compile env`.", show_default="the fastest")
     ] = None,

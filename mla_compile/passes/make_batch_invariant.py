@@ -48,7 +48,7 @@ from mla_compile.torch_internals import overload_of, schema_arguments, staticall
 INDUCTOR_OPTIONS = {
     # Fused or not, a value in half precision is rounded after every op, and no product is added unrounded.
     "emulate_precision_casts": True,
-    # Nothing is timed to choose a kernel.
+    # Nothing is timed to choose a kernel, whatever the mode.
     "deterministic": True,
 }
 SHORT = 32

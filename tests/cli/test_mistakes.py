@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 
+from mla_compile.cli.commands import demo, env, generate, inspect, serve
 from mla_compile.engine import Engine
 
 GOOD = '{"prompt": "hello"}'
@@ -253,3 +255,11 @@ def test_a_grammar_needs_a_tokenizer(generate, without_tokenizer, tmp_path):
     file.write_text('{"prompt_token_ids": [1]}')
     result = generate("--input", file, "--model", without_tokenizer, "--regex", "a")
     assert_one_line(result, "a checkpoint with a tokenizer, got one without")
+
+
+@pytest.mark.parametrize("command", [generate, serve, inspect, env, demo])
+def test_no_placeholder_is_the_name_of_its_flag_which_typer_0_27_would_spell_like_it(command) -> None:
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            spelled = str(option.default).startswith("--")  # by the author: typer makes no name of its own
+            assert spelled or (option.metavar or "").lower() != name

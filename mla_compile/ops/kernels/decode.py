@@ -7,9 +7,9 @@ cores want 64 rows, which keys always fill and 16 or 20 heads never do.
 Which keys a program reads follows from shapes and from its own row's length, so the grid can be captured, lengths
 may change at replay, and a row's bits do not depend on its neighbours.
 
-`decode_triton_invariant` gives a token the same bits in every call that has the same keys. Its splits are SPLIT_KEYS
-keys wide wherever a row ends, a tile is as high whatever `q_len` is, a token's splits are joined in order and those
-that it does not see are not read. Of a tile, the keys that it does not see weigh 0. One compiled kernel serves all its
+`decode_triton_invariant` gives a token the same bits in every call that has the same keys. Its splits begin at the same
+keys wherever a row ends, a tile is as high whatever `q_len` is, a token's splits are joined in order and those that it
+does not see are not read. Of a tile, the keys that it does not see weigh 0. One compiled kernel serves all its
 calls: no size that changes from call to call is a constant of it.
 """
 
@@ -20,11 +20,13 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
+    NARROW_SPLITS,
     SPLIT_BLOCK,
     SPLIT_KEYS,
     DecodeTiles,
     decode_tiles,
     device_of,
+    num_fixed_splits,
     num_splits,
     power_of_two,
     rows_at_once,
@@ -55,6 +57,22 @@ def _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys):
     stored = tl.minimum(length, most_keys)
     bounds = tl.where(token < valid, tl.minimum(length - (valid - 1 - token), stored), 0)
     return bounds, tl.where(valid > 0, stored, 0)
+
+
+_NARROW = tl.constexpr(NARROW_SPLITS)
+
+
+@triton.jit
+def first_key_of(split, SPLIT_KEYS: tl.constexpr):
+    """Where a split of batch-invariant decode begins."""
+    return (split + tl.maximum(split - _NARROW, 0)) * (SPLIT_KEYS // 2)
+
+
+@triton.jit
+def splits_of(keys, SPLIT_KEYS: tl.constexpr):
+    """Into how many splits batch-invariant decode cuts so many keys."""
+    halves = tl.cdiv(tl.maximum(keys, 0), SPLIT_KEYS // 2)
+    return tl.minimum(halves, _NARROW) + tl.cdiv(tl.maximum(halves - _NARROW, 0), 2)
 
 
 @triton.jit
@@ -145,7 +163,7 @@ def split_kernel(
     bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
     query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
     if SPLIT_KEYS > 0:
-        start, stop = program * SPLIT_KEYS, keys
+        start, stop = first_key_of(program, SPLIT_KEYS), keys
         idle = start >= stop
     else:
         start, stop = split_of(keys, program, programs, BLOCK_N, MIN_KEYS)
@@ -169,9 +187,9 @@ def split_kernel(
     scale = softmax_scale * LOG2_E
     table = block_table + row.to(tl.int64) * table_stride
     if SPLIT_KEYS > 0:
-        for split in range(program, tl.cdiv(keys, SPLIT_KEYS), programs):
-            start = split * SPLIT_KEYS
-            stop = tl.minimum(keys, start + SPLIT_KEYS)
+        for split in range(program, splits_of(keys, SPLIT_KEYS), programs):
+            start = first_key_of(split, SPLIT_KEYS)
+            stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_KEYS))
             _attend_split(
                 q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
                 RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
@@ -206,7 +224,7 @@ def join_kernel(
     row = i // (q_len * HEADS)
     token = i // HEADS % q_len
     keys, _ = _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
-    splits = tl.cdiv(tl.maximum(keys, 0), SPLIT_KEYS)
+    splits = splits_of(keys, SPLIT_KEYS)
     join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
@@ -339,7 +357,7 @@ def decode_triton_invariant(
     (rows, columns), page_size = block_table.shape, kv_cache.shape[1]
     device = device_of(q_latent)
     tiles = tiles or decode_tiles(heads, rank, q_latent.dtype, device)
-    splits = max(1, triton.cdiv(columns * page_size, split_keys))
+    splits = num_fixed_splits(columns * page_size, split_keys)
     at_once = min(rows, at_once or rows_at_once(splits * q_len * heads * rank))
     blocks = at_once * triton.cdiv(q_len * heads, tiles.rows)
     programs = programs or min(splits, num_splits(blocks, columns * page_size, device))

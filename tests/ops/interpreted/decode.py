@@ -46,7 +46,7 @@ in_turn = partial(in_small_splits, programs=2, at_once=1)
 
 @slow
 class TestBatchInvariant(DecodeInvariance):
-    borders: tuple[int, ...] = (1, 16, 32, 64, 96, 160)
+    borders: tuple[int, ...] = (1, 16, 32, 128, 160, 192)
 
     @pytest.fixture(params=["in_small_splits", "in_turn"])
     def subject(self, request: pytest.FixtureRequest) -> Subject:
