@@ -15,6 +15,10 @@ from mla_compile.serving.settings import ServerSettings
 T = TypeVar("T")
 
 
+class ClientGone(Exception):
+    """Nobody reads an answer, or will send the rest of a request."""
+
+
 async def gone(receive: Receive) -> None:
     """Return when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
@@ -27,14 +31,14 @@ async def while_connected(
     """What `work` gives.
 
     Raises:
-        ConnectionResetError: the client has hung up before, or one of `ends` has returned; the work was cancelled.
+        ClientGone: the client has hung up before, or one of `ends` has returned; the work was cancelled.
     """
     task = asyncio.ensure_future(work)
     watchers = [asyncio.create_task(each) for each in (gone(receive), *ends)]
     try:
         await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ConnectionResetError("nobody reads it")
+            raise ClientGone
         return task.result()
     finally:
         for each in (task, *watchers):
@@ -46,7 +50,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """A request's body.
 
     Raises:
-        BadRequest: it has too many bytes, or does not come in time. ConnectionResetError: the client has hung up.
+        BadRequest: it has too many bytes, or does not come in time. ClientGone: the client has hung up.
     """
     body = bytearray()
     try:
@@ -59,7 +63,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     except TimeoutError:
         raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
     except ClientDisconnect:
-        raise ConnectionResetError("the client has hung up") from None
+        raise ClientGone from None
     return bytes(body)
 
 
@@ -88,7 +92,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ConnectionResetError):  # nobody is there to be told
+            with suppress(ClientGone):  # nobody is there to be told
                 await while_connected(receive, self._send_all(send), self._stalled())
         finally:
             self._on_end()

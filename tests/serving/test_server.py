@@ -318,6 +318,29 @@ def test_an_engine_that_dies_is_a_500_and_comes_back() -> None:
         assert get(f"{url}/v1/completions", json.dumps(LONG).encode())[0] == 200
 
 
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_runs(stop: signal.Signals) -> None:
+    with served() as server:
+        url, results = server.url(), list[Any]()
+        thread = ask(url, results)
+        if stop == signal.SIGTERM:
+            server.signal(stop)
+            while get(f"{url}/ready")[0] == 200:
+                time.sleep(0.02)
+        server.signal(stop)
+        thread.join()
+        assert results[0][1]["error"]["message"] == "the server shuts down"
+        assert server.ends(10) == 0 and "Traceback" not in "".join(server.log)
+
+
+def test_an_engine_that_cannot_be_started_is_one_line() -> None:
+    with served() as server:
+        server.url(ready=False)
+        os.kill(children(server.process.pid)[0], signal.SIGKILL)
+        assert server.ends() == 1
+        assert server.log[-1] == "mla-compile: the engine has failed: its process ended with status -9\n"
+
+
 def test_a_mistake_in_the_flags_is_one_line() -> None:
     with served("--num-pages", "5") as server:
         assert server.ends() == 2
