@@ -166,7 +166,7 @@ def test_a_process_that_fails_before_it_reads_anything_is_started_again(
     async def never(client: EngineClient) -> None:
         pytest.fail("it has started")
 
-    with pytest.raises(RuntimeError, match="no more processes|ended with status 1"):
+    with pytest.raises(RuntimeError, match=r"no more processes|ended with status 1"):
         with_client(never)
 
     async def test(client: EngineClient) -> None:

@@ -68,8 +68,8 @@ def test_what_is_left_out_or_null_is_openais_default() -> None:
     for asked in (completion(), completion(**nulls)):
         defaults = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=16, seed=asked.params.seed)
         assert asked == CompletionsAsked(
-            prompts=[HELLO], params=defaults, is_seeded=False, grammar=None, grammar_field=None, max_drafts=None, stream=False,
-            include_usage=False, top_logprobs=None, draft_positions=False, is_chat=False, model="shipped",
+            prompts=[HELLO], params=defaults, is_seeded=False, grammar=None, grammar_field=None, max_drafts=None,
+            stream=False, include_usage=False, top_logprobs=None, draft_positions=False, is_chat=False, model="shipped",
         )  # fmt: skip
     nulls = dict.fromkeys(ChatBody.model_fields.keys() - {"model", "messages"})
     for asked in (chat(), chat(**nulls)):
