@@ -5,6 +5,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _SHORT_BODY = 2**14
-"""Bytes that are read at once; the tokens of a longer body are counted beside the loop."""
+"""Bytes of a body that is parsed at once; a longer one, whose text takes long to tokenize, beside the loop."""
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: `json.dumps` makes an encoder for each call that has settings."""
@@ -86,6 +87,7 @@ class Server:
         self._vocabulary = Vocabulary(tokenizer)
         self._client = EngineClient(settings)
         self._grammars = GrammarCheck(settings)
+        self._tokenizing = ThreadPoolExecutor(1)  # a text of 4 MB takes 1 GB meanwhile
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in settings.api_keys]
         self._is_draining = False
@@ -110,6 +112,7 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self._client.stop()
         self._grammars.stop()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_ready(self) -> bool:
@@ -133,8 +136,8 @@ class Server:
         app.add_api_route("/tokenize", self._endpoint(self._tokenize), methods=["POST"])
         app.add_api_route("/v1/models", self._endpoint(self._models), methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self._endpoint(self._models), methods=["GET"])
-        app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET"])
-        app.add_api_route("/ready", self._ready, methods=["GET"])
+        app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET", "HEAD"])
+        app.add_api_route("/ready", self._ready, methods=["GET", "HEAD"])
         app.add_api_route("/metrics", self._metrics_page, methods=["GET"])
         app.add_api_route("/", lambda: FileResponse(_PAGE, headers=_PAGE_HEADERS), methods=["GET"])
         app.add_exception_handler(HTTPException, _http_error)
@@ -179,8 +182,11 @@ class Server:
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
         body = await read_body(request, self.settings)
         call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
-        # Long texts take long to tokenize.
-        return await asyncio.to_thread(call) if len(body) > _SHORT_BODY else call()
+        if len(body) <= _SHORT_BODY:
+            return call()
+        work = asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+        async with asyncio.timeout(self.settings.request_seconds):
+            return await while_connected(request.receive, work)
 
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:

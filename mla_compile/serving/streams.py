@@ -1,7 +1,7 @@
 """Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -25,9 +25,7 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(
-    receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]
-) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T], *ends: Coroutine[Any, Any, None]) -> T:
     """What `work` gives.
 
     Raises:

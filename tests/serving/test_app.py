@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -115,6 +116,39 @@ def test_a_mistake_of_the_servers_own_has_openais_shape() -> None:
     status, _, body = post(app_of(fails)[0], {})
     assert status == 500
     assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_long_texts_are_tokenized_one_at_a_time_and_not_for_those_who_have_left() -> None:
+    """Each takes 200 times its bytes while it is tokenized, and the interpreter."""
+    app, server = app_of()
+    tokenizer, texts, at_once = server._vocabulary.tokenizer, list[str](), list[int]()
+
+    def tokenize(text: str, **settings: Any) -> Any:
+        texts.append(text)
+        at_once.append(1)
+        time.sleep(0.02)
+        assert sum(at_once) == 1
+        at_once.pop()
+        return tokenizer(text, **settings)
+
+    server._vocabulary.tokenizer = tokenize  # type: ignore[assignment]
+
+    async def run() -> list[int]:
+        asked = []
+        for i in range(9):
+            path = "/tokenize" if i % 2 else "/v1/completions"
+            body = json.dumps({"model": "shipped", "prompt": f"{i}" * 20_000}).encode()
+            asked.append(ask(app, "POST", path, body, stays=i not in (4, 5)))
+        return [status for status, *_ in await asyncio.gather(*asked)]
+
+    assert asyncio.run(run()) == [400, 200, 400, 200, 499, 499, 400, 200, 400]
+    assert {text[0] for text in texts} == set("0123678")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_probe_may_ask_for_the_status_alone(method: str) -> None:
+    for path in ("/health", "/ready"):
+        assert asyncio.run(ask(app_of()[0], method, path))[0] == 200
 
 
 def test_a_wrong_method_is_told_the_right_ones() -> None:
