@@ -4,7 +4,8 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from mla_compile.serving.grammars import GrammarCheck
 from mla_compile.serving.messages import Update
 from mla_compile.serving.metrics import Metrics
 from mla_compile.serving.openai_requests import (
+    MAX_CHOICES,
     BadRequest,
     CompletionsAsked,
     ModelLimits,
@@ -38,7 +40,7 @@ from mla_compile.serving.openai_responses import (
 )
 from mla_compile.serving.openai_responses import Response as OpenAIResponse
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import EventStream, read_body, while_connected
+from mla_compile.serving.streams import ClientGone, EventStream, read_body, while_connected
 from mla_compile.serving.token_bytes import Vocabulary
 
 _PAGE = Path(__file__).parent / "page.html"
@@ -48,7 +50,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _SHORT_BODY = 2**14
-"""Bytes that are read at once; the tokens of a longer body are counted beside the loop."""
+"""Bytes of a body that is parsed at once; a longer one, whose text takes long to tokenize, beside the loop."""
 
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Made once: `json.dumps` makes an encoder for each call that has settings."""
@@ -85,6 +87,7 @@ class Server:
         self._vocabulary = Vocabulary(tokenizer)
         self._client = EngineClient(settings)
         self._grammars = GrammarCheck(settings)
+        self._tokenizing = ThreadPoolExecutor(1)  # a text of 4 MB takes 1 GB meanwhile
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in settings.api_keys]
         self._is_draining = False
@@ -109,16 +112,17 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self._client.stop()
         self._grammars.stop()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken on."""
         return self._client.ready is not None and not self._is_draining
 
-    async def drain(self) -> None:
-        """Take on no more requests; wait for those that run, `shutdown_seconds` at most, and then end them."""
+    async def drain(self, seconds: float) -> None:
+        """Take on no more requests; wait for those that run, so long at most, and then end them."""
         self._is_draining = True
-        end = time.monotonic() + self.settings.shutdown_seconds
+        end = time.monotonic() + seconds
         while self._client.num_running and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self._client.end_all("the server shuts down")
@@ -132,11 +136,12 @@ class Server:
         app.add_api_route("/tokenize", self._endpoint(self._tokenize), methods=["POST"])
         app.add_api_route("/v1/models", self._endpoint(self._models), methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self._endpoint(self._models), methods=["GET"])
-        app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET"])
-        app.add_api_route("/ready", self._ready, methods=["GET"])
+        app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET", "HEAD"])
+        app.add_api_route("/ready", self._ready, methods=["GET", "HEAD"])
         app.add_api_route("/metrics", self._metrics_page, methods=["GET"])
         app.add_api_route("/", lambda: FileResponse(_PAGE, headers=_PAGE_HEADERS), methods=["GET"])
         app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(Exception, _own_error)
 
     def _endpoint(self, handle: _Handler) -> _Handler:
         """A handler behind the keys, whose exceptions are answers."""
@@ -155,29 +160,33 @@ class Server:
         except BadRequest as error:
             return JSONResponse(bad_request_object(error), error.status)
         except Busy:
-            return _error("as many requests wait as may; ask again later", 429, retry_after=1)
+            return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
         except NotReady:
-            return _error("the engine is not ready", 503, retry_after=5)
+            return _error("the server is not ready; ask again later", 503, {"Retry-After": "5"})
         except CompletionFailed as error:
             return _error(str(error), 500)
         except TimeoutError:
             return _error(f"it took longer than {self.settings.request_seconds:g} s", 504)
-        except ConnectionResetError:
-            return Response(status_code=499)  # nobody reads it
+        except ClientGone:
+            return Response(status_code=499)
 
     def _check_key(self, request: Request) -> None:
         if not self._keys:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # All are compared, each in constant time.
-        if not sum([hmac.compare_digest(given, key) for key in self._keys]):
+        is_known = sum([hmac.compare_digest(given.strip().encode(), key) for key in self._keys])
+        if scheme.lower() != "bearer" or not is_known:
             raise BadRequest("the API key is missing or wrong", None, "invalid_api_key", 401)
 
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
         body = await read_body(request, self.settings)
         call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
-        # Long texts take long to tokenize.
-        return await asyncio.to_thread(call) if len(body) > _SHORT_BODY else call()
+        if len(body) <= _SHORT_BODY:
+            return call()
+        work = asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+        async with asyncio.timeout(self.settings.request_seconds):
+            return await while_connected(request.receive, work)
 
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:
@@ -187,6 +196,7 @@ class Server:
             self.settings.served_model_name,
             ready.vocab_size,
             ready.max_model_len,
+            max_choices=min(MAX_CHOICES, self._client.capacity),
             max_stop_token_ids=ready.max_stop_token_ids,
         )
 
@@ -196,9 +206,12 @@ class Server:
                 raise NotReady
             asked = await self._parsed(request, parse)
             if asked.grammar is not None:
-                why_not = await self._grammars.why_not(asked.grammar)
+                async with asyncio.timeout(self.settings.request_seconds):
+                    check = self._grammars.why_not(asked.grammar)
+                    why_not = await while_connected(request.receive, check)
                 if why_not is not None:
-                    raise BadRequest(f"the grammar is refused: {why_not}", None, "invalid_grammar")
+                    message = f"{asked.grammar_field}: the grammar is refused: {why_not}"
+                    raise BadRequest(message, asked.grammar_field, "invalid_grammar")
             answer = self._client.submit(asked.choices())
             response = OpenAIResponse(asked, self._vocabulary)
             if asked.stream:
@@ -245,14 +258,15 @@ class Server:
         Raises:
             BadRequest: the engine refuses the request. TimeoutError: it takes longer than `request_seconds`.
         """
-        last = [began := time.monotonic()] * answer.num_running
+        began, last = time.monotonic(), dict[int, float]()
         timer = asyncio.get_running_loop().call_later(self.settings.request_seconds, answer.time_out)
         try:
             while answer.has_more():
                 index, update, read_at = await answer.next()
                 now = time.monotonic()
-                self._metrics.count(update, None if last[index] == began else now - last[index], now - began)
-                last[index] = now
+                if update.token_ids:
+                    self._metrics.count(update, now - last.get(index, began), is_first=index not in last)
+                    last[index] = now
                 if update.is_refused:
                     raise BadRequest(update.error or "")
                 yield index, update, read_at
@@ -283,12 +297,16 @@ def _line(chunk: dict[str, Any]) -> bytes:
     return _to_json(chunk).encode()
 
 
-def _error(message: str, status: int, *, retry_after: int | None = None) -> JSONResponse:
-    headers = None if retry_after is None else {"Retry-After": str(retry_after)}
+def _error(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse(error_object(message, status=status), status, headers)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     """What no route takes."""
     assert isinstance(error, HTTPException)
-    return _error(error.detail, error.status_code)
+    return _error(error.detail, error.status_code, error.headers)
+
+
+async def _own_error(_: Request, __: Exception) -> Response:
+    """A mistake of ours, which is in the log."""
+    return _error("the server has made a mistake", 500)

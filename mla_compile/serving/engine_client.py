@@ -37,7 +37,7 @@ class Busy(Exception):
 
 
 class NotReady(Exception):
-    """The engine loads, or has failed and loads again."""
+    """What answers a request loads, or has failed and loads again."""
 
 
 class Answer:
@@ -100,6 +100,7 @@ class EngineClient:
         self.ready: Ready | None = None
         """What the engine has said of itself; None while there is none."""
         self.stats = EngineStats()
+        """How things stand; nothing but zeros while there is no engine."""
 
     async def start(self) -> None:
         """Start the process, and wait until it is warm.
@@ -127,7 +128,7 @@ class EngineClient:
         """
         if self.ready is None:
             raise NotReady
-        if len(self._answers) + len(asked) > self.ready.max_rows + self._settings.max_waiting:
+        if len(self._answers) + len(asked) > self.capacity:
             raise Busy
         answer = Answer(len(asked))
         for index, each in enumerate(asked):
@@ -141,6 +142,11 @@ class EngineClient:
         for key in [key for key, (known, _) in self._answers.items() if known is answer]:
             del self._answers[key]
             self._outbox.put(Abort(key))
+
+    @property
+    def capacity(self) -> int:
+        """Completions that may be under way at once; 0 while the engine is not ready."""
+        return 0 if self.ready is None else self.ready.max_rows + self._settings.max_waiting
 
     @property
     def num_running(self) -> int:
@@ -159,22 +165,26 @@ class EngineClient:
         while True:
             began = time.monotonic()
             failed = await self._run(started)
-            self.ready = None
-            self.end_all(f"the engine has failed: {failed.message}")
+            self.ready, self.stats = None, EngineStats()
+            why = f"the engine has failed: {failed.message}"
+            self.end_all(why)
             if not started.done():
-                started.set_exception(failed.mistake or RuntimeError(failed.message))
+                started.set_exception(failed.mistake or RuntimeError(why))
                 return
             wait = _FIRST_WAIT if time.monotonic() - began > _LONGEST_WAIT else min(2 * wait, _LONGEST_WAIT)
-            log.error("the engine has failed, and starts again in %g s: %s", wait, failed.message)
+            log.error("%s; it starts again in %g s", why, wait)
             await asyncio.sleep(wait)
 
     async def _run(self, started: asyncio.Future[None]) -> Failed:
         """One process, from its start to its end; says why it ended."""
         loop, inbox = asyncio.get_running_loop(), asyncio.Queue[FromEngine | None]()
-        process, connection = processes.start("mla_compile.serving.engine_process")
+        try:
+            process, connection = processes.start("mla_compile.serving.engine_process")
+        except OSError as error:
+            return Failed(f"its process cannot be made: {error}")
         self._process = process
         self._outbox = queue.SimpleQueue()
-        connection.send(self._settings)
+        self._outbox.put(self._settings)
         threads = [
             threading.Thread(target=_read, args=(connection, loop, inbox.put_nowait), daemon=True),
             threading.Thread(target=_write, args=(connection, self._outbox), daemon=True),
@@ -187,17 +197,16 @@ class EngineClient:
                 if isinstance(message, Progress):
                     self._take(message)
                 elif isinstance(message, Ready):
-                    self.ready = message
+                    self.ready, self.stats = message, message.stats
                     if not started.done():
                         started.set_result(None)
                 else:
                     failed = message
         finally:
             self._outbox.put(None)
-            process.terminate()
-            await asyncio.to_thread(processes.end, process, 10.0)
+            status = await asyncio.to_thread(processes.end, process)
             connection.close()
-        return failed if failed.message else Failed(f"its process ended with status {process.returncode}")
+        return failed if failed.message else Failed(f"its process ended with status {status}")
 
     def _take(self, progress: Progress) -> None:
         self.stats = progress.stats

@@ -4,7 +4,6 @@ Run by `engine_client.py` as `python -m mla_compile.serving.engine_process FD`. 
 """
 
 import logging
-import signal
 import sys
 import time
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from mla_compile.engine.request import Request
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
+from mla_compile.serving import processes
 from mla_compile.serving.grammars import compiled
 from mla_compile.serving.messages import Abort, Add, Asked, Failed, GrammarSource, Progress, Ready, Update
 from mla_compile.serving.settings import ServerSettings
@@ -139,6 +139,7 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
             max_model_len=config.max_model_len,
             max_rows=config.max_rows,
             max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
+            stats=engine.stats,
         )
     )
     while True:
@@ -175,7 +176,7 @@ def _load(settings: ServerSettings) -> _Served:
 
 def main(fd: int) -> None:
     """The process: the connection's first message is its settings."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the server, which ends this process
+    processes.leave_signals()
     with Connection(fd) as connection:
         try:
             serve(connection, connection.recv())

@@ -20,7 +20,7 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
 from mla_compile.serving import processes
-from mla_compile.serving.engine_client import Busy
+from mla_compile.serving.engine_client import Busy, NotReady
 from mla_compile.serving.messages import GrammarSource
 from mla_compile.serving.settings import ServerSettings
 
@@ -56,7 +56,7 @@ class GrammarCheck:
         """Why the engine is not to compile it; None where it may.
 
         Raises:
-            Busy: as many others as may wait do.
+            Busy: as many others as may wait do. NotReady: the process that checks was killed, or cannot be started.
         """
         if source not in self._known:
             if sum(not check.done() for check in self._known.values()) >= self._settings.max_waiting:
@@ -67,8 +67,10 @@ class GrammarCheck:
         try:
             # Others may wait for the same one.
             return await asyncio.shield(asyncio.wrap_future(self._known[source]))
-        except Exception:
-            self._known.pop(source, None)  # the check has failed, not the grammar
+        except Exception as error:
+            self._known.pop(source, None)  # the next check may end otherwise
+            if isinstance(error, TimeoutError):
+                return str(error)
             raise
 
     def stop(self) -> None:
@@ -76,36 +78,44 @@ class GrammarCheck:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _end(self) -> None:
-        if self._process is not None and self._connection is not None:
-            self._connection.close()
-            processes.end(self._process, 0)
+    def _end(self) -> int | None:
+        """The exit status, where there was a process."""
+        process, connection = self._process, self._connection
         self._process = self._connection = None
+        if process is None or connection is None:
+            return None
+        connection.close()
+        return processes.end(process)
 
     def _ask(self, source: GrammarSource) -> str | None:
+        """As `why_not`; TimeoutError where it takes too long."""
         seconds = self._settings.grammar_seconds
-        if self._connection is None or self._process is None or self._process.poll() is not None:
+        if self._process is None or self._process.poll() is not None:
             self._start()
-        assert self._connection is not None
+        connection = self._connection
+        assert connection is not None
         try:
-            self._connection.send(source)
-            if self._connection.poll(seconds):
-                found: str | None = self._connection.recv()
+            connection.send(source)
+            if connection.poll(seconds):
+                found: str | None = connection.recv()
                 return found
-            why_not = f"it takes more than {seconds:g} s to compile"
         except (EOFError, OSError):
-            why_not = "it takes too much memory to compile"
+            if self._end() in (None, -signal.SIGKILL):  # not by what it does itself
+                raise NotReady from None
+            return "it takes too much memory to compile"
         self._end()
-        return why_not
+        raise TimeoutError(f"it takes more than {seconds:g} s to compile")
 
     def _start(self) -> None:
-        self._process, self._connection = processes.start(__spec__.name)
-        tokenizer = self._settings.tokenizer or self._settings.model
-        self._connection.send((tokenizer, self._settings.grammar_bytes))
-        if not self._connection.poll(_LOADING_SECONDS):
-            self._end()
-            raise TimeoutError("the process that checks grammars does not start")
-        self._connection.recv()  # it is there
+        with suppress(EOFError, OSError):
+            self._process, self._connection = processes.start("mla_compile.serving.grammars")
+            tokenizer = self._settings.tokenizer or self._settings.model
+            self._connection.send((tokenizer, self._settings.grammar_bytes))
+            if self._connection.poll(_LOADING_SECONDS):
+                self._connection.recv()
+                return
+        self._end()
+        raise NotReady
 
 
 def _limit_memory(more: int) -> None:
@@ -118,7 +128,7 @@ def _limit_memory(more: int) -> None:
 
 def main(fd: int) -> None:
     """The process that checks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.leave_signals()
     with Connection(fd) as connection, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         path, num_bytes = connection.recv()
         tokenizer = load_tokenizer(path)

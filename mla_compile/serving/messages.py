@@ -7,6 +7,7 @@ from mla_compile.engine.reports import Logprob
 from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
+from mla_compile.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ class Ready:
 
     max_model_len: tokens of a request, prompt included.
     max_stop_token_ids: of a request; with more its step would be compiled anew, and all requests wait.
+    stats: how things stand before the first request.
     """
 
     vocab_size: int
     max_model_len: int
     max_rows: int
     max_stop_token_ids: int
+    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -108,5 +111,6 @@ class Failed:
     mistake: MLAError | None = None
 
 
-ToEngine = Add | Abort
+ToEngine = ServerSettings | Add | Abort
+"""The settings come first, and once."""
 FromEngine = Ready | Progress | Failed

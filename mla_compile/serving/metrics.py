@@ -59,12 +59,12 @@ class Metrics:
         )
         self._accepted_at = functools.cache(accepted.labels)
 
-    def count(self, update: Update, since_last: float | None, since_asked: float) -> None:
-        """An update that has just come. since_last: seconds since its completion's last one; None for the first."""
-        if since_last is None:
-            self._first_token.observe(since_asked)
-        elif update.token_ids:
-            self._between_tokens.observe(since_last / len(update.token_ids))
+    def count(self, update: Update, seconds: float, *, is_first: bool) -> None:
+        """Tokens that have just come. seconds: since the last ones of the completion, or since it was asked for."""
+        if is_first:
+            self._first_token.observe(seconds)
+        else:
+            self._between_tokens.observe(seconds / len(update.token_ids))
         for position in update.draft_positions:
             self._accepted_at(position).inc()
 

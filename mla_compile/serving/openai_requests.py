@@ -20,11 +20,16 @@ from mla_compile.serving.openai_bodies import (
     CompletionBody,
     Message,
     SamplingBody,
+    StructuredOutputs,
     TokenizeBody,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_CHOICES = 128
+"""Of a request, where the server takes as many at once."""
 
 
 class BadRequest(Exception):
@@ -44,7 +49,6 @@ class BadRequest(Exception):
 class ModelLimits:
     """What a request is held to.
 
-    max_prompt_tokens: of one prompt; None for as many as leave `max_model_len` a place for a new one.
     max_choices: completions of a request, of all prompts together.
     max_stop_token_ids: of a request. More places than the step was compiled with (see `stop_id_places`, less the
         model's own stop ids) would have it compiled anew, and all requests wait.
@@ -53,8 +57,7 @@ class ModelLimits:
     model_name: str
     vocab_size: int
     max_model_len: int
-    max_prompt_tokens: int | None = None
-    max_choices: int = 128
+    max_choices: int = MAX_CHOICES
     max_stop_token_ids: int = 7
 
 
@@ -65,6 +68,7 @@ class CompletionsAsked:
     prompts: token ids of each; one for a chat.
     params: with `max_tokens`; `n` counts for each prompt.
     is_seeded: whether the client chose the seed.
+    grammar_field: of the body, where the grammar stood.
     top_logprobs: likely tokens to tell of at each place, besides the chosen one; None for no log-probabilities.
     draft_positions: whether to tell which draft each token was.
     """
@@ -73,6 +77,7 @@ class CompletionsAsked:
     params: SamplingParams
     is_seeded: bool
     grammar: GrammarSource | None
+    grammar_field: str | None
     max_drafts: int | None
     stream: bool
     include_usage: bool
@@ -215,7 +220,7 @@ def _asked(
     is_chat: bool,
 ) -> CompletionsAsked:
     """max_tokens: of which as many count as the shortest prompt leaves places; the engine does so for each."""
-    longest = min(limits.max_prompt_tokens or limits.max_model_len, limits.max_model_len - 1)
+    longest = limits.max_model_len - 1
     name = "messages" if is_chat else "prompt"
     for prompt in prompts:
         if len(prompt) > longest:
@@ -229,7 +234,7 @@ def _asked(
             raise BadRequest(str(error), name) from None
     if asked.stream_options is not None and not asked.stream:
         raise BadRequest("stream_options: expected stream = true with it", "stream_options")
-    grammar = _grammar(asked)
+    grammar, grammar_field = _grammar(asked)
     if grammar is not None and asked.ignore_eos and not asked.stop_token_ids:
         message = "ignore_eos: expected false, or stop_token_ids, as a grammar's text has to end with some id"
         raise BadRequest(message, "ignore_eos")
@@ -239,6 +244,7 @@ def _asked(
         params=replace(params, max_tokens=max_tokens),
         is_seeded=asked.seed is not None,
         grammar=grammar,
+        grammar_field=grammar_field,
         max_drafts=asked.max_drafts,
         stream=bool(asked.stream),
         include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
@@ -249,16 +255,19 @@ def _asked(
     )
 
 
-def _grammar(asked: SamplingBody) -> GrammarSource | None:
+def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, None]:
+    """What the text is to follow, and the field that says so."""
     outputs, form = asked.structured_outputs, asked.response_format
     if form is not None and form.type != "text":
         if outputs is not None:
             message = "structured_outputs: give it or a response_format, not both"
             raise BadRequest(message, "structured_outputs")
         schema = '{"type": "object"}' if form.json_schema is None else form.json_schema.text
-        return GrammarSource("json_schema", schema)
-    if outputs is None:
-        return None
+        return GrammarSource("json_schema", schema), "response_format"
+    return (None, None) if outputs is None else (_structured(outputs), "structured_outputs")
+
+
+def _structured(outputs: StructuredOutputs) -> GrammarSource:
     if outputs.choice is not None:
         return GrammarSource("ebnf", "start: " + " | ".join(map(json.dumps, outputs.choice)))
     if outputs.json_schema is not None:

@@ -1,6 +1,7 @@
 """Processes of the server's own: a module that is run with one end of a connection."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,10 +24,13 @@ def start(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
     return process, Connection(ours.detach())
 
 
-def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait so long for a process to end by itself, then kill it."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def leave_signals() -> None:
+    """In such a process: Ctrl-C, and the SIGTERM that systemd sends to all of a service, are for the server alone."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Kill a process, unless it has ended by itself. Its exit status."""
+    process.kill()
+    return process.wait()

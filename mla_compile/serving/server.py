@@ -4,10 +4,14 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
+import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.settings import ServerSettings
 
@@ -15,18 +19,20 @@ log = logging.getLogger(__name__)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Tells where it listens and when it is ready; drains before it exits, unless a second signal comes."""
+    """Tells where it listens and when it is ready; drops clients that do nothing; drains before it exits."""
 
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
         self._server = server
-        self._tasks: list[asyncio.Task[None]] = []
+        self._telling: asyncio.Task[None] | None = None
+        self._stopping: list[asyncio.Task[None]] = []
+        self._silent: dict[tuple[Any, Any], float] = {}  # since when a connection has asked for nothing
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
             self._limit_stalls()
-            self._tasks.append(asyncio.create_task(self._tell()))
+            self._telling = asyncio.create_task(self._tell())
 
     def _limit_stalls(self) -> None:
         """Where the kernel can, it hangs up on clients that take nothing, whatever is on its way to them."""
@@ -35,33 +41,51 @@ class _Uvicorn(uvicorn.Server):
             for each in self.servers[0].sockets:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if counter % 10 == 0:
+            self._drop_silent()
+        return await super().on_tick(counter)
+
+    def _drop_silent(self) -> None:
+        """uvicorn itself waits for ever for a request's head. A connection's `cycle` is its newest request."""
+        now = time.monotonic()
+        cycles = [(each, getattr(each, "cycle", None)) for each in self.server_state.connections]
+        self._silent = {
+            (connection, cycle): self._silent.get((connection, cycle), now)
+            for connection, cycle in cycles
+            if cycle is None or cycle.response_complete
+        }
+        for (connection, _), since in self._silent.items():
+            if now - since > self._server.settings.stall_seconds:
+                connection.transport.close()
+
     async def _tell(self) -> None:
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        model = self._server.settings.served_model_name
-        log.info("listening at http://%s:%d, loading %s", host, port, model)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("listening at %s, loading %s", url, self._server.settings.served_model_name)
         await self._server.started()
         if self._server.failure is not None:
             self.should_exit = True
         else:
-            log.info("ready: http://%s:%d", host, port)
+            log.info("ready: %s", url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if sig == signal.SIGTERM and len(self._tasks) < 2:
-            self._tasks.append(asyncio.get_event_loop().create_task(self._drain()))
-        else:
-            self.should_exit = self.force_exit = True
+        is_patient = sig == signal.SIGTERM and not self._stopping
+        seconds = self._server.settings.shutdown_seconds if is_patient else 0.0
+        self._stopping.append(asyncio.get_running_loop().create_task(self._stop(seconds)))
 
-    async def _drain(self) -> None:
-        log.info("stopping: running requests have %g s", self._server.settings.shutdown_seconds)
-        await self._server.drain()
+    async def _stop(self, seconds: float) -> None:
+        log.info("stopping: running requests have %g s", seconds)
+        await self._server.drain(seconds)
         self.should_exit = True
 
 
 def serve(settings: ServerSettings, *, host: str, port: int) -> None:
-    """Serve until SIGTERM, after which running requests have `shutdown_seconds`, or until Ctrl-C.
+    """Serve until SIGTERM, after which running requests have `shutdown_seconds`, or until Ctrl-C or another signal.
 
     Raises:
-        MLAError: a mistake in the settings. SystemExit: the port is taken.
+        MLAError: a mistake in the settings. SystemExit: the port is taken, or the engine cannot be started.
     """
     app = create_app(settings)
     server: Server = app.state.server
@@ -79,5 +103,8 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         server_header=False,
     )
     _Uvicorn(config, server).run()
-    if server.failure is not None:
+    if isinstance(server.failure, MLAError):
         raise server.failure
+    if server.failure is not None:
+        log.error("%s", server.failure)
+        sys.exit(1)

@@ -1,5 +1,6 @@
 """What a server is set to."""
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -49,8 +50,8 @@ class ServerSettings:
             object.__setattr__(self, "served_model_name", self.model.resolve().name)
         if self.dtype not in ("float32", "bfloat16"):
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
-        if not all(self.api_keys):
-            raise MLAError("api_keys", "keys that are not empty", "an empty one")
+        if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # what a header can hold
+            raise MLAError("api_keys", "keys of printable ASCII characters without spaces", "others")
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in (int, float) and not (isinstance(value, int | float) and value > 0):

@@ -1,7 +1,7 @@
 """Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -15,26 +15,28 @@ from mla_compile.serving.settings import ServerSettings
 T = TypeVar("T")
 
 
+class ClientGone(Exception):
+    """Nobody reads an answer, or will send the rest of a request."""
+
+
 async def gone(receive: Receive) -> None:
     """Return when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def while_connected(
-    receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]
-) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T], *ends: Coroutine[Any, Any, None]) -> T:
     """What `work` gives.
 
     Raises:
-        ConnectionResetError: the client has hung up before, or one of `ends` has returned; the work was cancelled.
+        ClientGone: the client has hung up before, or one of `ends` has returned; the work was cancelled.
     """
     task = asyncio.ensure_future(work)
     watchers = [asyncio.create_task(each) for each in (gone(receive), *ends)]
     try:
         await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ConnectionResetError("nobody reads it")
+            raise ClientGone
         return task.result()
     finally:
         for each in (task, *watchers):
@@ -46,7 +48,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """A request's body.
 
     Raises:
-        BadRequest: it has too many bytes, or does not come in time. ConnectionResetError: the client has hung up.
+        BadRequest: it has too many bytes, or does not come in time. ClientGone: the client has hung up.
     """
     body = bytearray()
     try:
@@ -59,7 +61,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     except TimeoutError:
         raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
     except ClientDisconnect:
-        raise ConnectionResetError("the client has hung up") from None
+        raise ClientGone from None
     return bytes(body)
 
 
@@ -88,7 +90,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ConnectionResetError):  # nobody is there to be told
+            with suppress(ClientGone):  # nobody is there to be told
                 await while_connected(receive, self._send_all(send), self._stalled())
         finally:
             self._on_end()

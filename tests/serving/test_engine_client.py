@@ -1,19 +1,24 @@
 """The engine in a process of its own: what it is asked for comes back, and it may fail without harm."""
 
 import asyncio
+import errno
 import os
 import random
 import signal
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import pytest
 
 from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.config import EngineConfig
+from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
+from mla_compile.serving import engine_client, processes
 from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
 from mla_compile.serving.grammars import GrammarCheck
 from mla_compile.serving.messages import Asked, GrammarSource, Update
@@ -138,6 +143,76 @@ def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:
     with_client(test)
 
 
+@pytest.mark.parametrize("how", ["it dies", "it cannot be made"])
+def test_a_process_that_fails_before_it_reads_anything_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    begin, num_failing = processes.start, 1
+
+    def start(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+        nonlocal num_failing
+        if num_failing == 0:
+            return begin(module)
+        num_failing -= 1
+        if how == "it cannot be made":
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        process, connection = begin("mla_compile.no_such_module")
+        process.wait()
+        return process, connection
+
+    monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(engine_client, "_FIRST_WAIT", 0.01)
+
+    async def never(client: EngineClient) -> None:
+        pytest.fail("it has started")
+
+    with pytest.raises(RuntimeError, match=r"no more processes|ended with status 1"):
+        with_client(never)
+
+    async def test(client: EngineClient) -> None:
+        nonlocal num_failing
+        num_failing = 1
+        assert client._process is not None
+        client._process.kill()
+        await until(lambda: client.ready is None)
+        await until(lambda: client.ready is not None)
+        assert num_failing == 0
+
+    with_client(test)
+
+
+def test_a_signal_to_all_processes_is_the_servers_alone() -> None:
+    """As systemd sends it to a group."""
+
+    async def test(client: EngineClient) -> None:
+        answer = client.submit([Asked(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))])
+        await answer.next()
+        assert client._process is not None
+        for each in (signal.SIGTERM, signal.SIGINT):
+            client._process.send_signal(each)
+        assert (await joined(answer))[0].finish_reason == "length"
+
+    with_client(test)
+
+
+def test_how_the_engine_stands_is_known_before_the_first_request_and_after_a_failure() -> None:
+    async def test(client: EngineClient) -> None:
+        fresh = client.stats
+        assert (fresh.max_rows, fresh.num_pages > 0, fresh.rows_in_use) == (4, True, 0)
+        answer = client.submit([Asked(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))] * 6)
+        await until(lambda: client.stats.num_waiting > 0)
+        assert client._process is not None
+        client._process.kill()
+        await joined(answer)
+        assert client.stats == EngineStats()
+        await until(lambda: client.ready is not None)
+        assert replace(client.stats, step_seconds=0, total_step_seconds=0) == replace(
+            fresh, step_seconds=0, total_step_seconds=0
+        )
+
+    with_client(test)
+
+
 def test_a_mistake_in_the_settings_is_told_as_the_engine_says_it() -> None:
     settings = replace(SETTINGS, engine=replace(SETTINGS.engine, num_pages=2))
 
@@ -173,6 +248,47 @@ def test_grammars_that_take_long_or_much_memory_are_refused(limits: dict[str, fl
     finally:
         check.stop()
         other.stop()
+
+
+def test_a_killed_check_is_no_verdict_on_its_grammar() -> None:
+    check, source = GrammarCheck(SETTINGS), GrammarSource("regex", "[a-z]+")
+
+    async def run() -> None:
+        for is_loaded in (False, True):
+            asked = asyncio.create_task(check.why_not(source if not is_loaded else other))
+            if not is_loaded:
+                await until(lambda: check._process is not None)
+            else:
+                assert check._process is not None
+                check._process.send_signal(signal.SIGSTOP)  # it has not begun
+                await asyncio.sleep(0.1)
+            check._process.kill()
+            with pytest.raises(NotReady):
+                await asked
+            assert await check.why_not(source) is None
+
+    other = GrammarSource("regex", "[0-9]+")
+    try:
+        asyncio.run(run())
+    finally:
+        check.stop()
+
+
+def test_a_check_that_took_too_long_is_made_again_when_asked_again() -> None:
+    check, source = GrammarCheck(replace(SETTINGS, grammar_seconds=0.5)), GrammarSource("regex", "[a-z]+")
+
+    async def run() -> None:
+        assert await check.why_not(GrammarSource("regex", "a")) is None
+        assert check._process is not None
+        check._process.send_signal(signal.SIGSTOP)  # the machine is busy
+        assert await check.why_not(source) == "it takes more than 0.5 s to compile"
+        check._settings = SETTINGS
+        assert await check.why_not(source) is None
+
+    try:
+        asyncio.run(run())
+    finally:
+        check.stop()
 
 
 def test_grammars_that_are_slow_to_check_hold_up_no_thread_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import json
 import random
 import string
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -69,8 +68,8 @@ def test_what_is_left_out_or_null_is_openais_default() -> None:
     for asked in (completion(), completion(**nulls)):
         defaults = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=16, seed=asked.params.seed)
         assert asked == CompletionsAsked(
-            prompts=[HELLO], params=defaults, is_seeded=False, grammar=None, max_drafts=None, stream=False,
-            include_usage=False, top_logprobs=None, draft_positions=False, is_chat=False, model="shipped",
+            prompts=[HELLO], params=defaults, is_seeded=False, grammar=None, grammar_field=None, max_drafts=None,
+            stream=False, include_usage=False, top_logprobs=None, draft_positions=False, is_chat=False, model="shipped",
         )  # fmt: skip
     nulls = dict.fromkeys(ChatBody.model_fields.keys() - {"model", "messages"})
     for asked in (chat(), chat(**nulls)):
@@ -346,14 +345,6 @@ def test_what_json_has_no_number_for_is_refused(field: str) -> None:
     body = '{"model": "shipped", "prompt": "a", ' + field + "}"
     with pytest.raises(BadRequest):
         parse_completion(body.encode(), tokenizer=TOKENIZER, limits=LIMITS)
-
-
-def test_a_server_may_take_shorter_prompts_only() -> None:
-    limits = replace(LIMITS, max_prompt_tokens=3)
-    parse_completion(body_of({"prompt": [5] * 3}, {}), tokenizer=TOKENIZER, limits=limits)
-    with pytest.raises(BadRequest, match="3 at most") as error:
-        parse_completion(body_of({"prompt": [5] * 4}, {}), tokenizer=TOKENIZER, limits=limits)
-    assert error.value.code == "context_length_exceeded"
 
 
 def test_a_start_token_is_the_tokenizers_for_text_and_the_templates_for_a_chat() -> None:

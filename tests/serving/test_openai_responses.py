@@ -49,8 +49,8 @@ def asked_for(
 ) -> CompletionsAsked:
     return CompletionsAsked(
         prompts=[[1, 2, 3]] * num_prompts, params=SamplingParams(n=n, stop=stop, max_tokens=50), is_seeded=True,
-        grammar=None, max_drafts=None, stream=True, include_usage=include_usage, top_logprobs=top_logprobs,
-        draft_positions=draft_positions, is_chat=is_chat, model="shipped",
+        grammar=None, grammar_field=None, max_drafts=None, stream=True, include_usage=include_usage,
+        top_logprobs=top_logprobs, draft_positions=draft_positions, is_chat=is_chat, model="shipped",
     )  # fmt: skip
 
 

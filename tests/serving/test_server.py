@@ -3,17 +3,20 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 from mla_compile import Completion, Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
@@ -148,6 +151,45 @@ def test_output_follows_a_schema_or_a_regex(client: OpenAI) -> None:
         client.completions.create(
             model="shipped", prompt=PROMPT, extra_body={"structured_outputs": {"regex": "("}}
         )
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+
+
+class Verdict(BaseModel):
+    is_good: bool
+
+
+def test_a_chat_is_a_completion_of_its_text(tmp_path: Path, engine: Engine) -> None:
+    model = shutil.copytree(SHIPPED_MODEL, tmp_path / "chatty")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHAT_TEMPLATE}))
+    parts: list[Any] = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "🙂"}]
+    messages: list[Any] = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}]
+    prompt = "system: Be kind.\nuser: Hello\n🙂\nassistant:"
+    params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=12, logprobs=1)
+    want = expected(engine, params, [prompt])
+    with served("--model", str(model)) as server:
+        chats = OpenAI(base_url=f"{server.url()}/v1", api_key="any", max_retries=0).chat.completions
+        fields: dict[str, Any] = {"model": "chatty", "messages": messages}
+        fields |= {"temperature": 0.8, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 1}
+        whole = chats.create(**fields, max_completion_tokens=12)
+        assert [choice.message.content for choice in whole.choices] == [each.text for each in want]
+        for choice, each in zip(whole.choices, want, strict=True):
+            assert choice.finish_reason == each.finish_reason
+            assert choice.logprobs is not None and each.logprobs is not None
+            told = [place.logprob for place in choice.logprobs.content or ()]
+            places = zip(each.logprobs, each.token_ids, strict=True)
+            assert told == pytest.approx([place[token].logprob for place, token in places], abs=1e-3)
+        pieces = ["", ""]
+        for chunk in chats.create(**fields, max_tokens=12, stream=True):
+            for part in chunk.choices:
+                pieces[part.index] += part.delta.content or ""
+        assert pieces == [each.text for each in want]
+        parsed = chats.parse(**fields, max_tokens=64, response_format=Verdict).choices[0].message.parsed
+        assert isinstance(parsed, Verdict)
 
 
 def test_mistakes_have_openais_shape_and_name_the_field(client: OpenAI, url: str) -> None:
@@ -316,6 +358,29 @@ def test_an_engine_that_dies_is_a_500_and_comes_back() -> None:
         while get(f"{url}/ready")[0] != 200:
             time.sleep(0.1)
         assert get(f"{url}/v1/completions", json.dumps(LONG).encode())[0] == 200
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_what_runs(stop: signal.Signals) -> None:
+    with served() as server:
+        url, results = server.url(), list[Any]()
+        thread = ask(url, results)
+        if stop == signal.SIGTERM:
+            server.signal(stop)
+            while get(f"{url}/ready")[0] == 200:
+                time.sleep(0.02)
+        server.signal(stop)
+        thread.join()
+        assert results[0][1]["error"]["message"] == "the server shuts down"
+        assert server.ends(10) == 0 and "Traceback" not in "".join(server.log)
+
+
+def test_an_engine_that_cannot_be_started_is_one_line() -> None:
+    with served() as server:
+        server.url(ready=False)
+        os.kill(children(server.process.pid)[0], signal.SIGKILL)
+        assert server.ends() == 1
+        assert server.log[-1] == "mla-compile: the engine has failed: its process ended with status -9\n"
 
 
 def test_a_mistake_in_the_flags_is_one_line() -> None:

@@ -8,8 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
-from starlette.types import Message
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
 
+from mla_compile.serving.app import Server, create_app
+from mla_compile.serving.server import _Uvicorn
+from mla_compile.serving.settings import ServerSettings
 from mla_compile.serving.streams import EventStream
 from tests.serving import servers
 from tests.serving.load import num_sockets
@@ -96,6 +100,55 @@ def test_a_client_that_hangs_up_ends_its_stream() -> None:
     assert client.got == [
         f"data: {i}\n\n".encode() if i >= 0 else b"" for i in range(-1, len(client.got) - 1)
     ]
+
+
+SILENCE = 0.5
+REQUEST, SLOW = [f"GET {path} HTTP/1.1\r\nHost: h\r\n\r\n".encode() for path in ("/", "/slow")]
+
+
+async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(4 * SILENCE if scope["path"] == "/slow" else 0)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+def test_who_asks_for_nothing_is_dropped_and_who_asks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def client(port: int, *parts: bytes, gap: float = 0.0) -> int:
+        """Sends these, each when the one before is answered; how many were, when the server hangs up."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        num_answers = 0
+        for part in parts:
+            await asyncio.sleep(gap)
+            writer.write(part)
+            if part.endswith(b"\r\n\r\n"):
+                await reader.readuntil(b"\r\n\r\n")
+                num_answers += 1
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
+        return num_answers
+
+    async def run() -> list[int]:
+        config = uvicorn.Config(answers, port=0, lifespan="off", log_config=None, timeout_keep_alive=60)
+        server = _Uvicorn(config, create_app(ServerSettings(stall_seconds=SILENCE)).state.server)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            return await asyncio.gather(
+                client(port),
+                client(port, SLOW[:-2]),
+                client(port, REQUEST, SLOW[:-2]),
+                client(port, SLOW),
+                client(port, *[REQUEST] * 9, gap=0.6 * SILENCE),
+            )
+        finally:
+            server.should_exit = True
+            await serving
+
+    monkeypatch.setattr(Server, "started", lambda _: asyncio.sleep(0))  # no engine is needed
+    assert asyncio.run(run()) == [0, 0, 1, 1, 9]
 
 
 IMPATIENT = """

@@ -38,7 +38,7 @@ from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.openai_requests import BadRequest
 from mla_compile.serving.openai_responses import bad_request_object, error_object
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import read_body
+from mla_compile.serving.streams import ClientGone, read_body
 
 log = logging.getLogger(__name__)
 
@@ -172,8 +172,8 @@ class Gateway:
                 return await self._answered(forwarded)
         except BadRequest as error:
             return JSONResponse(bad_request_object(error), error.status)
-        except ConnectionResetError:
-            return Response(status_code=499)  # nobody reads it
+        except ClientGone:
+            return Response(status_code=499)
         except BackPressureError:
             return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
         except (DeploymentUnavailableError, TimeoutError):

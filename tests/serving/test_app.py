@@ -1,0 +1,229 @@
+"""The app with an engine that a test plays: what comes between a request and its answer."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+
+from mla_compile.engine.stats import EngineStats
+from mla_compile.errors import MLAError
+from mla_compile.serving.app import Server, create_app
+from mla_compile.serving.engine_client import Answer, EngineClient
+from mla_compile.serving.messages import Asked, GrammarSource, Ready, Update
+from mla_compile.serving.settings import ServerSettings
+
+BODY = {"model": "shipped", "prompt": [5, 6, 7]}
+
+
+class Engine(EngineClient):
+    """plays: what becomes of an answer, before anybody reads it."""
+
+    def __init__(self, settings: ServerSettings, plays: Callable[[Answer], None]) -> None:
+        super().__init__(settings)
+        self.ready = Ready(
+            vocab_size=3072, max_model_len=64, max_rows=2, max_stop_token_ids=7, stats=EngineStats()
+        )
+        self.plays = plays
+
+    def submit(self, asked: Sequence[Asked]) -> Answer:
+        answer = super().submit(asked)
+        self.plays(answer)
+        return answer
+
+
+def nothing(_: Answer) -> None:
+    pass
+
+
+def app_of(plays: Callable[[Answer], None] = nothing, **settings: Any) -> tuple[FastAPI, Server]:
+    app = create_app(ServerSettings(**settings))
+    server: Server = app.state.server
+    server._client = Engine(server.settings, plays)
+    return app, server
+
+
+async def ask(
+    app: FastAPI,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    stays: bool = True,
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an answer. stays: whether the client waits for it."""
+    sent: list[Message] = []
+    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not given and stays:
+            await asyncio.Event().wait()
+        return given.pop() if given else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(headers),
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    with suppress(ArithmeticError):  # a test's; uvicorn writes what comes to the log
+        await app(scope, receive, send)
+    start, *parts = sent
+    told = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], told, b"".join(part.get("body", b"") for part in parts)
+
+
+def post(app: FastAPI, fields: dict[str, Any], **how: Any) -> tuple[int, dict[str, str], bytes]:
+    body = json.dumps(BODY | fields).encode()
+    return asyncio.run(ask(app, "POST", "/v1/completions", body, **how))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_ends_before_anybody_reads_it_is_told(n: int, stream: bool) -> None:
+    def fails(answer: Answer) -> None:
+        for index in range(n):
+            answer.put(index, Update(finish_reason="error", error="the engine has failed: a mishap"), 0.0)
+
+    app, server = app_of(fails)
+    status, _, body = post(app, {"n": n, "stream": stream})
+    assert status == (200 if stream else 500)
+    error = json.loads(body.removeprefix(b"data: ").partition(b"\n")[0])["error"]
+    assert error["message"] == "the engine has failed: a mishap" and error["type"] == "server_error"
+    assert b"mla_time_to_first_token_seconds_count 0.0" in server._metrics.text(), "there was none"
+
+
+def test_a_mistake_of_the_servers_own_has_openais_shape() -> None:
+    def fails(_: Answer) -> None:
+        raise ArithmeticError("of ours")
+
+    status, _, body = post(app_of(fails)[0], {})
+    assert status == 500
+    assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_long_texts_are_tokenized_one_at_a_time_and_not_for_those_who_have_left() -> None:
+    """Each takes 200 times its bytes while it is tokenized, and the interpreter."""
+    app, server = app_of()
+    tokenizer, texts, at_once = server._vocabulary.tokenizer, list[str](), list[int]()
+
+    def tokenize(text: str, **settings: Any) -> Any:
+        texts.append(text)
+        at_once.append(1)
+        time.sleep(0.02)
+        assert sum(at_once) == 1
+        at_once.pop()
+        return tokenizer(text, **settings)
+
+    server._vocabulary.tokenizer = tokenize  # type: ignore[assignment]
+
+    async def run() -> list[int]:
+        asked = []
+        for i in range(9):
+            path = "/tokenize" if i % 2 else "/v1/completions"
+            body = json.dumps({"model": "shipped", "prompt": f"{i}" * 20_000}).encode()
+            asked.append(ask(app, "POST", path, body, stays=i not in (4, 5)))
+        return [status for status, *_ in await asyncio.gather(*asked)]
+
+    assert asyncio.run(run()) == [400, 200, 400, 200, 499, 499, 400, 200, 400]
+    assert {text[0] for text in texts} == set("0123678")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_probe_may_ask_for_the_status_alone(method: str) -> None:
+    for path in ("/health", "/ready"):
+        assert asyncio.run(ask(app_of()[0], method, path))[0] == 200
+
+
+def test_a_wrong_method_is_told_the_right_ones() -> None:
+    status, headers, _ = asyncio.run(ask(app_of()[0], "GET", "/v1/completions"))
+    assert status == 405 and headers["allow"] == "POST"
+
+
+def test_more_choices_than_the_server_ever_has_places_for_are_a_mistake() -> None:
+    app, _ = app_of(max_waiting=3)
+    status, _, body = post(app, {"n": 6})
+    assert status == 400 and json.loads(body)["error"]["param"] == "n", "not 429, which asks to come again"
+
+
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_a_grammar_that_is_refused_names_its_field(field: str) -> None:
+    fields = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no"}}},
+        "structured_outputs": {"regex": "("},
+    }
+    app, server = app_of()
+
+    async def refuses(_: GrammarSource) -> str:
+        return "it is wrong"
+
+    server._grammars.why_not = refuses  # type: ignore[method-assign]
+    status, _, body = post(app, {field: fields[field]})
+    error = json.loads(body)["error"]
+    assert status == 400 and error["param"] == field and error["code"] == "invalid_grammar"
+    assert "it is wrong" in error["message"]
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_nobody_waits_for_a_grammar_for_ever(stays: bool) -> None:
+    app, server = app_of(request_seconds=0.1 if stays else 600.0)
+
+    async def waits(_: GrammarSource) -> str | None:
+        await asyncio.sleep(60)
+        return None
+
+    server._grammars.why_not = waits  # type: ignore[method-assign]
+
+    async def run() -> int:
+        body = json.dumps(BODY | {"structured_outputs": {"regex": "a"}}).encode()
+        async with asyncio.timeout(30):
+            return (await ask(app, "POST", "/v1/completions", body, stays=stays))[0]
+
+    assert asyncio.run(run()) == (504 if stays else 499)
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ("Bearer plain", 200),
+        ("bearer plain", 200),
+        ("Bearer other-key", 200),
+        ("Bearer schlüssel", 401),
+        ("Bearer  plain", 200),
+        ("Bearer plain ", 200),
+        ("plain", 401),
+        ("Basic plain", 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        ("Bearer plainer", 401),
+        ("Bearer pla in", 401),
+        ("", 401),
+    ],
+)
+def test_a_key_is_a_bearers(given: str, status: int) -> None:
+    app, _ = app_of(api_keys=("other-key", "plain"))
+    headers = [(b"authorization", given.encode())]
+    assert asyncio.run(ask(app, "GET", "/v1/models", headers=headers))[0] == status
+
+
+@pytest.mark.parametrize("key", ["", " ", "two words", "schlüssel", "a\n", "a\0", "\x7f"])
+def test_a_key_that_no_client_can_send_is_a_mistake_of_the_server(key: str) -> None:
+    with pytest.raises(MLAError, match="api_keys: expected") as error:
+        ServerSettings(api_keys=("good", key))
+    assert not key.strip() or key not in str(error.value), "it may be a secret"
