@@ -72,17 +72,21 @@ def _server(replicas: int | None) -> Callable[..., None]:
         if error.name not in ("fastapi", "prometheus_client", "ray", "uvicorn"):
             raise
         mend = f"pip install 'mla-compile[{extra}]'"
-        raise MLAError(error.name, "the package, which serves over HTTP", "none", mend) from error
+        what = "over HTTP" if replicas is None else "replicas"
+        raise MLAError(error.name, f"the package, which serves {what}", "none", mend) from error
 
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:
     """Those of a file, one a line, and the environment's."""
-    keys = [os.environ.get(API_KEY, "")]
+    keys = [os.environ[API_KEY]] if API_KEY in os.environ else []
+    if keys and not keys[0].strip():
+        raise MLAError(API_KEY, "a key", "an empty value", "unset it to let everybody ask")
     if file is not None:
         try:
-            keys += file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise MLAError(f"--api-key-file {file}", "a text file with a key a line", error) from error
-        if not any(key.strip() for key in keys):
+        if not any(line.strip() for line in lines):
             raise MLAError(f"--api-key-file {file}", "a key at least", "none")
+        keys += lines
     return tuple(key.strip() for key in keys if key.strip())

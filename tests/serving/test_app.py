@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
+from mla_compile.cli.serve import _read_keys
 from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
@@ -227,3 +228,14 @@ def test_a_key_that_no_client_can_send_is_a_mistake_of_the_server(key: str) -> N
     with pytest.raises(MLAError, match="api_keys: expected") as error:
         ServerSettings(api_keys=("good", key))
     assert not key.strip() or key not in str(error.value), "it may be a secret"
+
+
+def test_an_empty_key_in_the_environment_does_not_open_the_server(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MLA_COMPILE_API_KEY", " ")
+    with pytest.raises(MLAError, match="MLA_COMPILE_API_KEY: expected a key, got an empty value; unset it"):
+        _read_keys(None)
+    monkeypatch.setenv("MLA_COMPILE_API_KEY", "one ")
+    (file := tmp_path / "keys").write_text("two\n\nthree\n")
+    assert _read_keys(file) == ("one", "two", "three")
+    monkeypatch.delenv("MLA_COMPILE_API_KEY")
+    assert _read_keys(None) == ()
