@@ -4,6 +4,7 @@ Triton reads TRITON_INTERPRET when it is imported, and Inductor's kernels must n
 files that pytest does not collect by itself (`tests/ops/interpreted/`), run in processes of their own.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -39,8 +40,12 @@ def run_interpreted(marks: str) -> None:
 def mend_interpreter() -> None:
     """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, and bfloat16 products.
 
-    And some speed: it searches Triton's whole language for built-in functions whenever a kernel calls another.
+    And some speed, three times: it searches Triton's whole language for built-in functions whenever a kernel calls
+    another, makes a table of dtypes for every array and a shape of constants for every tensor, and computes sums of
+    indices twice, the second time to see whether they overflow: tests have small ones.
     """
+    from dataclasses import replace
+
     import inspect
 
     import numpy as np
@@ -70,6 +75,23 @@ def mend_interpreter() -> None:
         for name in names:
             interpreter._patch_attr(language, name, getattr(language, name), builder, scope)
 
+    @cache
+    def constants(*shape):
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def new_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = constants(*(type.shape if type.is_block() else ()))
+
+    def np_dtype(type):
+        scalar = type.scalar
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    of_scalar = cache(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = np_dtype
+    tl.tensor.__init__ = new_tensor
     interpreter._patch_lang_tensor = patched
     interpreter._patch_builtin = patch_builtins
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
