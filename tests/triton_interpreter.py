@@ -69,11 +69,17 @@ def mend_interpreter() -> None:
         return [name for name, member in inspect.getmembers(language) if tl.core.is_builtin(member)]
 
     def patch_builtins(language, builder, scope):
-        names = builtins_of(language)
-        if names and not tl.core.is_builtin(getattr(language, names[0])):
-            return  # all are patched: this kernel is called by another
-        for name in names:
+        for name in builtins_of(language):
             interpreter._patch_attr(language, name, getattr(language, name), builder, scope)
+
+    @cache
+    def languages_of(kernel):
+        return [language for language in (tl, tl.core) if language in kernel.__globals__.values()]
+
+    def patch_once(kernel):
+        if any(tl.core.is_builtin(language.load) for language in languages_of(kernel)):
+            return patch_language(kernel)
+        return interpreter._LangPatchScope()  # it is called by another, which has patched all
 
     @cache
     def constants(*shape):
@@ -83,15 +89,28 @@ def mend_interpreter() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = constants(*(type.shape if type.is_block() else ()))
 
+    @cache
+    def block(*shape):
+        shape = [getattr(size, "value", size) for size in shape]
+        return tl.tuple(shape), tl.core.validate_block_shape(shape), str(tl.tuple(shape))
+
+    def new_block_type(self, element_ty, shape):
+        self.element_ty = element_ty
+        self.shape, self.numel, text = block(*shape)
+        self.name = f"<{text}, {element_ty}>"
+
     def np_dtype(type):
         scalar = type.scalar
         return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
 
     of_scalar = cache(interpreter._get_np_dtype)
+    patch_language = interpreter._patch_lang
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = np_dtype
+    interpreter._patch_lang = patch_once
     tl.tensor.__init__ = new_tensor
+    tl.block_type.__init__ = new_block_type
     interpreter._patch_lang_tensor = patched
     interpreter._patch_builtin = patch_builtins
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
