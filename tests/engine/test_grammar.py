@@ -164,7 +164,7 @@ def test_every_text_follows_the_grammar_and_drafts_change_no_token(
 
 
 @pytest.mark.parametrize("sampling", [MIXED, TOLD], ids=["mixed", "penalised"])
-@pytest.mark.parametrize("wrong", [3, 4, 1000])
+@pytest.mark.parametrize("wrong", [3, pytest.param(4, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize(
     "k", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
 )
@@ -249,7 +249,7 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
     one = grammar("json_schema")
     bound = ids(run(k, one, sampling))
     assert free != bound
-    for who in (1, 2, 5):
+    for who in (2, 5):
         grammars = [one if who >> row & 1 else None for row in range(3)]
         expected = [bound[row] if grammars[row] else free[row] for row in range(3)]
         assert ids(run(k, grammars, sampling)) == expected
@@ -260,7 +260,7 @@ def test_rows_are_the_same_wherever_they_stand_and_whoever_is_beside_them(
 
 
 @pytest.mark.parametrize("pages", [17, pytest.param(65, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gap", [0, 1, 3])
+@pytest.mark.parametrize("gap", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_grammars_hold_in_mixed_steps_for_requests_that_arrive_and_are_preempted(
     k: int, gap: int, pages: int
@@ -602,10 +602,10 @@ def test_the_shipped_model_follows_grammars_beside_free_text(sampling: list[Samp
 
     def out(k: int, wanted: list[Grammar | None] | None) -> list[Completion]:
         return generate(
-            prompts,
+            prompts if wanted else prompts[2:],
             num_speculative_tokens=k,
             max_new_tokens=60,
-            sampling=sampling,
+            sampling=sampling if wanted or not sampling else sampling[2:],
             grammars=wanted,
             compile=False,
         )
@@ -616,7 +616,7 @@ def test_the_shipped_model_follows_grammars_beside_free_text(sampling: list[Samp
     value = json.loads(expected[1].text)
     assert value["book"] in VERSE["properties"]["book"]["enum"] and 1 <= value["chapter"] <= 150
     assert 2 <= len(value["words"]) <= 3 and all(re.fullmatch("[a-z]{2,8}", word) for word in value["words"])
-    assert expected[2].token_ids == out(0, None)[2].token_ids
+    assert expected[2].token_ids == out(0, None)[0].token_ids
     drafted = out(3, grammars)
     assert ids(drafted) == ids(expected)
     assert sum(c.num_steps for c in drafted[:2]) < sum(c.num_steps for c in expected[:2]), (
