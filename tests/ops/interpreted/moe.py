@@ -84,7 +84,7 @@ def test_a_tokens_bits_are_those_of_many_sorted_tokens(
     add_in_order(monkeypatch)
     case, whole = many_sorted_tokens()
     part = replace(
-        case, **{name: getattr(case, name)[-tokens:] for name in ("x", "topk_weights", "topk_ids")}
+        case, **{name: getattr(case, name)[-tokens:].clone() for name in ("x", "topk_weights", "topk_ids")}
     )
     row_lens, q_len, runs = (
         padding(part, 1, [i % 2 for i in range(tokens // 2)]) if padded else (None, 1, slice(None))
