@@ -1,6 +1,8 @@
 """Every example runs, in small. `test_docs.py` runs the blocks of README.md and docs/."""
 
 import importlib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,11 +13,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example as `python examples/NAME.py` sees it: with its own folder on the path."""
+def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The example as `python examples/NAME.py` sees it: with its own folder on the path.
+
+    What it makes the passes log, they do not log in later tests.
+    """
     torch.compiler.reset()
     monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module(request.param)
+    passes = logging.getLogger("mla_compile.passes")
+    level = passes.level
+    yield importlib.import_module(request.param)
+    passes.setLevel(level)
 
 
 def runs(name: str) -> pytest.MarkDecorator:
