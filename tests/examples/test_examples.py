@@ -3,6 +3,7 @@
 import importlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -100,8 +101,10 @@ def test_requests_over_time_are_served_side_by_side(
 @pytest.mark.usefixtures("lowering")
 @runs("absorb_plain_mla")
 def test_plain_mla_gives_the_same_tokens_absorbed(
-    example: ModuleType, capsys: pytest.CaptureFixture[str]
+    example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What it compares ours with is torch's business.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     example.main(num_layers=1, max_len=64, new_tokens=4)
     *steps, ratio = [line for line in lines_of(capsys) if "ms a step" in line or "times as fast" in line]
     assert len(steps) == 3 and all(line.endswith("tokens equal: True") for line in steps)
