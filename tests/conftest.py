@@ -7,6 +7,8 @@ import sys
 # Before torch loads: the test processes share the cores, and Inductor compiles inside the test's own process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# What vectors the CPU has it says itself: Inductor compiles programs to be sure of each kind, 8 s in an empty cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

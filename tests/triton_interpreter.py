@@ -4,9 +4,11 @@ Triton reads TRITON_INTERPRET when it is imported, and Inductor's kernels must n
 files that pytest does not collect by itself (`tests/ops/interpreted/`), run in processes of their own.
 """
 
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -39,10 +41,8 @@ def run_interpreted(marks: str) -> None:
 def mend_interpreter() -> None:
     """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, and bfloat16 products.
 
-    And some speed: it searches Triton's whole language for built-in functions whenever a kernel calls another.
+    And some speed, without which it takes three times as long.
     """
-    import inspect
-
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -59,22 +59,83 @@ def mend_interpreter() -> None:
         bits = operand.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
+        self, widened(a), widened(b), *rest
+    )
+    _patch_language_once_a_launch()
+    _keep_types_of_tensors()
+
+
+def _patch_language_once_a_launch() -> None:
+    """Not again for every kernel that another calls; and Triton's built-in functions are looked for once."""
+    import inspect
+
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
     @cache
     def builtins_of(language):
         return [name for name, member in inspect.getmembers(language) if tl.core.is_builtin(member)]
 
+    @cache
+    def languages_of(kernel):
+        return [language for language in (tl, tl.core) if language in kernel.__globals__.values()]
+
     def patch_builtins(language, builder, scope):
-        names = builtins_of(language)
-        if names and not tl.core.is_builtin(getattr(language, names[0])):
-            return  # all are patched: this kernel is called by another
-        for name in names:
+        for name in builtins_of(language):
             interpreter._patch_attr(language, name, getattr(language, name), builder, scope)
 
-    interpreter._patch_lang_tensor = patched
+    def patch_once(kernel):
+        if any(tl.core.is_builtin(language.load) for language in languages_of(kernel)):
+            return patch(kernel)
+        return interpreter._LangPatchScope()
+
     interpreter._patch_builtin = patch_builtins
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
-        self, widened(a), widened(b), *rest
-    )
+    interpreter._patch_lang = patch_once
+
+
+def _keep_types_of_tensors() -> None:
+    """Dtypes, shapes and sizes are looked up, where Triton makes them anew for every tensor.
+
+    And sums of indices are computed once, not a second time in int64 to see whether they overflow: tests have small
+    ones.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    of_scalar = cache(interpreter._get_np_dtype)
+
+    def np_dtype(type):
+        scalar = type.scalar
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    @cache
+    def block(*shape):
+        shape = tl.tuple([getattr(size, "value", size) for size in shape])
+        return shape, tl.core.validate_block_shape(shape), str(shape)
+
+    def new_block_type(self, element_ty, shape):
+        self.element_ty = element_ty
+        self.shape, self.numel, text = block(*shape)
+        self.name = f"<{text}, {element_ty}>"
+
+    @cache
+    def constants(*shape):
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    def new_tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = constants(*(type.shape if type.is_block() else ()))
+
+    interpreter._get_np_dtype = np_dtype
+    tl.block_type.__init__ = new_block_type
+    tl.tensor.__init__ = new_tensor
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

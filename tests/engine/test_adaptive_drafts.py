@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ def oracle(model: MLAForCausalLM) -> FromScratch:
     return FromScratch(copy.deepcopy(model))
 
 
+@cache
 def plain(params: SamplingParams, count: int = 24) -> list[Completion]:
     """One token a step."""
     return engine(0, tiny_model()).generate(PROMPTS, params, max_new_tokens=count)

@@ -25,7 +25,7 @@ from tests.engine.toy_engine import Trace, batch_invariant_traces, check_traces,
 
 
 def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
-    met = check_traces(run, 30)
+    met = check_traces(run, 20)
     others = ("tokens", "num_failed", "num_repeated_tokens")
     assert all(met[field.name] for field in fields(Outcome) if field.name not in others), met
 

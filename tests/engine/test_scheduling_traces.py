@@ -14,7 +14,7 @@ from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Plan
 from tests.engine.toy_engine import ToyEngine, Trace, batch_invariant_traces, check_traces, run, traces
 
-NUM_TRACES = int(os.environ.get("MLA_TRACES", "500"))
+NUM_TRACES = int(os.environ.get("MLA_TRACES", "300"))
 
 
 def test_random_traces() -> None:

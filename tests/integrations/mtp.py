@@ -16,7 +16,7 @@ from tests.integrations.families import prompts, randomize, stock_model
 from tests.integrations.stock import greedy, hidden_states, mtp_hidden
 from tests.models.small import add_shard, save
 
-STEPS = 64
+STEPS = 40
 """Tokens that tests generate."""
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe_lite", "longcat_flash")
 _LONGCAT_SHARED = (

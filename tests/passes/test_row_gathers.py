@@ -23,7 +23,7 @@ CALLED = {name if isinstance(name, str) else name.__name__ for name in rowwise._
 
 
 def test_a_gather_climbs_over_random_graphs_only_where_they_are_row_wise() -> None:
-    number = int(os.environ.get("MLA_ROW_GATHERS", "300"))
+    number = int(os.environ.get("MLA_ROW_GATHERS", "200"))
     results = [check(seed) for seed in range(number)]
     hoisted = sum(bool(result.climbed) for result in results)
     climbed = Counter(name for result in results for name in set(result.climbed))

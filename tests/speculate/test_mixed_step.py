@@ -505,7 +505,7 @@ def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
 ) -> None:
     torch._dynamo.utils.counters.clear()
     compiled = None
-    for rows, size in ((3, 2), (1, 1), (5, 4), (4, 1), (2, 7)):
+    for rows, size in ((3, 2), (1, 1), (5, 4)):
         runner = Runner(model, k, rows)
         if compiled is None:
             decoder = runner.decoder

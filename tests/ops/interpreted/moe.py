@@ -1,6 +1,7 @@
 """`moe_triton` in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -66,6 +67,14 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
     assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
 
 
+@cache
+def many_sorted_tokens() -> tuple[MoeCase, Tensor]:
+    """And what the kernels make of them where products add in order."""
+    case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, dtype=torch.bfloat16)
+    assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
+    return case, moe_triton(*case.args())
+
+
 @pytest.mark.parametrize("tokens", [1, pytest.param(9, marks=pytest.mark.slow), 130])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_tokens_bits_are_those_of_many_sorted_tokens(
@@ -73,11 +82,9 @@ def test_a_tokens_bits_are_those_of_many_sorted_tokens(
 ) -> None:
     """With other tiles, sorted or not, among other tokens, and beside padding."""
     add_in_order(monkeypatch)
-    case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, dtype=torch.bfloat16)
-    assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
-    whole = moe_triton(*case.args())
+    case, whole = many_sorted_tokens()
     part = replace(
-        case, **{name: getattr(case, name)[-tokens:] for name in ("x", "topk_weights", "topk_ids")}
+        case, **{name: getattr(case, name)[-tokens:].clone() for name in ("x", "topk_weights", "topk_ids")}
     )
     row_lens, q_len, runs = (
         padding(part, 1, [i % 2 for i in range(tokens // 2)]) if padded else (None, 1, slice(None))
