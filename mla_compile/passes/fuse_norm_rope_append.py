@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from mla_compile.ops.append import append_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op, serves
 from mla_compile.passes.cone import Cone, cut
-from mla_compile.passes.effects import live_nodes, memory, writer_between
+from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import calls, is_tensor, op_arguments, tensor_of
 from mla_compile.passes.provenance import where
@@ -74,7 +74,7 @@ def fuse_norm_rope_append(
         superseded |= found.nodes
         log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
     if superseded:
-        search.erase(superseded)
+        erase(gm.graph, search.live, superseded)
     return gm
 
 
@@ -127,15 +127,6 @@ class _Search:
                 if user in self.live and user not in nodes and user is not append:
                     return user
         return None
-
-    def erase(self, superseded: set[fx.Node]) -> None:
-        """Remove nodes that nothing uses any more, and what only computed with them for nobody."""
-        for node in self.graph.nodes:
-            if node not in self.live and not superseded.isdisjoint(node.all_input_nodes):
-                superseded.add(node)
-        for node in reversed(self.graph.nodes):
-            if node in superseded and not node.users:
-                self.graph.erase_node(node)
 
 
 def _remembered(known: dict[str, Any], cone: Cone, recognise: Any) -> Any:

@@ -17,12 +17,17 @@ from mla_compile.ops import library, validate
 from mla_compile.ops.library import define_op, empty, implementations, schema_of
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
+from tests.ops.routing import router_args
 
 SCHEMAS = {
     "mla_append": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
     "mla_norm_rope_append": (
         "(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, Tensor slot_mapping, float eps, "
         "bool interleaved_in, bool interleaved_out) -> ()"
+    ),
+    "moe_router": (
+        "(Tensor x, Tensor weight, Tensor? bias, SymInt topk, SymInt num_groups, SymInt topk_groups, bool softmax, "
+        "bool normalize, float scaling) -> (Tensor weights, Tensor ids)"
     ),
     "mla_decode_metadata": (
         "(Tensor num_cached, Tensor block_table, Tensor? q_lens, SymInt q_len, int page_size) -> "
@@ -164,10 +169,11 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
     [
         ("mla_decode", decode_case([5, 3], q_len=1).args(), {0: 0, 1: 0, 3: 1, 4: 1}),
         ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
+        ("moe_router", tuple(router_args("v3", 4, 32, torch.float32)), {0: 0}),
         ("mla_norm_rope_append", norm_rope_append_case(4).args(), {0: 0, 2: 0, 3: 0, 5: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
     ],
-    ids=["decode", "experts", "norm_rope_append", "metadata"],
+    ids=["decode", "experts", "router", "norm_rope_append", "metadata"],
 )
 def test_checks_of_unbacked_sizes_add_no_guard(
     op: str, args: tuple[Any, ...], varying: dict[int, int]
