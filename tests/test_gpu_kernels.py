@@ -22,6 +22,7 @@ from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
+from mla_compile.ops.routing import moe_router
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -48,6 +49,7 @@ from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
 from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
 from tests.ops.prefill_conformance import Subject as PrefillSubject
 from tests.ops.prefill_conformance import Texts as Prompts
+from tests.ops.routing import ROUTINGS, check, check_bits, router_args
 
 pytestmark = pytest.mark.gpu
 
@@ -506,6 +508,16 @@ def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> N
         before = case.kv_cache.clone()
         graph.replay()
         check_norm_rope_append(case, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(ROUTINGS))
+def test_a_router_in_two_launches(name: str, dtype: torch.dtype) -> None:
+    for tokens in (1, 33, 700):
+        args = router_args(name, tokens, 2048, dtype, "cuda")
+        assert is_triton("moe_router", *args)
+        check(moe_router, args)
+        check_bits(moe_router, args)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64])
