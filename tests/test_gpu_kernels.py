@@ -756,7 +756,7 @@ def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.Monk
 
 def experts_in_any_batch(case: MoeCase) -> torch.Tensor:
     assert is_triton("moe_experts", *case.args(), None, 1, True)
-    return moe_experts_op(*case.args(), None, 1, True)
+    return moe_experts_op(*case.args(), batch_invariant=True)
 
 
 @pytest.mark.parametrize(
@@ -784,7 +784,7 @@ def test_bits_of_experts_do_not_depend_on_other_tokens(
             part, **{name: getattr(part, name).clone() for name in ("x", "topk_weights", "topk_ids")}
         )
         row_lens, q_len, runs = padding(part, 1, [i % 3 % 2 for i in range(tokens // 2)])
-        got = moe_experts_op(*part.args(), row_lens, q_len, True)
+        got = moe_experts_op(*part.args(), row_lens, q_len, batch_invariant=True)
         assert torch.equal(got[runs], whole[which][runs]) and not got[~runs].any(), tokens
 
 

@@ -129,10 +129,10 @@ def moe_router(
 moe_router_op = torch.ops.mla_compile.moe_router.default
 
 
-def serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel runs where these are, in their dtypes: else the op is plain torch in one piece."""
-    facts = {"dtype": x.dtype, "weight's dtype": weight.dtype, "experts": weight.shape[0]}
-    return select(MOE_ROUTER, Call(*describe_device(x.device), facts=facts)).chosen is not MOE_ROUTER[-1]
+def serves(x: Tensor, **facts: object) -> bool:
+    """Whether a kernel runs where tokens are, in their dtype, given more facts: else the op is torch in one piece."""
+    call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **facts})
+    return select(MOE_ROUTER, call).chosen is not MOE_ROUTER[-1]
 
 
 def router_torch(

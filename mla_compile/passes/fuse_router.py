@@ -57,15 +57,12 @@ def fuse_router(
 
     everywhere: also where the op has no kernel.
     """
-    live = live_nodes(gm.graph)
+    layers = [node for node in calls(gm.graph, moe_experts_op) if everywhere or _has_kernel(node)]
+    live = live_nodes(gm.graph) if layers else set()
     known: dict[tuple[str, str], Routing | str] = {}
     superseded: set[fx.Node] = set()
-    for experts in calls(gm.graph, moe_experts_op):
+    for experts in layers:
         name, found = where(experts), _match(experts, live, known)
-        if isinstance(found, _Match) and not (
-            everywhere or serves(tensor_of(found.x), tensor_of(found.weight))
-        ):
-            found = "the op has no kernel here"
         if isinstance(found, str):
             log.info("not fused: %s: %s", name, found)
             continue
@@ -75,6 +72,12 @@ def fuse_router(
     if superseded:
         erase(gm.graph, live, superseded)
     return gm
+
+
+def _has_kernel(experts: fx.Node) -> bool:
+    """Whether the op has one where the experts of a call are, for as many."""
+    given = op_arguments(experts)
+    return serves(tensor_of(given["x"]), experts=tensor_of(given["w_down"]).shape[0])
 
 
 def _match(experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], Routing | str]) -> _Match | str:

@@ -65,7 +65,8 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
     if op == "moe_experts":
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
-        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1, False
+        experts = strided(case.w_gate_up), strided(case.w_down)
+        return case.x, weights, case.topk_ids, *experts, None, 1, None, None, None, False
     if op == "moe_router":
         x, weight, *others = router_args("glm", count, 32, dtype)
         weight = mostly(draw, [weight, weight.float()], [weight.double(), weight[:1].expand(1025, -1)])
@@ -179,7 +180,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
         *prefill_args(make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)),
         False,
     ),
-    "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).args(), None, 1, False),
+    "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).all_args(), False),
     "moe_router": lambda dtype: tuple(router_args("v3", 3, 32, dtype)),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),

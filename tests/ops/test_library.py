@@ -51,7 +51,8 @@ SCHEMAS = {
     ),
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
-        "SymInt q_len=1, bool batch_invariant=False) -> Tensor"
+        "SymInt q_len=1, Tensor? shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, "
+        "bool batch_invariant=False) -> Tensor"
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
