@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -205,3 +208,26 @@ def test_the_checked_call_looks_like_its_declaration() -> None:
     )
     assert mla_norm_rope_append.__name__ == "mla_norm_rope_append" and mla_norm_rope_append.__doc__
     assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope_append"
+
+
+def test_inductor_copies_no_query_where_the_number_of_rows_is_unknown() -> None:
+    """It would where strides must be those of the example: of n rows, n times and max(1, n) times are not the same."""
+
+    def attend(q: Tensor, w_uk: Tensor, *args: Any) -> Tensor:
+        q_nope, q_pe = q.split([w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=-1)
+        q_latent = torch.einsum("thn,hnl->thl", q_nope, w_uk)
+        return mla_decode(q_latent, q_pe, *args, q_len=1, softmax_scale=0.2)[0]
+
+    case = decode_case([5, 3])
+    tokens, heads, rank = case.q_latent.shape
+    q = torch.randn(heads, tokens, 6 + case.q_pe.shape[2]).transpose(
+        0, 1
+    )  # as the models of transformers lay it
+    inputs = q, torch.randn(heads, 6, rank), case.kv_cache, case.block_table, case.seq_lens
+    for x in (q, case.block_table, case.seq_lens):
+        mark_unbacked(x, 0)
+    compiled = torch.compile(attend, backend="mla", fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        out, (code,) = run_and_get_code(compiled, *inputs)
+    torch.testing.assert_close(out, attend(*inputs))
+    assert "bmm" in code and "cpp_fused" not in code
