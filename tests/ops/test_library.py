@@ -28,6 +28,7 @@ SCHEMAS = {
         "(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, Tensor slot_mapping, float eps, "
         "bool interleaved_in, bool interleaved_out) -> ()"
     ),
+    "materialize": "(Tensor x) -> Tensor",
     "moe_router": (
         "(Tensor x, Tensor weight, Tensor? bias, SymInt topk, SymInt num_groups, SymInt topk_groups, bool softmax, "
         "bool normalize, float scaling) -> (Tensor weights, Tensor ids)"
