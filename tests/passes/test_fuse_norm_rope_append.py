@@ -510,7 +510,9 @@ def test_compiled_steps_of_transformers_models_give_the_stock_logits(
     assert len(nodes_of(gm, "mla_norm_rope_append")) == layers and "mla_append" not in ops(gm)
     assert all(message.startswith("fused: ") for message in messages)
     angles = nodes_of(gm, "materialize")
-    assert len(angles) == (0 if family == "deepseek_v2" else 2), "those of all layers, if they are not complex"
+    assert len(angles) == (0 if family == "deepseek_v2" else 2), (
+        "those of all layers, if they are not complex"
+    )
     assert not {"new_empty", "copy_", "expand_kv"} & set(ops(gm)), "the expansion for nobody is gone too"
     names = [module_path(node) for node in nodes_of(gm, "mla_norm_rope_append")]
     assert all("self_attn" in name for name in names)

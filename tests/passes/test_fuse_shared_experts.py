@@ -220,3 +220,26 @@ def test_steps_of_transformers_models_that_are_fused_give_the_stock_logits(
     assert layers and all(node.args[7] is not None for node in layers)
     assert len(nodes_of(capture.after[0], "moe_router")) == len(layers)
     assert not {"topk", "scatter_"} & {*ops(capture.after[0])}
+
+
+@pytest.mark.usefixtures("lowering")
+def test_every_graph_of_a_batch_invariant_engine_is_fused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mixed steps too: what is fused is rounded otherwise, so a token's bits would depend on the graph."""
+    monkeypatch.setattr(pipeline, "PASSES", PASSES)
+    engine = Engine(
+        tiny_model(torch.float32),
+        num_speculative_tokens=2,
+        batch_invariant=True,
+        max_rows=2, max_model_len=64, page_size=4,
+    )
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
+        for prompt in ([1, 2, 3], [4, 5]):
+            engine.add(prompt, max_new_tokens=12)
+            engine.step()
+        while engine.has_work():
+            engine.step()
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("mla_compile.passes.fuse")]
+    assert engine.stats.num_mixed_steps and len(said) >= 8
+    assert all(line.startswith("fused: ") for line in said), said
