@@ -3,16 +3,21 @@
 No model calls it: the pass `fuse_router` puts it in the place of a router's operations.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
+from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import (
     FLOATS,
     SOME,
     Call,
+    Implementation,
+    Taken,
     describe_device,
     reference,
     select,
@@ -22,19 +27,35 @@ from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.torch_internals import statically_known_true
 
+_TAKES: dict[str, Taken] = {
+    "dtype": FLOATS,
+    "weight's dtype": FLOATS,
+    "tokens": range(1, 257),
+    "experts": range(1, 1025),
+}
+_KERNEL = triton(
+    "scores by program of experts, then a choice by program of one token",
+    "mla_compile.ops.kernels.routing:router_triton",
+    takes=_TAKES,
+    batch_invariant=True,
+)
 MOE_ROUTER = (
-    triton(
-        "scores by program of experts, then a choice by program of one token",
-        "mla_compile.ops.kernels.routing:router_triton",
-        takes={
-            "dtype": FLOATS,
-            "weight's dtype": FLOATS,
-            "tokens": SOME,
-            "experts": range(1, 1025),
-        },
+    _KERNEL,
+    reference(
+        "mla_compile.ops.routing:router_torch"
+    ),  # of many tokens cuBLAS makes better use of the weights
+    replace(
+        _KERNEL,
+        name="triton_many",
+        description="the same of any number of tokens",
+        takes=_TAKES | {"tokens": SOME},
+    ),
+    Implementation(
+        "by_token",
+        "plain torch, any device, each token by itself",
+        "mla_compile.ops.routing:router_by_token",
         batch_invariant=True,
     ),
-    reference("mla_compile.ops.routing:router_torch"),
 )
 
 
@@ -90,6 +111,7 @@ def moe_router(
     softmax: bool,
     normalize: bool,
     scaling: float,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`choose_experts` of `x @ weight.T`, computed in float32 at least.
 
@@ -132,7 +154,7 @@ moe_router_op = torch.ops.mla_compile.moe_router.default
 def serves(x: Tensor, **facts: object) -> bool:
     """Whether a kernel runs where tokens are, in their dtype, given more facts: else the op is torch in one piece."""
     call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **facts})
-    return select(MOE_ROUTER, call).chosen is not MOE_ROUTER[-1]
+    return select(MOE_ROUTER, call).chosen is _KERNEL
 
 
 def router_torch(
@@ -150,3 +172,25 @@ def router_torch(
     dtype = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
     logits = F.linear(x.to(dtype), weight.to(dtype))
     return choose_experts(logits, bias, topk, num_groups, topk_groups, softmax, normalize, scaling)
+
+
+def router_by_token(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """`moe_router` in plain torch, each token in operations of its own."""
+    dtype = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
+    weights = x.new_empty(x.shape[0], topk, dtype=dtype)
+    ids = x.new_empty(x.shape[0], topk, dtype=torch.int64)
+    rule = topk, num_groups, topk_groups, softmax, normalize, scaling
+    for token, row in enumerate(x.to(dtype)):
+        logits = product_by_row(row.expand(1, 1, -1), weight.to(dtype).mT[None])[:, 0]
+        weights[token], ids[token] = (part[0] for part in choose_experts(logits, bias, *rule))
+    return weights, ids

@@ -31,7 +31,7 @@ SCHEMAS = {
     "materialize": "(Tensor x) -> Tensor",
     "moe_router": (
         "(Tensor x, Tensor weight, Tensor? bias, SymInt topk, SymInt num_groups, SymInt topk_groups, bool softmax, "
-        "bool normalize, float scaling) -> (Tensor weights, Tensor ids)"
+        "bool normalize, float scaling, bool batch_invariant=False) -> (Tensor weights, Tensor ids)"
     ),
     "mla_decode_metadata": (
         "(Tensor num_cached, Tensor block_table, Tensor? q_lens, SymInt q_len, int page_size) -> "

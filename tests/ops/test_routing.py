@@ -1,19 +1,24 @@
 """`moe_router`: values, contract, errors, and its kernels as the GPU's assembler leaves them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
 from mla_compile.ops.kernels.plan import H200
-from mla_compile.ops.routing import moe_router, moe_router_op, router_torch
-from tests.ops.routing import ROUTINGS, check, router_args
+from mla_compile.ops.routing import moe_router, moe_router_op, router_by_token, router_torch
+from tests.ops.routing import ROUTINGS, check, check_bits, router_args
 
 
 @pytest.mark.parametrize("name", list(ROUTINGS))
-def test_the_reference(name: str) -> None:
+def test_plain_torch(name: str) -> None:
     for tokens, dtype in ((1, torch.float32), (9, torch.bfloat16)):
-        check(router_torch, router_args(name, tokens, 40, dtype))
+        args = router_args(name, tokens, 40, dtype)
+        check(router_torch, args)
+        check(router_by_token, args)
+        check_bits(partial(moe_router, batch_invariant=True), args)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
