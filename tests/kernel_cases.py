@@ -202,9 +202,15 @@ class MoeCase:
     topk_ids: Tensor
     w_gate_up: Tensor
     w_down: Tensor
+    shared: tuple = (None, None, None)
+    """Gate, up and down of the shared experts."""
 
     def args(self) -> tuple:
-        return tuple(getattr(self, field.name) for field in fields(self))
+        """Those before `row_lens`."""
+        return tuple(getattr(self, field.name) for field in fields(self)[:-1])
+
+    def all_args(self, row_lens: Tensor | None = None, q_len: int = 1) -> tuple:
+        return *self.args(), row_lens, q_len, *self.shared
 
 
 def padding(case: MoeCase, q_len: int, lens: list[int]) -> tuple[Tensor, int, Tensor]:
@@ -231,6 +237,7 @@ def moe_case(
     experts: int = 8,
     hidden: int = 48,
     intermediate: int = 40,
+    shared: int = 0,
     among: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -248,11 +255,20 @@ def moe_case(
         topk_ids=torch.randint(0, among or experts, (tokens, topk), generator=g, device=device),
         w_gate_up=randn(experts, 2 * intermediate, hidden),
         w_down=randn(experts, hidden, intermediate),
+        shared=(
+            (
+                randn(shared * intermediate, hidden),
+                randn(shared * intermediate, hidden),
+                randn(hidden, shared * intermediate),
+            )
+            if shared
+            else (None, None, None)
+        ),
     )
 
 
 def moe_reference(case: MoeCase) -> Tensor:
-    """The routed experts in float64, one (token, expert) pair at a time."""
+    """The experts in float64, one (token, expert) pair at a time."""
     x, weights = case.x.double(), case.topk_weights.double()
     out = torch.zeros_like(x)
     for token, chosen in enumerate(case.topk_ids.tolist()):
@@ -260,6 +276,9 @@ def moe_reference(case: MoeCase) -> Tensor:
             gate, up = (case.w_gate_up[expert].double() @ x[token]).chunk(2)
             activated = torch.nn.functional.silu(gate) * up
             out[token] += weights[token, k] * (case.w_down[expert].double() @ activated)
+    if case.shared[0] is not None:
+        gate, up, down = (w.double().T for w in case.shared)
+        out += (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
     return out
 
 

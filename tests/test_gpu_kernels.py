@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
+from mla_compile.ops.routing import moe_router
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -48,6 +50,7 @@ from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
 from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
 from tests.ops.prefill_conformance import Subject as PrefillSubject
 from tests.ops.prefill_conformance import Texts as Prompts
+from tests.ops.routing import ROUTINGS, check, check_bits, router_args
 
 pytestmark = pytest.mark.gpu
 
@@ -508,6 +511,18 @@ def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> N
         check_norm_rope_append(case, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(ROUTINGS))
+def test_a_router_in_two_launches(name: str, dtype: torch.dtype) -> None:
+    for tokens in (1, 33, 700):
+        args = router_args(name, tokens, 2048, dtype, "cuda")
+        assert is_triton("moe_router", *args, False) == (tokens <= 256)
+        check(moe_router, args)
+        invariant = partial(moe_router, batch_invariant=True)
+        check(invariant, args)
+        check_bits(invariant, args)
+
+
 @pytest.mark.parametrize("page_size", [1, 7, 64])
 @pytest.mark.parametrize("q_len", [1, 4, 33])
 @pytest.mark.parametrize("ragged", [False, True], ids=["all", "ragged"])
@@ -744,7 +759,7 @@ def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.Monk
 
 def experts_in_any_batch(case: MoeCase) -> torch.Tensor:
     assert is_triton("moe_experts", *case.args(), None, 1, True)
-    return moe_experts_op(*case.args(), None, 1, True)
+    return moe_experts_op(*case.args(), batch_invariant=True)
 
 
 @pytest.mark.parametrize(
@@ -772,7 +787,7 @@ def test_bits_of_experts_do_not_depend_on_other_tokens(
             part, **{name: getattr(part, name).clone() for name in ("x", "topk_weights", "topk_ids")}
         )
         row_lens, q_len, runs = padding(part, 1, [i % 3 % 2 for i in range(tokens // 2)])
-        got = moe_experts_op(*part.args(), row_lens, q_len, True)
+        got = moe_experts_op(*part.args(), row_lens, q_len, batch_invariant=True)
         assert torch.equal(got[runs], whole[which][runs]) and not got[~runs].any(), tokens
 
 

@@ -8,6 +8,7 @@ from mla_compile.batch import MLABatch
 from mla_compile.models.architecture import Architecture, Routing
 from mla_compile.models.layers import MLP
 from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.routing import choose_experts
 
 
 class Router(nn.Module):
@@ -33,30 +34,16 @@ class Router(nn.Module):
         """
         routing = self.routing
         dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        if routing.scoring == "sigmoid":
-            scores = logits.sigmoid()
-            choice = scores + self.e_score_correction_bias
-        else:
-            scores = choice = logits.softmax(dim=-1)
-        if routing.topk_groups < routing.num_groups:
-            choice = self._within_best_groups(choice)
-        ids: Tensor = choice.topk(routing.topk, dim=-1, sorted=False).indices
-        weights = scores.gather(-1, ids)
-        if routing.normalize:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return weights * routing.scaling_factor, ids
-
-    def _within_best_groups(self, choice: Tensor) -> Tensor:
-        routing = self.routing
-        groups = torch.unflatten(choice, -1, (routing.num_groups, -1))  # as `rotate` does
-        best = 2 if routing.scoring == "sigmoid" else 1
-        group_scores = groups.topk(best, dim=-1).values.sum(dim=-1)
-        group_ids = group_scores.topk(routing.topk_groups, dim=-1, sorted=False).indices
-        # Marking the best groups in their own scores keeps this row-wise: no new tensor is made.
-        dropped = group_scores.scatter(-1, group_ids, torch.inf) < torch.inf
-        kept: Tensor = groups.masked_fill(dropped.unsqueeze(-1), -torch.inf)
-        return kept.flatten(1)
+        return choose_experts(
+            F.linear(x.to(dtype), self.weight.to(dtype)),
+            self.e_score_correction_bias if routing.scoring == "sigmoid" else None,
+            routing.topk,
+            routing.num_groups,
+            routing.topk_groups,
+            routing.scoring == "softmax",
+            routing.normalize,
+            routing.scaling_factor,
+        )
 
 
 class Experts(nn.Module):

@@ -10,6 +10,7 @@ from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
 from mla_compile.ops.prefill_metadata import mla_prefill_metadata
+from mla_compile.ops.routing import moe_router
 from mla_compile.ops.row_sums import batch_invariant_rms_norm, batch_invariant_sum
 from mla_compile.ops.segments import decode_segment, prefill_segment
 
@@ -27,5 +28,6 @@ __all__ = [
     "mla_prefill",
     "mla_prefill_metadata",
     "moe_experts",
+    "moe_router",
     "prefill_segment",
 ]

@@ -103,7 +103,10 @@ def define_op(
             wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
             _facts_of[op] = lambda args: facts(*(args[i] for i in wanted))
         schema = schema_of(op, declaration, mutates=mutates, static=static, returns=returns)
-        lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        # Inductor keeps the order of strides, which is all that an op may rely on. By default it would keep them as
+        # they are, and copy what has others or may have: of unknown rows, n times and max(1, n) times are not the same.
+        layout = torch.Tag.needs_fixed_stride_order
+        lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout, *tags))
         lib.impl(op, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mla_compile::{op}", fake, lib=lib)
         return _checked(declaration, getattr(torch.ops.mla_compile, op).default)

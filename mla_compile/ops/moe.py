@@ -58,15 +58,33 @@ def _experts(
     w_down: Tensor,
     row_lens: Tensor | None = None,
     q_len: int = 1,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`."""
+    """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`.
+
+    shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, of
+        experts that every token passes, as one MLP whose output is added; all or none.
+    """
     sizes = validate.Layouts()
     sizes.floats(
         x=(x, "tokens, hidden"),
         w_down=(w_down, "experts, hidden, intermediate"),
         w_gate_up=(w_gate_up, "experts, 2 * intermediate, hidden"),
     )
+    shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
+    if any(w is not None for w in shared.values()):
+        for name, w in shared.items():
+            layout = ["shared * intermediate", "hidden"][:: -1 if name == "shared_down" else 1]
+            if w is None or w.dtype != x.dtype:
+                got = "None" if w is None else w.dtype
+                raise MLAError(name, f"{x.dtype} [{', '.join(layout)}], as all three", got)
+            sizes.check(name, w, ", ".join(layout), like=x)
+        assert shared_gate is not None
+        if statically_known_true(shared_gate.shape[0] % w_down.shape[2] != 0):
+            raise MLAError("shared_gate", f"a multiple of {w_down.shape[2]} rows", shared_gate.shape[0])
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
     sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
@@ -138,6 +156,9 @@ def moe_torch(
     w_down: Tensor,
     row_lens: Tensor | None = None,
     q_len: int = 1,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """`moe_experts` in plain torch: every device, every dtype, every number of tokens."""
     if x.shape[0] == 0:
@@ -149,7 +170,11 @@ def moe_torch(
         runs = no_padding(torch.arange(x.shape[0], device=x.device), row_lens, q_len).unsqueeze(-1)
         topk_ids = torch.where(runs, topk_ids, w_down.shape[0])
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
-    out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+    out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1)
+    if shared_gate is not None:
+        assert shared_up is not None and shared_down is not None
+        out = out + F.linear(F.silu(F.linear(x, shared_gate)) * F.linear(x, shared_up), shared_down)
+    out = out.to(x.dtype)
     return out if runs is None else torch.where(runs, out, 0)
 
 
@@ -161,6 +186,9 @@ def moe_by_token(
     w_down: Tensor,
     row_lens: Tensor | None = None,
     q_len: int = 1,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     """`moe_experts` in plain torch, each token in operations of its own, whose shapes do not depend on the others.
 
@@ -178,6 +206,11 @@ def moe_by_token(
         total = terms.new_zeros(x.shape[1])
         for term in terms:
             total = total + term
+        if shared_gate is not None:
+            assert shared_up is not None and shared_down is not None
+            one = x[token].expand(1, 1, -1)
+            gate, up = (product_by_row(one, w.mT[None]) for w in (shared_gate, shared_up))
+            total = total + product_by_row(F.silu(gate) * up, shared_down.mT[None])[0, 0]
         out[token] = torch.where(runs[token], total, 0)
     return out
 

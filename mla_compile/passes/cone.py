@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mla_compile.passes.effects import may_write, memory
 from mla_compile.passes.nodes import has_value, is_tensor, op_name, tensor_of, value_of, values_of
 from mla_compile.torch_internals import is_mutable, size_where_symbols_are, symbols_of
 
@@ -24,6 +25,8 @@ class Cone:
     result: fx.Node
     nodes: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
+    fills: bool = False
+    """Whether nodes may write to what others of the cone made."""
 
     @property
     def tensors(self) -> list[fx.Node]:
@@ -62,7 +65,8 @@ class Cone:
         half: a dtype in whose place float32 is computed with.
 
         Raises:
-            ValueError: a node writes in place, or its dtype is not that of its example value (under autocast, say).
+            ValueError: a node writes in place where it may not, or its dtype is not that of its example value (under
+                autocast, say).
             Exception: whatever a node's function raises.
         """
         known = dict(values)
@@ -75,7 +79,8 @@ class Cone:
             return _on_cpu(torch.float32 if half is not None and value == half else value)
 
         for node in self.nodes:
-            tensors = [known[n] for n in node.all_input_nodes if isinstance(known[n], Tensor)]
+            kept = values if self.fills else node.all_input_nodes
+            tensors = [known[n] for n in kept if isinstance(known[n], Tensor)]
             versions = [tensor._version for tensor in tensors]
             args: Any = fx.node.map_aggregate(node.args, argument)
             kwargs: Any = fx.node.map_aggregate(node.kwargs, argument)
@@ -99,8 +104,11 @@ class _Name(str):
         return str(self)
 
 
-def cut(source: fx.Node, result: fx.Node) -> Cone:
-    """The cone between two nodes, of which `source` comes first; without nodes where it does not decide `result`."""
+def cut(source: fx.Node, result: fx.Node, *, fills: bool = False) -> Cone:
+    """The cone between two nodes, of which `source` comes first; without nodes where it does not decide `result`.
+
+    fills: also the nodes that write to what the cone makes, though nobody takes what they return.
+    """
     reached = {source}
     node = source
     while node is not result:
@@ -114,11 +122,23 @@ def cut(source: fx.Node, result: fx.Node) -> Cone:
         if node in reached and node is not source and node not in needed:
             needed.add(node)
             pending += node.all_input_nodes
+            if fills:
+                pending += _writers(node, source, result)
     nodes = sorted(needed)
     leaves = dict.fromkeys(
         leaf for node in nodes for leaf in node.all_input_nodes if leaf is not source and leaf not in needed
     )
-    return Cone(source, result, tuple(nodes), tuple(leaves))
+    return Cone(source, result, tuple(nodes), tuple(leaves), fills)
+
+
+def _writers(made: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes between two others that may write to what a node made."""
+    touched, found, node = memory([made]), [], first.next
+    while node is not last:
+        if not touched.isdisjoint(memory(may_write(node))):
+            found.append(node)
+        node = node.next
+    return found
 
 
 def shape_where_symbols_are(node: fx.Node, number: int) -> list[int]:

@@ -105,6 +105,16 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     return live
 
 
+def erase(graph: fx.Graph, live: Set[fx.Node], superseded: set[fx.Node]) -> None:
+    """Remove nodes that nothing uses any more, and what only computed with them for nobody (see `live_nodes`)."""
+    for node in graph.nodes:
+        if node not in live and not superseded.isdisjoint(node.all_input_nodes):
+            superseded.add(node)
+    for node in reversed(graph.nodes):
+        if node in superseded and not node.users:
+            graph.erase_node(node)
+
+
 def _writes_to_first(node: fx.Node) -> bool:
     """Whether all that a node may write to is its first argument."""
     by_method = node.op == "call_method" and str(node.target).endswith("_") and mutates(node)

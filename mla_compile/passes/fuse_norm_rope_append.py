@@ -8,6 +8,8 @@
 Norm and rotation are found by what they compute, not by how they are written: the operations between the projection
 and the append are cut out (`cone.py`), run on a few random tokens, and compared with the formulas (`recognise.py`).
 
+All layers read the same cos and sin, which Inductor would compute again for each: `materialize` keeps them in memory.
+
 Only where the op has a kernel: on the CPU, Inductor fuses norm and rotation with what is around them, which the op's
 torch code would give up.
 
@@ -24,17 +26,19 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
+from mla_compile.ops.materialize import materialize_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op, serves
 from mla_compile.passes.cone import Cone, cut
-from mla_compile.passes.effects import live_nodes, memory, writer_between
-from mla_compile.passes.emit import inline
-from mla_compile.passes.nodes import calls, is_tensor, op_arguments, tensor_of
+from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
+from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
+from mla_compile.passes.nodes import calls, is_tensor, op_arguments, tensor_of, torch_name
 from mla_compile.passes.provenance import where
 from mla_compile.passes.recognise import Norm, Rotation, recognise_norm, recognise_rotation
 from mla_compile.torch_internals import statically_known_true
 
 log = logging.getLogger(__name__)
 
+_VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "flatten", "expand", "getitem", "transpose")
 _MOST_SOURCES = 3
 """Tensors as wide as both parts that are tried: the projection's output, and what was made of all of it."""
 
@@ -65,16 +69,20 @@ def fuse_norm_rope_append(
         return gm
     search = _Search(gm.graph)
     superseded: set[fx.Node] = set()
+    angles: set[fx.Node] = set()
     for append in appends:
         name, found = where(append), search.match(append)
         if isinstance(found, str):
             log.info("not fused: %s: %s", name, found)
             continue
         _replace(found)
+        angles |= {_before_views(angle) for angle in found.angles}
         superseded |= found.nodes
         log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
     if superseded:
-        search.erase(superseded)
+        erase(gm.graph, search.live, superseded)
+    for angle in sorted(angles):
+        _materialize(angle)
     return gm
 
 
@@ -127,15 +135,6 @@ class _Search:
                 if user in self.live and user not in nodes and user is not append:
                     return user
         return None
-
-    def erase(self, superseded: set[fx.Node]) -> None:
-        """Remove nodes that nothing uses any more, and what only computed with them for nobody."""
-        for node in self.graph.nodes:
-            if node not in self.live and not superseded.isdisjoint(node.all_input_nodes):
-                superseded.add(node)
-        for node in reversed(self.graph.nodes):
-            if node in superseded and not node.users:
-                self.graph.erase_node(node)
 
 
 def _remembered(known: dict[str, Any], cone: Cone, recognise: Any) -> Any:
@@ -201,6 +200,24 @@ def _replace(match: _Match) -> None:
     with torch.no_grad():
         inline(match.append, append, arguments)
     match.append.graph.erase_node(match.append)
+
+
+def _before_views(node: fx.Node) -> fx.Node:
+    """What a node is a view of, of all or some columns."""
+    while torch_name(node) in _VIEWS and is_tensor(node.args[0]) and is_tensor(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _materialize(angles: fx.Node) -> None:
+    """Compute cos or sin once for all who read it."""
+    if tensor_of(angles).is_complex() or angles.op not in ("call_function", "call_method"):
+        return
+    with angles.graph.inserting_after(angles), torch.no_grad():
+        kept = angles.graph.call_function(materialize_op, (angles,))
+        copy_provenance(angles, kept)
+        set_example_value(kept, fake_mode_of(angles))
+    angles.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
 
 
 def _rows(x: Any) -> Any:

@@ -22,6 +22,8 @@ from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.fuse_router import fuse_router
+from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, op_name
@@ -38,6 +40,8 @@ PASSES: list[Pass] = [
     hoist_row_gather,  # after the split: it reduces decode segments too
     fuse_norm_rope_append,  # after the split, which makes appends
     drop_trivial_topk,  # after the gathers: they climb over `topk`, not over what it becomes
+    fuse_router,  # after it: of what is left
+    fuse_shared_experts,
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
 from mla_compile.integrations.transformers import accelerate
-from mla_compile.speculate.choice import can_choose
+from mla_compile.speculate.choice import can_choose, likeliest
 from mla_compile.speculate.state import ACTIVE, COUNT
 from tests.engine.engine_traces import POISONS, poisoned
 from tests.engine.engines import engine
@@ -63,12 +63,12 @@ def test_a_token_can_be_chosen_where_the_largest_logit_is_a_number(compiled: boo
     """In Inductor's vectors, and in what is left over behind them, too."""
 
     def both(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return can_choose(logits), logits.argmax(dim=-1)
+        return can_choose(logits), likeliest(logits)
 
     run = torch.compile(both) if compiled else both
     g = torch.Generator().manual_seed(0)
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    for width in [517] if compiled else [1, 3, 16, 40, 517]:
+    for width in [517, 768] if compiled else [1, 3, 16, 40, 517, 768]:
         logits = torch.randn(300, width, generator=g)
         for row in logits[100:]:
             at = torch.randint(width, (int(torch.randint(1, 4, (), generator=g)),), generator=g)

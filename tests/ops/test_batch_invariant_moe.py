@@ -25,6 +25,7 @@ def drawn_case(draw: random.Random, most_tokens: int) -> MoeCase:
         among=draw.randint(1, experts),
         hidden=draw.randint(1, 70),
         intermediate=draw.randint(1, 70),
+        shared=draw.randint(0, 2),
         dtype=draw.choice(DTYPES),
         seed=draw.randint(0, 10**6),
     )
@@ -35,7 +36,7 @@ def tokens_of(case: MoeCase, which: Tensor) -> MoeCase:
 
 
 def invariant(case: MoeCase, row_lens: Tensor | None = None, q_len: int = 1) -> Tensor:
-    return moe_experts_op(*case.args(), row_lens, q_len, True)
+    return moe_experts_op(*case.all_args(row_lens, q_len), True)
 
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 150), marks=pytest.mark.slow)], ids=len)
@@ -74,8 +75,8 @@ def test_no_tokens_and_no_experts_of_a_token(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype: torch.dtype) -> None:
-    case = moe_case(8, 2, dtype=dtype)
-    opcheck(moe_experts_op, (*case.args(), *padding(case, 2, [2, 0])[:2], True))
+    case = moe_case(8, 2, shared=2, dtype=dtype)
+    opcheck(moe_experts_op, (*case.all_args(*padding(case, 2, [2, 0])[:2]), True))
 
 
 @pytest.mark.parametrize(

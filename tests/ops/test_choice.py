@@ -24,6 +24,7 @@ from tests.kernel_cases import (
     prefill_args,
     prefill_metadata_args,
 )
+from tests.ops.routing import router_args
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32, torch.float64)
@@ -64,7 +65,12 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
     if op == "moe_experts":
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
-        return case.x, weights, case.topk_ids, strided(case.w_gate_up), strided(case.w_down), None, 1, False
+        experts = strided(case.w_gate_up), strided(case.w_down)
+        return case.x, weights, case.topk_ids, *experts, None, 1, None, None, None, False
+    if op == "moe_router":
+        x, weight, *others = router_args("glm", count, 32, dtype)
+        weight = mostly(draw, [weight, weight.float()], [weight.double(), weight[:1].expand(1025, -1)])
+        return strided(x), weight, None, *others[1:], False
     if op == "mla_prefill_metadata":
         lens, bounds, table, *rest = prefill_metadata_args(draw)
         return lens, bounds, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
@@ -82,6 +88,9 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
         runs(kv_c) and kv_c.shape[0] > 0 and kv_c.stride(1) == k_pe.stride(1) == 1
     ),
     "mla_norm_rope_append": lambda kv_a, *_: runs(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1,
+    "moe_router": lambda x, weight, *_: (
+        runs(x) and runs(weight) and len(x) in range(1, 257) and len(weight) <= 1024
+    ),
     "mla_masked_decode": lambda q_latent, q_pe, kv_c, k_pe, *_: (
         runs(q_latent)
         and q_latent.numel() * kv_c.shape[1] > 0
@@ -173,7 +182,8 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
         *prefill_args(make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)),
         False,
     ),
-    "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).args(), None, 1, False),
+    "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).all_args(), False),
+    "moe_router": lambda dtype: (*router_args("v3", 3, 32, dtype), False),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),
 }

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -17,12 +20,18 @@ from mla_compile.ops import library, validate
 from mla_compile.ops.library import define_op, empty, implementations, schema_of
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
+from tests.ops.routing import router_args
 
 SCHEMAS = {
     "mla_append": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
     "mla_norm_rope_append": (
         "(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, Tensor slot_mapping, float eps, "
         "bool interleaved_in, bool interleaved_out) -> ()"
+    ),
+    "materialize": "(Tensor x) -> Tensor",
+    "moe_router": (
+        "(Tensor x, Tensor weight, Tensor? bias, SymInt topk, SymInt num_groups, SymInt topk_groups, bool softmax, "
+        "bool normalize, float scaling, bool batch_invariant=False) -> (Tensor weights, Tensor ids)"
     ),
     "mla_decode_metadata": (
         "(Tensor num_cached, Tensor block_table, Tensor? q_lens, SymInt q_len, int page_size) -> "
@@ -46,7 +55,8 @@ SCHEMAS = {
     ),
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
-        "SymInt q_len=1, bool batch_invariant=False) -> Tensor"
+        "SymInt q_len=1, Tensor? shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, "
+        "bool batch_invariant=False) -> Tensor"
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
@@ -164,10 +174,11 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
     [
         ("mla_decode", decode_case([5, 3], q_len=1).args(), {0: 0, 1: 0, 3: 1, 4: 1}),
         ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
+        ("moe_router", tuple(router_args("v3", 4, 32, torch.float32)), {0: 0}),
         ("mla_norm_rope_append", norm_rope_append_case(4).args(), {0: 0, 2: 0, 3: 0, 5: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
     ],
-    ids=["decode", "experts", "norm_rope_append", "metadata"],
+    ids=["decode", "experts", "router", "norm_rope_append", "metadata"],
 )
 def test_checks_of_unbacked_sizes_add_no_guard(
     op: str, args: tuple[Any, ...], varying: dict[int, int]
@@ -198,3 +209,26 @@ def test_the_checked_call_looks_like_its_declaration() -> None:
     )
     assert mla_norm_rope_append.__name__ == "mla_norm_rope_append" and mla_norm_rope_append.__doc__
     assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope_append"
+
+
+def test_inductor_copies_no_query_where_the_number_of_rows_is_unknown() -> None:
+    """It would where strides must be those of the example: of n rows, n times and max(1, n) times are not the same."""
+
+    def attend(q: Tensor, w_uk: Tensor, *args: Any) -> Tensor:
+        q_nope, q_pe = q.split([w_uk.shape[1], q.shape[2] - w_uk.shape[1]], dim=-1)
+        q_latent = torch.einsum("thn,hnl->thl", q_nope, w_uk)
+        return mla_decode(q_latent, q_pe, *args, q_len=1, softmax_scale=0.2)[0]
+
+    case = decode_case([5, 3])
+    tokens, heads, rank = case.q_latent.shape
+    q = torch.randn(heads, tokens, 6 + case.q_pe.shape[2]).transpose(
+        0, 1
+    )  # as the models of transformers lay it
+    inputs = q, torch.randn(heads, 6, rank), case.kv_cache, case.block_table, case.seq_lens
+    for x in (q, case.block_table, case.seq_lens):
+        mark_unbacked(x, 0)
+    compiled = torch.compile(attend, backend="mla", fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        out, (code,) = run_and_get_code(compiled, *inputs)
+    torch.testing.assert_close(out, attend(*inputs))
+    assert "bmm" in code and "cpp_fused" not in code

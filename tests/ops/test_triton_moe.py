@@ -42,16 +42,16 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
     from tests.triton_compile import compiled_for
 
     pairs, dtype, gate_up, down = plan
-    case = moe_case(pairs, 1, experts=64, hidden=256, intermediate=128, dtype=dtype)
+    case = moe_case(pairs, 1, experts=64, hidden=256, intermediate=128, shared=1, dtype=dtype)
     with compiled_for(10 * device.capability[0] + device.capability[1]) as kernels:
-        moe_triton(*case.args(), gate_up=gate_up, down=down)
+        moe_triton(*case.all_args(), gate_up=gate_up, down=down)
     products = ["gate_up_kernel", "down_kernel", "weighted_sum_kernel"]
     assert [kernel.name for kernel in kernels] == ["sort_kernel"] * (pairs == MANY) + products
-    kilobytes, few = (227, 0) if device is H200 else (99, 32)
+    kilobytes, few = (227, 0 if dtype == torch.bfloat16 else 16) if device is H200 else (99, 32)
     for kernel in kernels:
         assert kernel.shared_memory <= kilobytes * 1024, kernel.name
         assert kernel.spilled_bytes <= few, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
-        check_operations(kernel.name, kernel.text, dtype)
+        check_operations(kernel.name, kernel.text, dtype, shared=1)
 
 
 @pytest.mark.parametrize("intermediate", [16, 48, 64])
@@ -77,13 +77,14 @@ OPERATIONS = {
 }
 
 
-def check_operations(kernel: str, text: str, dtype: torch.dtype) -> None:
+def check_operations(kernel: str, text: str, dtype: torch.dtype, shared: int = 0) -> None:
     """A compiler may join a product and a sum, which rounds once: in all variants of a kernel, or else bits differ."""
     found = Counter(re.findall(r"\b(fma|mul|add|sub|div|ex2|rcp|neg)\.[\w.]*f32", text))
     if dtype == torch.float32 and kernel in ("gate_up_kernel", "down_kernel"):
         assert found.pop("fma")  # the product itself
     elements = max(1, min(found.values(), default=0))
-    assert found == {name: times * elements for name, times in OPERATIONS[kernel].items()}, kernel
+    expected = OPERATIONS[kernel] | ({"add": 1} if shared and kernel == "weighted_sum_kernel" else {})
+    assert found == {name: times * elements for name, times in expected.items()}, kernel
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -9,6 +9,9 @@ A token gets the same bits in any batch. A row of a product is that of one token
 along k in one order: 16 elements to a matrix instruction, or in float32 one by one, at one depth for all tiles.
 Sorting and padding change which program computes a row, not how. The sum over a token's experts follows the order in
 which it chose them.
+
+Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
+weight 1, after those that were chosen. They need no search.
 """
 
 import torch
@@ -138,7 +141,8 @@ def sort_kernel(
 
 
 @triton.jit
-def _tile(
+def _chosen_tile(
+    program,
     topk_ids,
     starts,
     pairs,
@@ -154,13 +158,12 @@ def _tile(
     BLOCK_T: tl.constexpr,
     COLUMN_TILES: tl.constexpr,
 ):
-    """What a program does: an expert, a tile of its columns, and the range of its pairs.
+    """What a program does for chosen experts: one of them, a tile of its columns, and the range of its pairs.
 
     Sorted, pairs go by their places among all, and a program gets at most BLOCK_T of them; programs of the same columns
     follow one another, so that all but the first find them in the cache, and those past the last tile get no pair.
     Unsorted, pairs go by their rank within the expert, and a program gets all.
     """
-    program = tl.program_id(0)
     if starts is None:
         expert, end = _expert(
             topk_ids, program // COLUMN_TILES, pairs, row_lens, rows, q_len, TOPK, PADDED, BY_PAIR, CHUNK
@@ -184,12 +187,100 @@ def _tile(
     return expert, column, begin, end
 
 
-@triton.jit(do_not_specialize=["pairs", "rows"])
+@triton.jit
+def _tile(
+    tokens,
+    topk_ids,
+    starts,
+    pairs,
+    experts,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
+):
+    """What a program does: a chosen expert, or a shared one (else -1), a tile of its columns, a range of its tokens.
+
+    The first programs have shared experts, so that these do not end last; `_chosen_tile` knows the range of the others.
+    """
+    program = tl.program_id(0)
+    if SHARED == 0:
+        expert, column, begin, end = _chosen_tile(
+            program, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
+            TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES,
+        )  # fmt: skip
+        shared = -1
+    else:
+        tiles = tl.cdiv(tokens, BLOCK_T)
+        shared = program // (tiles * COLUMN_TILES)
+        if shared < SHARED:
+            expert = shared * 0
+            column = program // tiles % COLUMN_TILES
+            begin = program % tiles * BLOCK_T
+            end = tl.minimum(tokens, begin + BLOCK_T)
+        else:
+            shared = -1 + shared * 0
+            expert, column, begin, end = _chosen_tile(
+                program - SHARED * tiles * COLUMN_TILES, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
+                TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES,
+            )  # fmt: skip
+    return expert, shared, column, begin, end
+
+
+@triton.jit
+def _rows(
+    t,
+    end,
+    shared,
+    tokens,
+    order,
+    topk_ids,
+    starts,
+    expert,
+    pairs,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Of the t-th tokens of a `_tile`'s expert: which tokens they are, and the rows of their results; int64.
+
+    order: None where nobody asks for tokens.
+    """
+    token = t.to(tl.int64)
+    row = token
+    if starts is None:
+        # None of a shared expert is looked for.
+        wanted = pairs if shared < 0 else 0
+        row = _members(topk_ids, expert, wanted, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+        token = row // TOPK
+    elif order is not None:
+        token = tl.load(order + t, mask=t < end, other=0).to(tl.int64) // TOPK
+    if SHARED > 0:
+        token = tl.where(shared >= 0, t, token)
+        row = tl.where(shared >= 0, pairs + tl.cast(shared, tl.int64) * tokens + t, row)
+    return token, row
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN], rows x_stride apart
     w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
-    activated,  # [pairs, INTERMEDIATE], in the dtype of x; in the places of sorted pairs
+    shared_gate,  # [SHARED * INTERMEDIATE, HIDDEN], as shared_up; unread where SHARED is 0
+    shared_up,
+    activated,  # [pairs + SHARED * tokens, INTERMEDIATE], in the dtype of x; sorted pairs are in their places
     x_stride,
+    tokens,
     order,  # of `sort_pairs`, as starts; None: each program finds its pairs by itself
     topk_ids,  # int64 [tokens, TOPK]
     starts,
@@ -200,6 +291,7 @@ def gate_up_kernel(
     q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     BY_PAIR: tl.constexpr,
@@ -210,54 +302,47 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
-    expert, column, begin, end = _tile(
-        topk_ids,
-        starts,
-        pairs,
-        experts,
-        row_lens,
-        rows,
-        q_len,
-        TOPK,
-        PADDED,
-        BY_PAIR,
-        CHUNK,
-        BLOCK_E,
-        BLOCK_T,
-        (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C,
-    )
+    expert, shared, column, begin, end = _tile(
+        tokens, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
+        TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C,
+    )  # fmt: skip
+    gate_of = w_gate_up + expert.to(tl.int64) * (2 * INTERMEDIATE * HIDDEN)
+    up_of = gate_of + INTERMEDIATE * HIDDEN
+    if SHARED > 0:  # noqa: SIM102 - one of the two is known to the compiler
+        if shared >= 0:
+            gate_of = shared_gate + shared.to(tl.int64) * (INTERMEDIATE * HIDDEN)
+            up_of = shared_up + shared.to(tl.int64) * (INTERMEDIATE * HIDDEN)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
-    gate_row = (expert.to(tl.int64) * (2 * INTERMEDIATE) + c) * HIDDEN
-    gate_at = w_gate_up + gate_row[:, None]
+    row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        if starts is None:
-            pair = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
-            row = pair
-        else:
-            pair = tl.load(order + t, mask=t < end, other=0).to(tl.int64)
-            row = t.to(tl.int64)
-        x_at = x + (pair // TOPK * x_stride)[:, None]
+        token, row = _rows(
+            t, end, shared, tokens, order, topk_ids, starts, expert, pairs, row_lens, rows, q_len,
+            TOPK, PADDED, SHARED, CHUNK,
+        )  # fmt: skip
+        x_at = x + (token * x_stride)[:, None]
         gate = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         up = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         for start in range(0, HIDDEN, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
-            tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
-            w_gate = tl.load(gate_at + k, mask=in_row, other=0.0)
-            w_up = tl.load(gate_at + INTERMEDIATE * HIDDEN + k, mask=in_row, other=0.0)
-            gate = tl.dot(tokens, tl.trans(w_gate), gate, input_precision="ieee")
-            up = tl.dot(tokens, tl.trans(w_up), up, input_precision="ieee")
+            of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
+            w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
+            w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
+            gate = tl.dot(of_tokens, tl.trans(w_gate), gate, input_precision="ieee")
+            up = tl.dot(of_tokens, tl.trans(w_up), up, input_precision="ieee")
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
         at = activated + row[:, None] * INTERMEDIATE + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs", "rows"])
+@triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def down_kernel(
-    activated,  # [pairs, INTERMEDIATE]
+    activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
     w_down,  # [experts, HIDDEN, INTERMEDIATE]
-    out,  # float32 [pairs, HIDDEN], each row in its place in `activated`
+    shared_down,  # [HIDDEN, SHARED * INTERMEDIATE], unread where SHARED is 0
+    out,  # float32 [pairs + SHARED * tokens, HIDDEN], each row in its place in `activated`
+    tokens,
     topk_ids,  # this and the others as in `gate_up_kernel`
     starts,
     pairs,
@@ -267,6 +352,7 @@ def down_kernel(
     q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     BY_PAIR: tl.constexpr,
@@ -277,29 +363,24 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """The down projection of one `_tile`, BLOCK_C columns."""
-    expert, column, begin, end = _tile(
-        topk_ids,
-        starts,
-        pairs,
-        experts,
-        row_lens,
-        rows,
-        q_len,
-        TOPK,
-        PADDED,
-        BY_PAIR,
-        CHUNK,
-        BLOCK_E,
-        BLOCK_T,
-        (HIDDEN + BLOCK_C - 1) // BLOCK_C,
-    )
+    expert, shared, column, begin, end = _tile(
+        tokens, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
+        TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, (HIDDEN + BLOCK_C - 1) // BLOCK_C,
+    )  # fmt: skip
+    w_of = w_down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
+    width = INTERMEDIATE
+    if SHARED > 0:  # noqa: SIM102
+        if shared >= 0:
+            w_of = shared_down + shared * INTERMEDIATE
+            width = SHARED * INTERMEDIATE
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
-    w_at = w_down + ((expert.to(tl.int64) * HIDDEN + c) * INTERMEDIATE)[:, None]
+    w_at = w_of + (c.to(tl.int64) * width)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        row = t.to(tl.int64)
-        if starts is None:
-            row = _members(topk_ids, expert, pairs, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+        _, row = _rows(
+            t, end, shared, tokens, None, topk_ids, starts, expert, pairs, row_lens, rows, q_len,
+            TOPK, PADDED, SHARED, CHUNK,
+        )  # fmt: skip
         row_at = activated + (row * INTERMEDIATE)[:, None]
         result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
         for start in range(0, INTERMEDIATE, BLOCK_K):
@@ -311,21 +392,26 @@ def down_kernel(
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def weighted_sum_kernel(
-    pair_outs,  # float32 [pairs, HIDDEN]
+    pair_outs,  # float32 [tokens * (TOPK + SHARED), HIDDEN]
     places,  # of `sort_pairs`, or None: in the order of pairs
     topk_weights,  # [tokens, TOPK]
     out,  # [tokens, HIDDEN]
+    tokens,
     row_lens,
     rows,
     q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """`sum_k weight_k * out_k` of one token, in the order of k, 0 for padding; grid `[tokens, column tiles]`."""
+    """`sum_k weight_k * out_k` of one token, in the order of k, then shared experts; 0 for padding.
+
+    Grid `[tokens, column tiles]`.
+    """
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     result = tl.zeros([BLOCK_C], tl.float32)
@@ -339,6 +425,9 @@ def weighted_sum_kernel(
         pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
         # NaN weights of padding too: the mask is on both.
         result += tl.where(there, weight, 0.0) * pair_out
+    for expert in tl.static_range(SHARED):
+        row = tokens * (TOPK + expert) + token
+        result += tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
 
 
@@ -386,6 +475,9 @@ def moe_triton(
     w_down: Tensor,
     row_lens: Tensor | None = None,
     q_len: int = 1,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
     *,
     gate_up: MoeTiles | None = None,
     down: MoeTiles | None = None,
@@ -396,8 +488,12 @@ def moe_triton(
     """
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
-    topk = topk_ids.shape[1]
-    pairs = tokens * topk
+    pairs = topk_ids.numel()
+    shared = 0 if shared_gate is None else shared_gate.shape[0] // intermediate
+    # Without shared experts these are not read: any pointer will do.
+    shared_gate, shared_up, shared_down = (
+        w_down if w is None else w.contiguous() for w in (shared_gate, shared_up, shared_down)
+    )
     x = x if x.stride(1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
@@ -406,6 +502,7 @@ def moe_triton(
     down = down or moe_tiles(pairs, experts, 1, hidden, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
     padding, padded = _padding(topk_ids, row_lens, q_len)
+    padded["SHARED"] = shared
     shapes = padded | {"HIDDEN": hidden, "INTERMEDIATE": intermediate, "BY_PAIR": pairs < experts}
     shapes |= {"CHUNK": min(_MOST_AT_ONCE, power_of_two(pairs)), "BLOCK_E": power_of_two(experts)}
 
@@ -414,23 +511,33 @@ def moe_triton(
         token_tiles = chosen = min(pairs, experts)
         if is_sorted:
             token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
+        token_tiles += shared * triton.cdiv(tokens, tiles.tokens)
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
-    activated = x.new_empty((pairs, intermediate))
-    pair_outs = x.new_empty((pairs, hidden), dtype=torch.float32)
+    activated = x.new_empty((pairs + shared * tokens, intermediate))
+    pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=torch.float32)
     out = x.new_empty((tokens, hidden))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         routing = (topk_ids, starts, pairs, experts, *padding)
+        sizes = (x.stride(0), tokens)
         gate_up_kernel[programs(intermediate, gate_up)](
-            x, w_gate_up, activated, x.stride(0), order, *routing, **shapes, **gate_up.options(hidden)
+            *(x, w_gate_up, shared_gate, shared_up, activated, *sizes, order, *routing),
+            **shapes,
+            **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
-            activated, w_down, pair_outs, *routing, **shapes, **down.options(intermediate)
+            *(activated, w_down, shared_down, pair_outs, tokens, *routing),
+            **shapes,
+            **down.options(intermediate),
         )
         weighted_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
-            pair_outs, places, topk_weights, out, *padding, **padded, HIDDEN=hidden, BLOCK_C=1024, num_warps=4
+            *(pair_outs, places, topk_weights, out, tokens, *padding),
+            **padded,
+            HIDDEN=hidden,
+            BLOCK_C=1024,
+            num_warps=4,
         )
     return out

@@ -60,6 +60,20 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` and how far its rows are apart, as Triton sees them for all tensors of so many columns.
+
+    Triton compiles for what it knows of an address and a stride, 16 of them at a time, and which thread adds up what
+    may follow from that.
+    """
+    rows, columns = x.shape
+    stride = x.stride(0) if rows > 1 else columns
+    as_contiguous = stride == columns or (stride % 16 == 0 and columns % 16 == 0)
+    if x.stride(1) == 1 and as_contiguous and x.data_ptr() % 16 == 0:
+        return x, stride
+    return x.clone(memory_format=torch.contiguous_format), columns
+
+
 @dataclass(frozen=True)
 class DecodeTiles:
     """How much a program of the decode kernel holds."""

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.plan import power_of_two
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
 
 _BLOCK = 2048
 """Columns that a program holds at once."""
@@ -49,7 +49,7 @@ def rms_norm_kernel(
 
 def sum_triton(x: Tensor) -> Tensor:
     """What `batch_invariant_sum` computes, on the GPU or in Triton's interpreter."""
-    x, stride = _aligned(x)
+    x, stride = aligned_rows(x)
     rows, columns = x.shape
     out = x.new_empty(rows, dtype=torch.float32)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -59,7 +59,7 @@ def sum_triton(x: Tensor) -> Tensor:
 
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """What `batch_invariant_rms_norm` computes, with its arguments."""
-    x, stride = _aligned(x)
+    x, stride = aligned_rows(x)
     rows, columns = x.shape
     out = x.new_empty(rows, columns)
     with torch.cuda.device_of(x):
@@ -74,20 +74,6 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
             **_tile(columns),
         )
     return out
-
-
-def _aligned(x: Tensor) -> tuple[Tensor, int]:
-    """`x` and how far its rows are apart, as Triton sees them for all tensors of so many columns.
-
-    Triton compiles for what it knows of an address and a stride, 16 of them at a time, and which thread adds up what
-    may follow from that.
-    """
-    rows, columns = x.shape
-    stride = x.stride(0) if rows > 1 else columns
-    as_contiguous = stride == columns or (stride % 16 == 0 and columns % 16 == 0)
-    if x.stride(1) == 1 and as_contiguous and x.data_ptr() % 16 == 0:
-        return x, stride
-    return x.clone(memory_format=torch.contiguous_format), columns
 
 
 def _tile(columns: int) -> dict[str, int]:

@@ -70,9 +70,9 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
 @cache
 def many_sorted_tokens() -> tuple[MoeCase, Tensor]:
     """And what the kernels make of them where products add in order."""
-    case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, dtype=torch.bfloat16)
+    case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, shared=1, dtype=torch.bfloat16)
     assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
-    return case, moe_triton(*case.args())
+    return case, moe_triton(*case.all_args())
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(9, marks=pytest.mark.slow), 130])
@@ -89,7 +89,7 @@ def test_a_tokens_bits_are_those_of_many_sorted_tokens(
     row_lens, q_len, runs = (
         padding(part, 1, [i % 2 for i in range(tokens // 2)]) if padded else (None, 1, slice(None))
     )
-    got = moe_triton(*part.args(), row_lens, q_len, gate_up=SMALL)
+    got = moe_triton(*part.all_args(row_lens, q_len), gate_up=SMALL)
     assert torch.equal(got[runs], whole[-tokens:][runs])
 
 
@@ -104,7 +104,7 @@ def test_padding_gets_no_expert(experts: int, q_len: int, lens: list[int]) -> No
     case.w_gate_up[:1], case.w_down[:1] = torch.nan, torch.nan  # an expert that only padding chose
     case.topk_ids.clamp_(min=1)
     case.topk_ids[~runs] = 0
-    check_padded_moe(case, moe_triton(*case.args(), row_lens, q_len), runs)
+    check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len)), runs)
 
 
 @settings(max_examples=6)
@@ -143,9 +143,9 @@ def test_pairs_are_sorted_from_some_number_on(pairs: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("among", [1, 5])
 def test_many_pairs_with_the_tiles_that_they_get(among: int, dtype: torch.dtype) -> None:
-    case = moe_case(75, 8, experts=6, among=among, hidden=70, intermediate=33, dtype=dtype)
+    case = moe_case(75, 8, experts=6, among=among, hidden=70, intermediate=33, shared=2, dtype=dtype)
     row_lens, q_len, runs = padding(case, 4, [4, 1, 0, 2])
-    check_padded_moe(case, moe_triton(*case.args(), row_lens, q_len), runs)
+    check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len)), runs)
 
 
 def drawn_padding(data: st.DataObject, case: MoeCase) -> tuple[Tensor | None, int, Tensor]:
@@ -166,6 +166,7 @@ def check_drawn(data: st.DataObject, most_experts: int) -> None:
         among=data.draw(st.integers(1, min(experts, 20))),
         hidden=data.draw(st.integers(1, 40)),
         intermediate=data.draw(st.integers(1, 40)),
+        shared=data.draw(st.integers(0, 2)),
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=data.draw(st.integers(0, 99)),
     )
@@ -177,7 +178,7 @@ def check_drawn(data: st.DataObject, most_experts: int) -> None:
     tiles = [MoeTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "MOST_UNSORTED_PAIRS", data.draw(st.sampled_from([0, MOST_UNSORTED_PAIRS])))
-        got = moe_triton(*case.args(), row_lens, q_len, gate_up=tiles[0], down=tiles[1])
+        got = moe_triton(*case.all_args(row_lens, q_len), gate_up=tiles[0], down=tiles[1])
     check_padded_moe(case, got, runs)
 
 

@@ -1,0 +1,189 @@
+"""The router of a MoE layer in two launches: the experts' scores, then each token's choice.
+
+Few tokens: the time is that of reading the router's weights once, so experts are divided among programs, and a program
+keeps to the plain cores, on which products of bfloat16 are exact in float32. Many tokens are divided too.
+
+A token gets the same bits in any batch: an expert's product with it is added up in one order, and the choice sees one
+token alone. Of equal scores the lowest id wins.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
+
+_EXPERTS = 4
+"""Experts of a program: GLM's 64 make 16 programs for one token, DeepSeek-V3's 256 make 64."""
+_TOKENS = 8
+"""Tokens of a program: 512 of them read the weights from the cache 64 times."""
+_COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def logits_kernel(
+    x,  # [tokens, HIDDEN], rows x_stride apart
+    weight,  # [EXPERTS, HIDDEN], contiguous
+    logits,  # float32 [tokens, EXPERTS]
+    x_stride,
+    tokens,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid `[blocks of experts, blocks of tokens]`."""
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    first = tl.program_id(1).to(tl.int64) * BLOCK_T
+    for token in range(first, tl.minimum(first + BLOCK_T, tokens)):
+        acc = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
+        for start in range(0, HIDDEN, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            inside = (e < EXPERTS)[:, None] & (k < HIDDEN)[None, :]
+            w = tl.load(weight + e[:, None] * HIDDEN + k[None, :], mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(x + token * x_stride + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
+            acc = tl.fma(w, tl.broadcast_to(h[None, :], [BLOCK_E, BLOCK_K]), acc)
+        tl.store(logits + token * EXPERTS + e, tl.sum(acc, 1), mask=e < EXPERTS)
+
+
+@triton.jit
+def _first_best(values, ids, none: tl.constexpr):
+    """The best of a vector, and its lowest id; `none` where all are NaN."""
+    best = tl.max(values, 0)
+    return best, tl.min(tl.where(values == best, ids, none), 0)
+
+
+@triton.jit
+def _within_best_groups(
+    choice,
+    g,
+    p,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):
+    """`choice` `[groups, experts of a group]`, -inf outside the best groups."""
+    value = tl.max(choice, 1)
+    if not SOFTMAX:
+        at = tl.min(tl.where(choice == value[:, None], p, PER_GROUP), 1)
+        value += tl.max(tl.where(p == at[:, None], -float("inf"), choice), 1)
+    value = tl.where(g < GROUPS, value, -float("inf"))
+    kept = g < 0
+    for _ in tl.static_range(TOPK_GROUPS):
+        _, best = _first_best(tl.where(kept, -float("inf"), value), tl.where(kept, GROUPS, g), GROUPS)
+        kept |= g == best
+    return tl.where(kept[:, None], choice, -float("inf"))
+
+
+@triton.jit
+def choice_kernel(
+    logits,  # float32 [tokens, GROUPS * PER_GROUP]
+    bias,  # [experts], unread unless HAS_BIAS
+    weights,  # float32 [tokens, TOPK]
+    ids,  # int64 [tokens, TOPK]
+    scaling,
+    HAS_BIAS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOPK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """`choose_experts` of one token; grid `[tokens]`."""
+    EXPERTS: tl.constexpr = GROUPS * PER_GROUP
+    token = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, BLOCK_G)
+    p = tl.arange(0, BLOCK_P)[None, :]
+    there = (g < GROUPS)[:, None] & (p < PER_GROUP)
+    expert = tl.where(there, g[:, None] * PER_GROUP + p, EXPERTS)
+    logit = tl.load(logits + token * EXPERTS + expert, mask=there, other=-float("inf"))
+    if SOFTMAX:
+        powers = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)
+    choice = tl.where(there, choice, -float("inf"))
+    if TOPK_GROUPS < GROUPS:
+        choice = _within_best_groups(choice, g, p, GROUPS, PER_GROUP, TOPK_GROUPS, SOFTMAX)
+
+    k = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    chosen_scores = tl.zeros([BLOCK_K], tl.float32)
+    flat_choice = tl.reshape(choice, [BLOCK_G * BLOCK_P])
+    flat_scores = tl.reshape(scores, [BLOCK_G * BLOCK_P])
+    flat_expert = tl.reshape(expert, [BLOCK_G * BLOCK_P])
+    for i in tl.static_range(TOPK):
+        _, best = _first_best(flat_choice, flat_expert, EXPERTS)
+        best = tl.minimum(best, EXPERTS - 1)  # NaN is chosen by nobody
+        mine = flat_expert == best
+        chosen = tl.where(k == i, best, chosen)
+        chosen_scores = tl.where(k == i, tl.sum(tl.where(mine, flat_scores, 0.0), 0), chosen_scores)
+        flat_choice = tl.where(mine, -float("inf"), flat_choice)
+        flat_expert = tl.where(mine, EXPERTS, flat_expert)  # nor a second time, where only -inf is left
+    if NORMALIZE:
+        chosen_scores = chosen_scores / (tl.sum(chosen_scores, 0) + 1e-20)
+    tl.store(weights + token * TOPK + k, chosen_scores * scaling, mask=k < TOPK)
+    tl.store(ids + token * TOPK + k, chosen.to(tl.int64), mask=k < TOPK)
+
+
+def router_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """What `moe_router` computes, with its arguments, on the GPU or in Triton's interpreter."""
+    x, stride = aligned_rows(x)
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    per_group = experts // num_groups
+    logits = x.new_empty(tokens, experts, dtype=torch.float32)
+    weights = x.new_empty(tokens, topk, dtype=torch.float32)
+    ids = x.new_empty(tokens, topk, dtype=torch.int64)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        logits_kernel[(triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, _TOKENS))](
+            x,
+            weight.contiguous(),
+            logits,
+            stride,
+            tokens,
+            EXPERTS=experts,
+            HIDDEN=hidden,
+            BLOCK_T=_TOKENS,
+            BLOCK_E=_EXPERTS,
+            BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
+            num_warps=4,
+        )
+        choice_kernel[(tokens,)](
+            logits,
+            logits if bias is None else bias.contiguous(),
+            weights,
+            ids,
+            scaling,
+            HAS_BIAS=bias is not None,
+            SOFTMAX=softmax,
+            NORMALIZE=normalize,
+            TOPK=topk,
+            GROUPS=num_groups,
+            PER_GROUP=per_group,
+            TOPK_GROUPS=topk_groups,
+            BLOCK_K=triton.next_power_of_2(topk),
+            BLOCK_G=triton.next_power_of_2(num_groups),
+            BLOCK_P=triton.next_power_of_2(per_group),
+            num_warps=1,
+        )
+    return weights, ids

@@ -1,0 +1,62 @@
+"""What `moe_router` must do, whatever computes it."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.ops.routing import choose_experts
+
+ROUTINGS: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "glm": (64, (4, 1, 1, False, True, 1.8)),
+    "v3": (256, (8, 8, 4, False, True, 2.5)),
+    "v2": (160, (6, 8, 3, True, False, 16.0)),
+    "v2-lite": (64, (6, 1, 1, True, False, 1.0)),
+    "odd": (30, (5, 5, 2, False, False, 0.5)),
+    "all": (3, (3, 1, 1, False, True, 1.0)),
+    "one": (1, (1, 1, 1, True, True, 1.0)),
+}
+"""Experts, and from `topk` on the arguments of the op."""
+
+
+def router_args(name: str, tokens: int, hidden: int, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
+    """Arguments of the op whose choices are no near-ties."""
+    experts, rest = ROUTINGS[name]
+    generator = torch.Generator().manual_seed(experts + tokens)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).to(device, dtype)
+        for shape in ((tokens, hidden), (experts, hidden), (experts,))
+    )
+    return [x, weight / hidden**0.5, None if rest[3] else 0.1 * bias.float(), *rest]
+
+
+def check(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) -> None:
+    """Near float64."""
+    x, weight, bias, *rest = args
+    weights, ids = router(*args)
+    assert weights.dtype == torch.promote_types(x.dtype, torch.float32) and ids.dtype == torch.int64
+    expected, expected_ids = choose_experts(
+        x.double() @ weight.double().T, None if bias is None else bias.double(), *rest
+    )
+    order, expected_order = ids.argsort(1), expected_ids.argsort(1)
+    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order).double(), expected.gather(1, expected_order), rtol=1e-5, atol=1e-6
+    )
+
+
+def check_bits(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) -> None:
+    """A token's bits are the same alone, anywhere in a batch, and in rows that lie apart."""
+    x, weight, bias, *rest = args
+    weights, ids = router(*args)
+    rng = random.Random(len(x))
+    for _ in range(3):
+        start = rng.randrange(len(x))
+        rows = slice(start, rng.randint(start + 1, len(x)))
+        apart = x.new_zeros(len(x[rows]), x.shape[1] + rng.choice([1, 8, 64]))
+        apart[:, : x.shape[1]] = x[rows]
+        for part in (x[rows], x[rows].clone(), apart[:, : x.shape[1]]):
+            again = router(part, weight, bias, *rest)
+            assert torch.equal(again[0], weights[rows]) and torch.equal(again[1], ids[rows])
