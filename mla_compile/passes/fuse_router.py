@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.implementations import FLOATS
+from mla_compile.ops.implementations import FLOATS, HALF
 from mla_compile.ops.moe import moe_experts_op
 from mla_compile.ops.routing import moe_router_op, serves
 from mla_compile.passes.cone import cut
@@ -83,7 +83,7 @@ def _has_kernel(experts: fx.Node) -> bool:
 def _match(experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], Routing | str]) -> _Match | str:
     """The router of a call of experts, or why there is none."""
     given = op_arguments(experts)
-    (weights, _), ids = _before_casts(given["topk_weights"]), given["topk_ids"]
+    (weights, _), ids = _before_casts(given["topk_weights"], HALF), given["topk_ids"]
     logits = _product_above(weights, ids)
     if logits is None:
         return "weights and ids are not made of one product"
@@ -97,7 +97,7 @@ def _match(experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], Ro
     if isinstance(routing, str):
         return routing
     nodes = frozenset(node for cone in cones for node in cone.nodes)
-    (x, weight), casts = zip(*(_before_casts(factor) for factor in logits.args))
+    (x, weight), casts = zip(*(_before_casts(factor, [torch.float32]) for factor in logits.args))
     (bias,) = {tensor for cone in cones for tensor in cone.tensors} or (None,)
     read = [node for node in (x, weight, logits, bias) if node is not None]
     writer = writer_between(min(x, logits), max(weights, ids), read, nodes)
@@ -107,14 +107,14 @@ def _match(experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], Ro
     return _Match(x, weight, bias, routing, weights, ids, nodes.union({logits}, *casts))
 
 
-def _before_casts(node: Any) -> tuple[Any, set[fx.Node]]:
-    """What a node casts to or from float32, and the nodes that do."""
+def _before_casts(node: Any, result: Sequence[torch.dtype]) -> tuple[Any, set[fx.Node]]:
+    """What a node is a cast of, to one of these dtypes from one that kernels take, and the nodes that cast."""
     casts = set()
     while (
         torch_name(node) in _CASTS
         and is_tensor(node.args[0])
-        and {tensor_of(node).dtype, tensor_of(node.args[0]).dtype} <= set(FLOATS)
-        and torch.float32 in (tensor_of(node).dtype, tensor_of(node.args[0]).dtype)
+        and tensor_of(node).dtype in result
+        and tensor_of(node.args[0]).dtype in FLOATS
     ):
         casts.add(node)
         node = node.args[0]

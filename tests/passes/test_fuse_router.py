@@ -188,6 +188,25 @@ def test_what_others_need_too_is_kept() -> None:
     assert {"moe_router", "linear"} <= {*found} and "sigmoid" not in found
 
 
+class Rounded(nn.Module):
+    """What the experts and the router get was rounded, as a norm's result is."""
+
+    def __init__(self, experts: MoE) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        return self.experts((1.1 * x.float()).to(x.dtype))
+
+
+def test_the_router_gets_the_tokens_as_they_were_rounded() -> None:
+    model, capture = Rounded(MoE(Gate(also_logits), 12).bfloat16()), Capture([fuse])
+    torch.compile(model, backend=capture, fullgraph=True)(torch.randn(3, HIDDEN).bfloat16())
+    (router,) = nodes_of(capture.after[0], "moe_router")
+    (experts,) = nodes_of(capture.after[0], "moe_experts")
+    assert router.args[0] is experts.args[0] and router.args[1].op == "placeholder"
+
+
 # --- what it must leave
 
 
