@@ -185,7 +185,8 @@ def _values(cone: Cone) -> tuple[dict[fx.Node, Any], Tensor]:
         if not is_tensor(node):
             raise ValueError(f"it reads the size {node.name}")
         shape = shape_where_symbols_are(node, _TOKENS)
-        values[node] = torch.randn(shape, generator=generator, dtype=dtype) * (shape[-1] ** -0.5)
+        drawn = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+        values[node] = drawn * (shape[-1] ** -0.5)
     values[cone.source] *= tensor_of(cone.source).shape[-1] ** 0.5
     return values, values[cone.source].flatten(0, -2)
 

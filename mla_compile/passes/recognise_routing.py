@@ -107,13 +107,17 @@ def _in_order(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def _draw(weights: Cone, ids: Cone, biases: list[fx.Node], seed: int, scale: float) -> _Draw:
     generator = torch.Generator("cpu").manual_seed(seed)
+
+    def randn(node: fx.Node, scale: float) -> Tensor:
+        shape = shape_where_symbols_are(node, _TOKENS)
+        return scale * torch.randn(shape, generator=generator, device="cpu")
+
     source = weights.source
-    logits = scale * torch.randn(shape_where_symbols_are(source, _TOKENS), generator=generator)
+    logits = randn(source, scale)
     values: dict[fx.Node, Any] = {source: logits}
-    for leaf in {*weights.leaves, *ids.leaves}:
+    for leaf in dict.fromkeys([*weights.leaves, *ids.leaves]):
         if leaf in biases:
-            drawn = 0.2 * torch.randn(shape_where_symbols_are(leaf, _TOKENS), generator=generator)
-            values[leaf] = drawn.to(tensor_of(leaf).dtype)
+            values[leaf] = randn(leaf, 0.2).to(tensor_of(leaf).dtype)
         else:
             size = value_of(leaf)
             values[leaf] = size if isinstance(size, int | float) else size_where_symbols_are(size, _TOKENS)

@@ -79,7 +79,7 @@ def test_compiled_layers_read_the_same_metadata() -> None:
     _, codes = run_and_get_code(torch.compile(model, backend="mla", fullgraph=True), *inputs)
     code = "\n".join(codes)
     appends = re.findall(r"mla_append\.default\(.+, (\w+)\)", code)
-    decodes = re.findall(r"mla_decode\.default\(.+, (\w+, \w+, \w+), 1, 0\.3,", code)
+    decodes = re.findall(r"mla_decode\.default\(.+, (\w+, \w+, \w+), 1, 0\.3[,)]", code)
     assert (len(appends), len(decodes)) == (2, 2)
     assert len(set(appends)) == len(set(decodes)) == 1
 
