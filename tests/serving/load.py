@@ -233,7 +233,11 @@ async def run(server: ServerProcess, load: Load, say: Callable[[str], None] = pr
 
 def num_sockets(pid: int) -> int:
     """That a process has open."""
-    return sum(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
+    count = 0
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            count += str(each.readlink()).startswith("socket:")
+    return count
 
 
 def is_idle(now: Mapping[str, float]) -> bool:
