@@ -172,6 +172,12 @@ def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
     raise AssertionError("some row of a table serves every call")
 
 
+def first_serves(table: tuple[Implementation, ...], x: torch.Tensor, **facts: object) -> bool:
+    """Whether the fastest row of a table runs where a tensor is, in its dtype, given more facts."""
+    call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **facts})
+    return select(table, call).chosen is table[0]
+
+
 @functools.cache
 def describe_device(device: torch.device) -> tuple[str, tuple[int, int] | None]:
     """`device_type` and `capability` of a `Call`."""

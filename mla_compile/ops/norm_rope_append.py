@@ -12,10 +12,7 @@ from mla_compile.ops.implementations import (
     FLOATS,
     SOME,
     UNIT,
-    Call,
-    describe_device,
     reference,
-    select,
     triton,
 )
 from mla_compile.ops.library import define_op
@@ -85,12 +82,6 @@ def mla_norm_rope_append(
 
 
 norm_rope_append_op = torch.ops.mla_compile.mla_norm_rope_append.default
-
-
-def serves(kv_cache: Tensor) -> bool:
-    """Whether a kernel runs where a cache is, in its dtype: else the op is plain torch in one piece."""
-    call = Call(*describe_device(kv_cache.device), facts={"dtype": kv_cache.dtype})
-    return select(NORM_ROPE_APPEND, call).chosen is not NORM_ROPE_APPEND[-1]
 
 
 def norm_rope_append_torch(

@@ -4,6 +4,7 @@ No model calls it: the pass `fuse_router` puts it in the place of a router's ope
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,9 @@ from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import (
     FLOATS,
     SOME,
-    Call,
     Implementation,
     Taken,
-    describe_device,
     reference,
-    select,
     triton,
 )
 from mla_compile.ops.library import define_op, empty
@@ -151,45 +149,17 @@ def moe_router(
 moe_router_op = torch.ops.mla_compile.moe_router.default
 
 
-def serves(x: Tensor, **facts: object) -> bool:
-    """Whether a kernel runs where tokens are, in their dtype, given more facts: else the op is torch in one piece."""
-    call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **facts})
-    return select(MOE_ROUTER, call).chosen is _KERNEL
-
-
-def router_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    softmax: bool,
-    normalize: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """`moe_router` in plain torch: every device and dtype."""
+def router_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
+    """`moe_router` in plain torch: every device and dtype. rule: the arguments of `choose_experts` from `topk` on."""
     dtype = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
-    logits = F.linear(x.to(dtype), weight.to(dtype))
-    return choose_experts(logits, bias, topk, num_groups, topk_groups, softmax, normalize, scaling)
+    return choose_experts(F.linear(x.to(dtype), weight.to(dtype)), bias, *rule)
 
 
-def router_by_token(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    softmax: bool,
-    normalize: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """`moe_router` in plain torch, each token in operations of its own."""
+def router_by_token(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
+    """`router_torch`, each token in operations of its own."""
     dtype = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
-    weights = x.new_empty(x.shape[0], topk, dtype=dtype)
-    ids = x.new_empty(x.shape[0], topk, dtype=torch.int64)
-    rule = topk, num_groups, topk_groups, softmax, normalize, scaling
+    weights = x.new_empty(x.shape[0], rule[0], dtype=dtype)
+    ids = x.new_empty(x.shape[0], rule[0], dtype=torch.int64)
     for token, row in enumerate(x.to(dtype)):
         logits = product_by_row(row.expand(1, 1, -1), weight.to(dtype).mT[None])[:, 0]
         weights[token], ids[token] = (part[0] for part in choose_experts(logits, bias, *rule))

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
+from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.materialize import materialize_op
-from mla_compile.ops.norm_rope_append import norm_rope_append_op, serves
+from mla_compile.ops.norm_rope_append import NORM_ROPE_APPEND, norm_rope_append_op
 from mla_compile.passes.cone import Cone, cut
 from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
@@ -64,7 +65,11 @@ def fuse_norm_rope_append(
 
     everywhere: also where the op has no kernel.
     """
-    appends = [node for node in calls(gm.graph, append_op) if everywhere or serves(tensor_of(_cache(node)))]
+    appends = [
+        node
+        for node in calls(gm.graph, append_op)
+        if everywhere or first_serves(NORM_ROPE_APPEND, tensor_of(_cache(node)))
+    ]
     if not appends:
         return gm
     search = _Search(gm.graph)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.implementations import FLOATS, HALF
+from mla_compile.ops.implementations import FLOATS, HALF, first_serves
 from mla_compile.ops.moe import moe_experts_op
-from mla_compile.ops.routing import moe_router_op, serves
+from mla_compile.ops.routing import MOE_ROUTER, moe_router_op
 from mla_compile.passes.cone import cut
 from mla_compile.passes.effects import erase, live_nodes, may_write, memory, writer_between
 from mla_compile.passes.emit import inline
@@ -58,7 +58,9 @@ def fuse_router(
     everywhere: also where the op has no kernel.
     """
     layers = [node for node in calls(gm.graph, moe_experts_op) if everywhere or _has_kernel(node)]
-    live = live_nodes(gm.graph) if layers else set()
+    if not layers:
+        return gm
+    live = live_nodes(gm.graph)
     known: dict[tuple[str, str], Routing | str] = {}
     superseded: set[fx.Node] = set()
     for experts in layers:
@@ -77,7 +79,7 @@ def fuse_router(
 def _has_kernel(experts: fx.Node) -> bool:
     """Whether the op has one where the experts of a call are, for as many."""
     given = op_arguments(experts)
-    return serves(tensor_of(given["x"]), experts=tensor_of(given["w_down"]).shape[0])
+    return first_serves(MOE_ROUTER, tensor_of(given["x"]), experts=tensor_of(given["w_down"]).shape[0])
 
 
 def _match(experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], Routing | str]) -> _Match | str:

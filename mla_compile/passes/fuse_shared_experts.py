@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from mla_compile.ops.implementations import Call, describe_device, select
+from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.moe import MOE_EXPERTS, moe_experts_op
 from mla_compile.passes.cone import Cone, cut, shape_where_symbols_are
 from mla_compile.passes.effects import erase, live_nodes, writer_between
@@ -58,8 +58,11 @@ def fuse_shared_experts(
 
     everywhere: also where the op has no kernel.
     """
-    layers = [node for node in calls(gm.graph, moe_experts_op) if everywhere or _serves(tensor_of(node))]
-    live = live_nodes(gm.graph) if layers else set()
+    all_calls = calls(gm.graph, moe_experts_op)
+    layers = [node for node in all_calls if everywhere or first_serves(MOE_EXPERTS, tensor_of(node))]
+    if not layers:
+        return gm
+    live = live_nodes(gm.graph)
     known: dict[str, tuple[int, ...] | str] = {}
     superseded: set[fx.Node] = set()
     for experts in layers:
@@ -73,12 +76,6 @@ def fuse_shared_experts(
     if superseded:
         erase(gm.graph, live, superseded)
     return gm
-
-
-def _serves(x: Tensor) -> bool:
-    """Whether a kernel runs where a tensor is, in its dtype."""
-    call = Call(*describe_device(x.device), facts={"dtype": x.dtype})
-    return select(MOE_EXPERTS, call).chosen is MOE_EXPERTS[0]
 
 
 def _match(experts: fx.Node, known: dict[str, tuple[int, ...] | str]) -> _Match | str:
@@ -99,9 +96,11 @@ def _match(experts: fx.Node, known: dict[str, tuple[int, ...] | str]) -> _Match 
         return "the other summand has another shape or dtype"
     reason = "the other summand is made of something else"
     for source in _before_views(given["x"]):
-        if source not in _above(other):
+        if other < source:
             continue
         cone = cut(source, other)
+        if not cone.nodes:
+            continue
         key = cone.signature()
         if key not in known:
             known[key] = _recognise(cone, tensor_of(given["w_down"]).shape[2])
@@ -132,15 +131,6 @@ def _before_views(x: fx.Node) -> Iterator[fx.Node]:
             return
         yield before
         x = before
-
-
-def _above(node: fx.Node) -> set[fx.Node]:
-    """Some operations up: what an MLP may be made of."""
-    found, level = {node}, {node}
-    for _ in range(_MOST_NODES):
-        level = {n for one in level for n in one.all_input_nodes} - found
-        found |= level
-    return found
 
 
 def _recognise(cone: Cone, intermediate: int) -> tuple[int, ...] | str:
