@@ -5,10 +5,11 @@ import torch
 
 from mla_compile import SamplingParams, check_batch_invariance, load_model, pack_batch
 from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.ops.kernels.row_sums import rms_norm_triton, sum_triton
+from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from mla_compile.ops.kernels.row_sums import sum_triton
 from mla_compile.torch_internals import compile_counters
 from tests.models_for_tests import tiny_model
-from tests.ops.row_sums import check
+from tests.ops import rms_norm, row_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,8 @@ def fresh_compiler() -> None:
 @pytest.mark.parametrize("columns", [1, 64, 100, 256, 512, 768, 2048, 3001, 7168])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_and_norms_of_rows(dtype: torch.dtype, columns: int) -> None:
-    check(sum_triton, rms_norm_triton, dtype, columns, device="cuda")
+    row_sums.check(sum_triton, dtype, columns, device="cuda")
+    rms_norm.check(rms_norm_triton, add_rms_norm_triton, dtype, columns, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -10,15 +10,17 @@ from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
 from mla_compile.ops.prefill_metadata import mla_prefill_metadata
+from mla_compile.ops.rms_norm import fused_add_rms_norm, fused_rms_norm
 from mla_compile.ops.routing import moe_router
-from mla_compile.ops.row_sums import batch_invariant_rms_norm, batch_invariant_sum
+from mla_compile.ops.row_sums import batch_invariant_sum
 from mla_compile.ops.segments import decode_segment, prefill_segment
 
 __all__ = [
     "batch_invariant_matmul",
-    "batch_invariant_rms_norm",
     "batch_invariant_sum",
     "decode_segment",
+    "fused_add_rms_norm",
+    "fused_rms_norm",
     "mla_append",
     "mla_attention",
     "mla_decode",

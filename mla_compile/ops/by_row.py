@@ -1,6 +1,7 @@
-"""A product in plain torch of which a token's row has the same bits whatever other rows there are."""
+"""A product and a sum in plain torch of which a token's row has the same bits whatever other rows there are."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.ops.paging import accumulate_dtype
@@ -36,3 +37,14 @@ def _aligned(x: Tensor) -> Tensor:
         return x
     width = -(-x.shape[-1] // unit) * unit
     return x.new_empty(*x.shape[:-1], width)[..., : x.shape[-1]].copy_(x)
+
+
+def sum_by_row(x: Tensor) -> Tensor:
+    """The sum of each row of `x` `[rows, columns]`, `[rows]` in `accumulate_dtype`, of elementwise sums of halves."""
+    columns = x.shape[1]
+    width = 1 << max(0, columns - 1).bit_length()
+    x = F.pad(x.to(accumulate_dtype(x.dtype)), (0, width - columns))
+    while width > 1:
+        width //= 2
+        x = x[:, :width] + x[:, width:]
+    return x[:, 0]

@@ -2,13 +2,14 @@
 
     before                                          after
 
-    x ─> linear(w) ─> rms_norm ─> mla_decode        x ─> batch_invariant_matmul(w) ─> batch_invariant_rms_norm
+    x ─> linear(w) ─> softmax ─> mla_decode         x ─> batch_invariant_matmul(w) ─> amax, exp, batch_invariant_sum
                                                          ─> mla_decode(batch_invariant=True)
 
-It runs with `options={"batch_invariant": True}` only, after all other passes. What adds numbers up is put in one order:
+It runs with `options={"batch_invariant": True}` only, after all other passes; norms are ops of one order by then
+(`fuse_rms_norm`). What else adds numbers up is put in one order:
 
 - products, whose kernels are chosen by the number of tokens and may split the sum, become an op of ours;
-- sums along the last dimension (norms, softmax, router weights), whose order Inductor chooses by what it fuses with
+- sums along the last dimension (softmax, router weights), whose order Inductor chooses by what it fuses with
   them, become an op too, or elementwise sums where they are short;
 - our attention and experts are asked for implementations that are batch-invariant.
 
@@ -19,7 +20,6 @@ What could not be put in order is refused by name: another attention, convolutio
 dimensions.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,12 +32,13 @@ from mla_compile.ops.attention import attention_op
 from mla_compile.ops.library import FLAG
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.matmul import batch_invariant_matmul_op as matmul_op
-from mla_compile.ops.row_sums import rms_norm_op, row_sum_op
+from mla_compile.ops.row_sums import row_sum_op
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
+    function_name,
+    namespace_of,
     tensor_of,
-    torch_name,
     value_of,
     values_of,
     with_arguments,
@@ -67,8 +68,8 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        target, name = overload_of(node.target), _name(node)
-        namespace = _namespace(target)
+        target, name = overload_of(node.target), function_name(node)
+        namespace = namespace_of(target)
         if namespace == "mla_compile":
             _ask(node, target)
         elif namespace not in (None, "aten", "prims"):
@@ -95,22 +96,6 @@ def _replace(node: fx.Node, name: str) -> None:
         raise _refused(node, what, "leave autocast out")
     node.replace_all_uses_with(found)
     node.graph.erase_node(node)
-
-
-def _namespace(target: Any) -> str | None:
-    """`aten`, `mla_compile`: the library of an op; None for what is no op."""
-    if hasattr(target, "overloads"):  # with the overload left open
-        return str(target).partition(".")[0]
-    return getattr(target, "namespace", None)
-
-
-def _name(node: fx.Node) -> str:
-    """`linear`, `matmul`, `sum`: by which function or method of torch, or op of aten, a node is computed."""
-    target = node.target
-    if _namespace(overload_of(target)) is not None:
-        return str(getattr(target, "__name__", "")).partition(".")[0]
-    name = torch_name(node).strip("_").removeprefix("special_")
-    return "matmul" if name == "linalg_matmul" else name
 
 
 def _refused(node: fx.Node, what: str, mend: str = "") -> MLAError:
@@ -228,9 +213,7 @@ def _dtype(x: Any) -> torch.dtype:
 
 def _add_up(mean: bool) -> _Rule:
     def rule(node: fx.Node, given: dict[str, Any]) -> Any:
-        if not _adds_floats(node, given["input"], given.get("dim")) or (
-            mean and _replace_written_out_norm(node, given["input"])
-        ):
+        if not _adds_floats(node, given["input"], given.get("dim")):
             return None
 
         def emit(x: Any) -> Any:
@@ -277,95 +260,6 @@ def _logsumexp(node: fx.Node, given: dict[str, Any]) -> Any:
     return inline(node, emit, (given["input"],))
 
 
-def _replace_written_out_norm(mean: fx.Node, square: fx.Node) -> bool:
-    """`x.float()`, `pow(2)`, `mean(-1)`, `+ eps`, `rsqrt`, the product and the cast back, as transformers write a norm.
-
-    `mean` is that of `square`. Each step is used by the next one alone. False where anything is written otherwise:
-    then the mean is a sum like all others.
-    """
-    if torch_name(square) != "pow" or square.args[1:] != (2,):
-        return False
-    wide, add = square.args[0], _only_user(mean, "add")
-    rsqrt = None if add is None else _only_user(add, "rsqrt")
-    product = None if rsqrt is None else _only_user(rsqrt, "mul")
-    if add is None or product is None or not isinstance(wide, fx.Node) or wide not in product.args:
-        return False
-    if add.kwargs:  # alpha
-        return False
-    eps = [number for number in add.args if isinstance(number, float)]
-    source = wide.args[0] if torch_name(wide) in ("to", "float") else wide
-    normed = product if source is wide else _only_user(product, "to")
-    if not isinstance(source, fx.Node) or normed is None or len(eps) != 1:
-        return False
-    dtype = tensor_of(source).dtype
-    dtypes = [tensor_of(node).dtype for node in (wide, mean, normed)]
-    accumulated = torch.promote_types(dtype, torch.float32)
-    if not _is_float(source) or dtypes != [accumulated, accumulated, dtype]:
-        return False
-    shape, kept = tensor_of(wide).shape, tensor_of(mean).shape
-    if len(kept) != len(shape) or not statically_known_true(kept[-1] == 1):
-        return False
-    # Where x is read: it may be written to in place before the product.
-    begin = square if source is wide else wide
-    weighted, factor = _weighted(normed, begin)
-    end = weighted or normed
-    found = inline(begin, _norm_of(eps[0]), (source, factor, None))
-    end.replace_all_uses_with(found)
-    for node in (weighted, normed, product, rsqrt, add, mean, square, wide):
-        if node is not None and not node.users and node is not source:
-            mean.graph.erase_node(node)
-    return True
-
-
-def _only_user(node: fx.Node, name: str) -> fx.Node | None:
-    """The only user, if it calls torch's function or a method of this name."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    return user if user is not None and torch_name(user) == name else None
-
-
-def _norm_of(eps: float) -> Callable[..., Any]:
-    def emit(x: Any, factor: Any, weight: Any) -> Any:
-        out = rms_norm_op(x.reshape(-1, x.shape[-1]), factor, eps).reshape(x.shape)
-        return out if weight is None else out * weight
-
-    return emit
-
-
-def _rms_norm(node: fx.Node, given: dict[str, Any]) -> Any:
-    x, weight = given["input"], given.get("weight")
-    _adds_floats(node, x, -len(given["normalized_shape"]))
-    eps = given.get("eps")
-    if eps is None:  # as torch: of the dtype that it computes in
-        eps = torch.finfo(torch.promote_types(tensor_of(x).dtype, torch.float32)).eps
-    # The weight that multiplies next, if that is all that is done with the norm.
-    product, factor = _weighted(node, node) if weight is None else (None, None)
-    found = inline(node, _norm_of(eps), (x, factor, weight))
-    if product is None:
-        return found
-    product.replace_all_uses_with(found)
-    node.graph.erase_node(product)
-    node.graph.erase_node(node)
-    return None
-
-
-def _weighted(node: fx.Node, begin: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The only user of a norm, where it multiplies by a weight of its dtype that is there before `begin`; that weight.
-
-    None and None where there is no such user.
-    """
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    if user is None or user.target not in (operator.mul, torch.mul) or len(user.args) != 2 or user.kwargs:
-        return None, None
-    others = [other for other in user.args if other is not node]
-    if len(others) != 1 or not isinstance(others[0], fx.Node) or not others[0] < begin:
-        return None, None
-    weight, normed = value_of(others[0]), tensor_of(node)
-    fits = isinstance(weight, Tensor) and weight.dim() == 1 and weight.dtype == normed.dtype
-    if not fits or not statically_known_true(weight.shape[0] == normed.shape[-1]):
-        return None, None
-    return user, others[0]
-
-
 _PRODUCT = ("input", "other")
 _REDUCTION = ("input", "dim", "keepdim", "dtype")
 _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
@@ -379,7 +273,6 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
     F.softmax: (("input", "dim", "_stacklevel", "dtype"), _softmax(log=False)),
     F.log_softmax: (("input", "dim", "_stacklevel", "dtype"), _softmax(log=True)),
     "logsumexp": (("input", "dim", "keepdim"), _logsumexp),
-    "rms_norm": (("input", "normalized_shape", "weight", "eps"), _rms_norm),
 }
 """By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
 
@@ -389,7 +282,7 @@ _WITHOUT_A_RULE = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
     addmm addbmm baddbmm addmv mv dot vdot inner tensordot bilinear trace
     grouped_mm scaled_mm scaled_grouped_mm chain_matmul multi_dot matrix_power matrix_exp
-    layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
+    rms_norm layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
     normalize norm vector_norm matrix_norm renorm cdist pdist dist cosine_similarity pairwise_distance
     nansum nanmean softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
     prod cumsum cumprod logcumsumexp trapz trapezoid cumulative_trapezoid

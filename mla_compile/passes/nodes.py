@@ -44,6 +44,21 @@ def torch_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""
 
 
+def namespace_of(target: Any) -> str | None:
+    """`aten`, `mla_compile`: the library of an op; None for what is no op."""
+    if hasattr(target, "overloads"):  # with the overload left open
+        return str(target).partition(".")[0]
+    return getattr(target, "namespace", None)
+
+
+def function_name(node: fx.Node) -> str:
+    """`linear`, `matmul`, `sum`: by which function or method of torch, or op of aten, a node is computed."""
+    if node.op == "call_function" and namespace_of(overload_of(node.target)) is not None:
+        return str(getattr(node.target, "__name__", "")).partition(".")[0]
+    name = torch_name(node).strip("_").removeprefix("special_")
+    return "matmul" if name == "linalg_matmul" else name
+
+
 # --- with which arguments
 
 

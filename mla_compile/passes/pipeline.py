@@ -22,6 +22,7 @@ from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
@@ -42,6 +43,7 @@ PASSES: list[Pass] = [
     drop_trivial_topk,  # after the gathers: they climb over `topk`, not over what it becomes
     fuse_router,  # after it: of what is left
     fuse_shared_experts,
+    fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
 ]
 
 
@@ -64,7 +66,7 @@ def passes_for(
     if decode_backend is not None:
         bound.append(partial(choose_decode_backend, backend=decode_backend))
     if batch_invariant:
-        bound.append(make_batch_invariant)
+        bound += [partial(fuse_rms_norm, everywhere=True), make_batch_invariant]
     return [*passes, *bound]
 
 

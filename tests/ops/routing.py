@@ -26,10 +26,18 @@ def router_args(name: str, tokens: int, hidden: int, dtype: torch.dtype, device:
     experts, rest = ROUTINGS[name]
     generator = torch.Generator().manual_seed(experts + tokens)
     x, weight, bias = (
-        torch.randn(*shape, generator=generator).to(device, dtype)
-        for shape in ((tokens, hidden), (experts, hidden), (experts,))
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((tokens + 9, hidden), (experts, hidden), (experts,))
     )
-    return [x, weight / hidden**0.5, None if rest[3] else 0.1 * bias.float(), *rest]
+    weight, bias = weight / hidden**0.5, None if rest[3] else 0.1 * bias.float()
+    logits, choices = x.double() @ weight.double().T, []
+    for _ in range(5):  # a near-tie is chosen otherwise by scores that are a little off
+        off = 1e-5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+        choices.append(choose_experts(logits + off, bias, *rest)[1].sort(1).values)
+    clear = torch.stack([choice == choices[0] for choice in choices]).all(0).all(1)
+    x = x[clear][:tokens]
+    assert len(x) == tokens
+    return [x.to(device), weight.to(device), None if bias is None else bias.to(device), *rest]
 
 
 def check(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) -> None:

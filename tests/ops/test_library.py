@@ -60,7 +60,8 @@ SCHEMAS = {
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
-    "batch_invariant_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
+    "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
+    "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",
     "mla_attention": (
         "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
         "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "

@@ -1,6 +1,7 @@
 """`make_batch_invariant`: what it rewrites, that a row's bits then know no neighbours, and what it refuses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch import Tensor
 from mla_compile import MLAError
 from mla_compile.backend import resolve_settings
 from mla_compile.passes import PASSES
+from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import SHORT, make_batch_invariant
 from tests.passes.capture import Capture, Layer, make_inputs, ops
 
 K, N = 40, 24
+EXACT = [partial(fuse_rms_norm, everywhere=True), make_batch_invariant]
+"""What `options={"batch_invariant": True}` adds to the passes."""
 ADDS = {
     "linear",
     "matmul",
@@ -90,7 +94,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rows_bits_know_no_neighbours(name: str) -> None:
-    capture, call = Capture([make_batch_invariant]), CALLS[name]
+    capture, call = Capture(EXACT), CALLS[name]
     compiled = torch.compile(call, backend=capture, dynamic=True, fullgraph=True)
     x = draw(9, K)
     whole = compiled(x)
@@ -102,52 +106,16 @@ def test_a_rows_bits_know_no_neighbours(name: str) -> None:
             assert torch.equal(part, whole[start : start + rows]), f"rows {start} to {start + rows}"
 
 
-def test_a_norm_and_its_weight_are_one_op() -> None:
-    for name in ("rms_norm and its weight", "a norm of transformers", "its norm in half precision"):
-        torch._dynamo.reset()
-        capture = Capture([make_batch_invariant])
-        torch.compile(CALLS[name], backend=capture, fullgraph=True)(draw(3, K))
-        found = ops(capture.after[0])
-        assert found.count("batch_invariant_rms_norm") == 1 and not {"mul", "pow", "rsqrt"} & set(found), (
-            found
-        )
-
-
-def test_what_broadcasts_is_no_norm() -> None:
-    def call(x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1) + 1e-5)  # [9, 1, K] by [9, 1]
-
-    compiled = torch.compile(call, backend=Capture([make_batch_invariant]), fullgraph=True)
-    torch.testing.assert_close(compiled(draw(9, 1, K)), call(draw(9, 1, K)))
-
-
-def test_a_norm_reads_its_input_where_it_is_written() -> None:
-    def fused(x: Tensor) -> Tensor:
-        normed = F.rms_norm(x, (K,), eps=1e-5)
-        x.add_(1)
-        return WEIGHT * normed
-
-    def written_out(x: Tensor) -> Tensor:
-        wide = x.float()
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        x.mul_(-3)
-        return WEIGHT.bfloat16() * (wide * torch.rsqrt(variance + 1e-5)).to(x.dtype)
-
-    for call, x in ((fused, draw(3, K)), (written_out, draw(3, K).bfloat16())):
-        compiled = torch.compile(call, backend=Capture([make_batch_invariant]), fullgraph=True)
-        torch.testing.assert_close(compiled(x.clone()), call(x.clone()))
-
-
 def test_tokens_do_not_stand_on_the_right_of_a_product() -> None:
     for call in (lambda x: W @ x.t(), lambda x: F.linear(W, x)):
         torch._dynamo.reset()
-        compiled = torch.compile(call, backend=Capture([make_batch_invariant]), dynamic=True, fullgraph=True)
+        compiled = torch.compile(call, backend=Capture(EXACT), dynamic=True, fullgraph=True)
         with pytest.raises(Exception, match=r"a product by .* whose sizes vary"):
             compiled(draw(9, K))
 
 
 def test_attention_and_its_projections_are_asked_for_it() -> None:
-    capture = Capture([*PASSES, make_batch_invariant])
+    capture = Capture([*PASSES, *EXACT])
     torch.compile(Layer().requires_grad_(False), backend=capture, fullgraph=True)(
         *make_inputs(rows=2, q_len=2, chunks=[3, 4])
     )
@@ -201,7 +169,7 @@ def test_what_cannot_promise_it_is_refused_by_name(what: str) -> None:
             library._register_fake(overload, torch.empty_like)
         library.impl("mine", torch.clone, "CompositeExplicitAutograd")
         library._register_fake("mine", torch.empty_like)
-        compiled = torch.compile(REFUSED[what], backend=Capture([make_batch_invariant]), fullgraph=True)
+        compiled = torch.compile(REFUSED[what], backend=Capture(EXACT), fullgraph=True)
         with pytest.raises(Exception, match=f"batch_invariant: expected .*{what}"):
             compiled(draw(9, K))
 
@@ -210,7 +178,7 @@ def test_integers_may_be_added_in_any_order() -> None:
     def count(x: Tensor) -> Tensor:
         return (x > 0).sum(0) + (x > 0).int().cumsum(0).sum() + (x < 0).to(torch.int32).cumprod(1).sum(1)[:1]
 
-    compiled = torch.compile(count, backend=Capture([make_batch_invariant]), fullgraph=True)
+    compiled = torch.compile(count, backend=Capture(EXACT), fullgraph=True)
     assert torch.equal(compiled(draw(9, K)), count(draw(9, K)))
 
 

@@ -1,0 +1,83 @@
+"""RMSNorm of rows, each by one program that holds it, with or without the addition of a residual before."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,  # [rows, COLUMNS], rows x_stride apart
+    residual,  # likewise; not read without one
+    weight,  # [COLUMNS]; not read without one
+    normed,  # [rows, COLUMNS], contiguous
+    total,  # likewise: x + residual; not written without a residual
+    x_stride,
+    residual_stride,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid `[rows]`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    dtype = normed.dtype.element_ty
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(dtype)
+        tl.store(total + row * COLUMNS + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    factor = 1.0
+    if HAS_WEIGHT:  # asked for before the sum is waited for
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / COLUMNS + eps)
+    # Rounded before the weight multiplies, as in the models.
+    out = (value * scale).to(dtype).to(tl.float32) * factor
+    tl.store(normed + row * COLUMNS + column, out.to(dtype), mask=inside)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """What `fused_rms_norm` computes, with its arguments, on the GPU or in Triton's interpreter."""
+    return _launch(x, None, weight, eps)[0]
+
+
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """What `fused_add_rms_norm` computes, with its arguments."""
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum is what `normed` is, where there is no residual."""
+    x, x_stride = aligned_rows(x)
+    residual, residual_stride = (None, 0) if residual is None else aligned_rows(residual)
+    rows, columns = x.shape
+    normed = x.new_empty(rows, columns)
+    total = normed if residual is None else torch.empty_like(normed)
+    block = power_of_two(columns)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        rms_norm_kernel[(rows,)](
+            x,
+            x if residual is None else residual,
+            x if weight is None else weight.contiguous(),
+            normed,
+            total,
+            x_stride,
+            residual_stride,
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            HAS_WEIGHT=weight is not None,
+            COLUMNS=columns,
+            BLOCK=block,
+            # By the columns alone: warps decide in which order a row is added up.
+            num_warps=max(1, min(8, block // 256)),
+        )
+    return normed, total

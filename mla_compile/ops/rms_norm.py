@@ -1,0 +1,104 @@
+"""`fused_rms_norm` and `fused_add_rms_norm`: an RMSNorm, and the addition before it, in one launch.
+
+A row's bits depend on nothing but the row. No model calls them: the pass `fuse_rms_norm` puts them in the place of a
+norm's operations.
+"""
+
+import torch
+from torch import Tensor
+
+from mla_compile.errors import MLAError
+from mla_compile.ops import validate
+from mla_compile.ops.by_row import sum_by_row
+from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.torch_internals import statically_known_true
+
+_TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)}
+
+
+def _table(triton_function: str, torch_function: str) -> tuple[Implementation, ...]:
+    return (
+        triton("a program for each row", triton_function, takes=_TAKES, batch_invariant=True),
+        Implementation(
+            "by_halves",
+            "plain torch, any device: elementwise sums of halves",
+            torch_function,
+            batch_invariant=True,
+        ),
+    )
+
+
+RMS_NORM = _table(
+    "mla_compile.ops.kernels.rms_norm:rms_norm_triton", "mla_compile.ops.rms_norm:rms_norm_torch"
+)
+ADD_RMS_NORM = _table(
+    "mla_compile.ops.kernels.rms_norm:add_rms_norm_triton", "mla_compile.ops.rms_norm:add_rms_norm_torch"
+)
+
+
+def _facts(x: Tensor) -> dict[str, object]:
+    return {"dtype": x.dtype, "rows": x.shape[0], "columns": x.shape[1]}
+
+
+@define_op(table=RMS_NORM, facts=_facts)
+def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`weight * (x / sqrt(mean(x ** 2) + eps))` of each row of `x` `[rows, columns]` (arXiv 1910.07467), in its dtype.
+
+    Computed in float32 at least, and rounded before the weight `[columns]` multiplies, as DeepSeek's models do. None
+    for no weight. Rows may lie apart.
+
+    Raises:
+        MLAError: x or weight is not so, named.
+    """
+    _check(x, weight)
+    return empty(x, x.shape)
+
+
+@define_op(table=ADD_RMS_NORM, facts=_facts, returns=("normed", "total"))
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`fused_rms_norm` of the sum `x + residual`, which is rounded to their dtype, and that sum.
+
+    Raises:
+        MLAError: x, residual or weight is not so, named.
+    """
+    _check(x, weight)
+    if residual.dtype != x.dtype:
+        raise MLAError("residual", f"the dtype of x, {x.dtype}", residual.dtype)
+    if residual.dim() != 2 or any(
+        statically_known_true(a != b) for a, b in zip(residual.shape, x.shape, strict=True)
+    ):
+        raise MLAError("residual", f"the shape of x, {list(x.shape)}", list(residual.shape))
+    return empty(x, x.shape), empty(x, x.shape)
+
+
+def _check(x: Tensor, weight: Tensor | None) -> None:
+    validate.Layouts().floats(x=(x, "rows, columns"))
+    if weight is not None:
+        if weight.dim() != 1 or statically_known_true(weight.shape[0] != x.shape[1]):
+            raise MLAError("weight", f"[{x.shape[1]}]", list(weight.shape))
+        if weight.dtype != x.dtype:
+            raise MLAError("weight", f"the dtype of x, {x.dtype}", weight.dtype)
+
+
+rms_norm_op = torch.ops.mla_compile.fused_rms_norm.default
+add_rms_norm_op = torch.ops.mla_compile.fused_add_rms_norm.default
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`fused_rms_norm` in plain torch."""
+    wide = x.to(accumulate_dtype(x.dtype))
+    mean = sum_by_row(wide * wide) / max(1, x.shape[1])
+    normed = (wide * torch.rsqrt(mean + eps)[:, None]).to(x.dtype)
+    return normed if weight is None else weight * normed
+
+
+def add_rms_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`fused_add_rms_norm` in plain torch."""
+    total = (x + residual).contiguous()
+    return rms_norm_torch(total, weight, eps), total

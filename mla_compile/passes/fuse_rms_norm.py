@@ -1,0 +1,209 @@
+"""Compute an RMSNorm, and the addition before it, in one launch.
+
+    before                                              after
+
+    x ─┬─> + ─┬─> RMSNorm ─> linear                     x ─> fused_add_rms_norm ─┬─> linear
+    y ─┘      └──────────────────────>                  y ─┘                     └──────────>
+
+Norms are torch's function, or written out as transformers does: cast, square, mean, epsilon, root, product, cast. A
+weight that multiplies next is part of it. Inductor makes two launches of a norm and computes the addition in both; an
+op also adds a row up in one order, whatever is around it.
+
+Only where the op has a kernel: on the CPU, Inductor fuses norms with what is around them.
+"""
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_compile.ops.implementations import first_serves
+from mla_compile.ops.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
+from mla_compile.passes.effects import writer_between
+from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import (
+    arguments,
+    function_name,
+    is_tensor,
+    tensor_of,
+    torch_name,
+    value_of,
+)
+from mla_compile.passes.provenance import where
+from mla_compile.torch_internals import is_wrapper, statically_known_true
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """The norm of `source`, with a weight or None; `nodes` compute it, the first one reads `source`, the last one is
+    its value."""
+
+    source: fx.Node
+    weight: fx.Node | None
+    eps: float
+    nodes: tuple[fx.Node, ...]
+
+
+def fuse_rms_norm(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without norms that can be fused is left untouched.
+
+    everywhere: also where the op has no kernel.
+    """
+    for node in list(gm.graph.nodes):
+        norm = _match(node)
+        if norm is None or not (everywhere or _has_kernel(norm)):
+            continue
+        add = _addition_before(norm)
+        log.info("fused: %s: RMSNorm with eps %g%s", where(node), norm.eps, "" if add is None else ", and +")
+        _replace(norm, add)
+    return gm
+
+
+def _has_kernel(norm: _Norm) -> bool:
+    """And nobody wants its gradient, which the op has not."""
+    x = tensor_of(norm.source)
+    return not tensor_of(norm.nodes[-1]).requires_grad and first_serves(RMS_NORM, x, columns=x.shape[-1])
+
+
+def _match(node: fx.Node) -> _Norm | None:
+    """The norm of which `node` is the mean of squares, or the call of torch's function."""
+    name = function_name(node)
+    norm = _called(node) if name == "rms_norm" else _written_out(node) if name == "mean" else None
+    if norm is None or is_wrapper(tensor_of(norm.source)):
+        return None
+    weighted = _weighted(norm)
+    return norm if weighted is None else weighted
+
+
+def _called(node: fx.Node) -> _Norm | None:
+    """A call of `rms_norm`, of the last dimension."""
+    given = arguments(node, ("input", "normalized_shape", "weight", "eps"))
+    if given is None or not is_tensor(given["input"]) or len(given["normalized_shape"]) != 1:
+        return None
+    source, weight, eps = given["input"], given.get("weight"), given.get("eps")
+    x = tensor_of(source)
+    if not _fits(weight, x) or tensor_of(node).dtype != x.dtype:  # autocast
+        return None
+    if eps is None:  # as torch: of the dtype that it computes in
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return _Norm(source, weight, eps, (node,))
+
+
+def _written_out(mean: fx.Node) -> _Norm | None:
+    """`x.float()`, `pow(2)`, `mean(-1)`, `+ eps`, `rsqrt`, the product and the cast back, as transformers write a norm.
+
+    From the mean on, each step is used by the next one alone.
+    """
+    given = arguments(mean, ("input", "dim", "keepdim", "dtype"))
+    if given is None or given.get("dim") not in (-1, [-1], (-1,)) or given.get("dtype") is not None:
+        return None
+    square: Any = given["input"]
+    if torch_name(square) != "pow" or square.args[1:] != (2,):
+        return None
+    wide, add = square.args[0], _only_user(mean, "add")
+    rsqrt = None if add is None else _only_user(add, "rsqrt")
+    product = None if rsqrt is None else _only_user(rsqrt, "mul")
+    if add is None or product is None or not isinstance(wide, fx.Node) or wide not in product.args:
+        return None
+    if add.kwargs:  # alpha
+        return None
+    eps = [number for number in add.args if isinstance(number, float)]
+    source: Any = wide.args[0] if torch_name(wide) in ("to", "float") else wide
+    normed = product if source is wide else _only_user(product, "to")
+    if not is_tensor(source) or normed is None or len(eps) != 1:
+        return None
+    x = tensor_of(source)
+    accumulated = torch.promote_types(x.dtype, torch.float32)
+    dtypes = [tensor_of(node).dtype for node in (wide, mean, normed)]
+    if not x.is_floating_point() or dtypes != [accumulated, accumulated, x.dtype]:
+        return None
+    shape, kept = tensor_of(wide).shape, tensor_of(mean).shape
+    if len(kept) != len(shape) or not statically_known_true(kept[-1] == 1):
+        return None
+    if writer_between(square, product, [wide]):
+        return None
+    steps = [wide, square, mean, add, rsqrt, product, normed]
+    return _Norm(source, None, eps[0], tuple(dict.fromkeys(step for step in steps if step is not source)))
+
+
+def _only_user(node: fx.Node, name: str) -> fx.Node | None:
+    """The only user, if it calls torch's function or a method of this name."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    return user if user is not None and torch_name(user) == name else None
+
+
+def _weighted(norm: _Norm) -> _Norm | None:
+    """The norm with the weight that multiplies next, if that is all that is done with it and the weight is there before
+    the norm begins."""
+    begin, end = norm.nodes[0], norm.nodes[-1]
+    user = next(iter(end.users)) if len(end.users) == 1 else None
+    if norm.weight is not None or user is None or user.target not in (operator.mul, torch.mul):
+        return None
+    others: list[Any] = [other for other in user.args if other is not end]
+    if len(user.args) != 2 or user.kwargs or len(others) != 1 or not is_tensor(others[0]):
+        return None
+    (weight,) = others
+    if not weight < begin or not _fits(weight, tensor_of(end)) or writer_between(begin, user, [weight]):
+        return None
+    return _Norm(norm.source, weight, norm.eps, (*norm.nodes, user))
+
+
+def _fits(weight: Any, x: Tensor) -> bool:
+    """Whether the op takes it as the weight of `x`."""
+    if weight is None:
+        return True
+    value = value_of(weight)
+    fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == x.dtype
+    return fits and statically_known_true(value.shape[0] == x.shape[-1])
+
+
+def _addition_before(norm: _Norm) -> fx.Node | None:
+    """The sum of two tensors alike whose norm it is, where the norm can be computed at once."""
+    add: Any = norm.source
+    if torch_name(add) != "add" or len(add.args) != 2 or add.kwargs or not all(map(is_tensor, add.args)):
+        return None
+    total, *parts = (tensor_of(node) for node in (add, *add.args))
+    for part in parts:
+        if part.dtype != total.dtype or part.device != total.device or part.dim() != total.dim():
+            return None
+        if not all(statically_known_true(a == b) for a, b in zip(part.shape, total.shape)):
+            return None
+    read = [add]
+    if norm.weight is not None:
+        read.append(norm.weight)
+        if not norm.weight < add:
+            return None
+    return None if writer_between(add, norm.nodes[0], read) else add
+
+
+def _replace(norm: _Norm, add: fx.Node | None) -> None:
+    def emit(x: Any, weight: Any) -> Any:
+        return rms_norm_op(_rows(x), weight, norm.eps).reshape(x.shape)
+
+    def emit_both(x: Any, residual: Any, weight: Any) -> Any:
+        normed, total = add_rms_norm_op(_rows(x), _rows(residual), weight, norm.eps)
+        return normed.reshape(x.shape), total.reshape(x.shape)
+
+    # The new nodes replace ones that need no gradient, whatever the mode is now.
+    with torch.no_grad():
+        if add is None:
+            normed = inline(norm.nodes[0], emit, (norm.source, norm.weight))
+        else:
+            normed, total = inline(add, emit_both, (*add.args, norm.weight))
+            add.replace_all_uses_with(total)
+    norm.nodes[-1].replace_all_uses_with(normed)
+    for node in (*reversed(norm.nodes), norm.source):
+        if not node.users:  # others may want the cast or the square
+            node.graph.erase_node(node)
+
+
+def _rows(x: Any) -> Any:
+    return x if len(x.shape) == 2 else x.reshape(-1, x.shape[-1])
