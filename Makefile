@@ -22,7 +22,7 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-server test-ray load test-all lint format docs hooks clean
+.PHONY: help demo test test-long test-server test-ray load test-all lint format docs hooks clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -30,8 +30,11 @@ help: ## show this
 demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
 	@$(VENV)/bin/mla-compile demo $(ARGS)
 
-test: $(VENV)/.dev ## run the tests that need no GPU, a few minutes
-	@$(PYTEST) -m "not gpu and not slow" --ignore=tests/serving $(ARGS)
+test: $(VENV)/.dev ## run the tests that need no GPU, less than five minutes
+	@$(PYTEST) -m "not gpu and not slow and not long" --ignore=tests/serving $(ARGS)
+
+test-long: $(VENV)/.dev ## run those of them that take six seconds or more: compiled engines, Triton's interpreter
+	@$(PYTEST) -m "long and not gpu and not slow" --ignore=tests/serving $(ARGS)
 
 test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser
 	@$(PYTEST) -m "not slow and not load" tests/serving $(ARGS)

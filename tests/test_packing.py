@@ -324,6 +324,7 @@ class DeepSeek(nn.Module):
         return self.model.logits(self.model(ids, positions, batch))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "order"),
     [

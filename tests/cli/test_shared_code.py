@@ -46,6 +46,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)  # the demo takes one
 
 
+@pytest.mark.long
 def test_whoever_asks_gets_the_same_graph(run, long, compiled, tmp_path, monkeypatch):
     for module in ("mla_compile.defaults", "mla_compile.cli.demo"):
         monkeypatch.setattr(f"{module}.DEFAULT_DRAFTS", 1)  # a graph of three takes twice as long to trace

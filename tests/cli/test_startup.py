@@ -102,6 +102,7 @@ def test_they_come_at_once(args):
     assert min(times) < 5, "it takes 0.3 s where nothing else runs"
 
 
+@pytest.mark.long
 def test_an_interrupt_at_any_time_is_one_line_and_130(checkpoint, tmp_path):
     """While it starts, imports, loads, compiles or completes; never lost, never a traceback."""
     prompts = tmp_path / "prompts.jsonl"

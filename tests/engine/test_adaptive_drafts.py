@@ -345,6 +345,7 @@ def test_lengths_are_compiled_once_for_all_rows_and_checked_like_any_step() -> N
     check_that_lengths_compile_once("mtp", SamplingParams())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_lengths_of_look_ups_in_sampled_and_penalised_texts_are_compiled_once_too() -> None:
     check_that_lengths_compile_once("ngram", KINDS["penalised"])

@@ -44,6 +44,7 @@ def passes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("passes_alone")
 def test_requests_have_the_same_bits_alone_and_in_any_mix() -> None:
     model = tiny_model(torch.float32)
@@ -63,6 +64,7 @@ def test_inductors_code_too() -> None:
     assert not report.num_different, report
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("passes_alone")
 def test_a_bit_of_one_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose output depends on the number of tokens beside it, by one bit of a few."""

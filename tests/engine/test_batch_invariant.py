@@ -125,6 +125,7 @@ def test_every_step_is_compiled_and_few_graphs_serve_all(monkeypatch: pytest.Mon
     assert eager == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_tokens_chosen_on_the_host_go_through_compiled_code() -> None:
     def likeliest(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:

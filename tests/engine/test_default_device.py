@@ -109,6 +109,7 @@ USES: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.long
 def test_a_step_is_one_graph_whatever_the_default_device() -> None:
     model, k = one_layer_model(), 1
     model.allocate_cache(9, 4)

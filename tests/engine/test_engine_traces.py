@@ -41,6 +41,7 @@ def poisoned_traces() -> st.SearchStrategy[Trace]:
     return st.builds(lambda trace, poison: replace(trace, poison=poison), traces(), poison)
 
 
+@pytest.mark.long
 def test_a_request_whose_logits_become_nan_ends_in_an_error_and_no_other_does() -> None:
     met = check_traces(run, 40, poisoned_traces())
     assert min(met["num_failed"], met["num_reused_tokens"], met["num_accepted"]) > 5, met

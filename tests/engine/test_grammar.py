@@ -588,6 +588,7 @@ VERSE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling", [None, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
 )

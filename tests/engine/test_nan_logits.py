@@ -58,6 +58,7 @@ def middle(completion: Completion) -> int:
     return next(token for i, token in enumerate(tokens) if i >= 4 and token not in tokens[:i])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_token_can_be_chosen_where_the_largest_logit_is_a_number(compiled: bool) -> None:
     """In Inductor's vectors, and in what is left over behind them, too."""

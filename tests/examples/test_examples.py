@@ -121,6 +121,7 @@ def test_an_accelerated_model_generates_the_tokens_of_stock(
     assert all("same tokens" in line for line in results)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @runs("transformers_compile_config")
 def test_a_compile_config_alone_keeps_the_tokens(

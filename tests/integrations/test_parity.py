@@ -111,6 +111,7 @@ def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_o
     assert caplog.text.count("topk of one element dropped") == routers > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_greedy_tokens_of_a_compiled_model_with_drafts_are_those_of_stock():
     model, mtp, expected = with_mtp("deepseek_v3")

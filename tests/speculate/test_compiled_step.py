@@ -16,6 +16,7 @@ from tests.models_for_tests import one_layer_model, tiny_model
 from tests.passes.capture import HIDDEN, PAGE_SIZE, Stack, nodes_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_decoding(k: int) -> None:
     torch._dynamo.utils.counters.clear()

@@ -498,6 +498,7 @@ def test_chunks_of_the_same_sizes_are_kept_in_the_same_place() -> None:
             assert mine.equal(getattr(second, name)), name
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 3)), 1])
 def test_one_compiled_mixed_step_serves_every_number_of_rows_chunks_and_tokens(
