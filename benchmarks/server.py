@@ -1,19 +1,24 @@
 """The server beside the engine called directly: tokens/s and the time to the first token of 1, 8, 32 streams.
 
     python -m benchmarks.server --output benchmarks/results/server.json
+    python -m benchmarks.random_checkpoint build/glm --layers 4
+    python -m benchmarks.server --model build/glm --output benchmarks/results/server.glm.json
 
-Both run the same engine settings on the same prompts, one after the other: `mla-compile serve` in a process of its own,
-which this one asks over HTTP, all streams at once; then the engine in this process, all requests added before the first
-step. `--model` names a checkpoint with a tokenizer, whose ids of held-out texts are the prompts. Nothing ends before
-`--tokens` tokens. Prefixes are not shared, or a round would find the last one's prompts.
+Both run the same engine settings on the same requests, one after the other: `mla-compile serve` in a process of its
+own, which this one asks over HTTP; then the engine in this process, by `Engine.step`. A stream asks for the next
+completion when it has the last one, `--requests` times; all streams begin at once. A completion has half to one and a
+half times `--tokens` tokens, drawn by seed. `--model` names a checkpoint with a tokenizer, whose ids of held-out texts
+are the prompts. Prefixes are not shared, or a round would find the last one's prompts.
 
-Of `--rounds` rounds, the best one's tokens/s counts, and its median and longest time to a first token. `ratio`: the
-server's tokens/s by the engine's.
+Of `--rounds` rounds, the best one's tokens/s counts, and its times from a request to its first token: the median of
+those of the streams' first requests, which come all at once, and of the others. `ratio`: the server's tokens/s by the
+engine's.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import socket
 import statistics
 import subprocess
@@ -30,18 +35,31 @@ from benchmarks.http_client import ask, metrics, quantile, stream
 from benchmarks.reporting import add_row
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Checkpoint, Engine
+from mla_compile.engine.request import Request
 from mla_compile.models import load_tokenizer
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
 
 TEXTS = Path(__file__).parent / "held_out_prompts.json"
 
-Round = tuple[float, list[float]]
-"""Seconds from the first request to the last token; from the first request to each one's first token."""
+Asked = tuple[list[int], int]
+"""A prompt, and how many tokens are wanted."""
+Round = tuple[float, list[list[float]]]
+"""Seconds from the first request to the last token; of each stream's requests, from asking to the first token."""
+
+
+def requests_of(args: argparse.Namespace) -> list[list[Asked]]:
+    """Of each stream: token ids of held-out texts, one after another, cut to a length."""
+    draw = random.Random(0)
+    prompts = iter(prompts_of(args.model, max(args.streams) * args.requests, args.prompt_tokens))
+    least, most = args.tokens // 2, args.tokens * 3 // 2
+    return [
+        [(next(prompts), draw.randint(least, most)) for _ in range(args.requests)]
+        for _ in range(max(args.streams))
+    ]
 
 
 def prompts_of(model: Path, count: int, length: int) -> list[list[int]]:
-    """Token ids of held-out texts, one after another, cut to a length."""
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None, "a server needs a tokenizer"
     texts = [text for kind in json.loads(TEXTS.read_text()).values() for text in kind]
@@ -95,14 +113,14 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-async def through_server(url: str, prompts: Sequence[list[int]], num_tokens: int) -> Round:
-    """All prompts at once, each a stream of its own."""
-    begin = time.perf_counter()
+async def through_server(url: str, streams: Sequence[Sequence[Asked]]) -> Round:
+    """Each stream on connections of its own."""
 
-    async def one(prompt: list[int]) -> float:
+    async def first_token(prompt: list[int], num_tokens: int) -> float:
+        begin, first = time.perf_counter(), 0.0
         body = {"model": "served", "prompt": prompt, "temperature": 0, "max_tokens": num_tokens}
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
-        first, before, last = 0.0, b"", b""
+        before, last = b"", b""
         async with aclosing(stream(url, body)) as events:
             async for event in events:
                 first = first or time.perf_counter() - begin
@@ -111,53 +129,72 @@ async def through_server(url: str, prompts: Sequence[list[int]], num_tokens: int
             raise RuntimeError(f"an answer that is not whole: {before.decode()}")
         return first
 
-    firsts = await asyncio.gather(*map(one, prompts))
+    async def one(asked: Sequence[Asked]) -> list[float]:
+        return [await first_token(*each) for each in asked]
+
+    begin = time.perf_counter()
+    firsts = await asyncio.gather(*map(one, streams))
     return time.perf_counter() - begin, firsts
 
 
-def directly(engine: Engine, prompts: Sequence[list[int]], num_tokens: int) -> Round:
+def directly(engine: Engine, streams: Sequence[Sequence[Asked]]) -> Round:
     """The same by `Engine.step`."""
+    firsts: list[list[float]] = [[] for _ in streams]
+    running: dict[int, tuple[Request, int, float]] = {}
+
+    def ask(stream: int, nth: int) -> None:
+        if nth < len(streams[stream]):
+            prompt, num_tokens = streams[stream][nth]
+            request = engine.add(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+            running[stream] = request, nth, time.perf_counter()
+
     begin = time.perf_counter()
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    requests = [engine.add(prompt, params) for prompt in prompts]
-    firsts = [0.0] * len(requests)
-    while engine.has_work():
+    for i in range(len(streams)):
+        ask(i, 0)
+    while running:
         engine.step()
-        now = time.perf_counter() - begin
-        for i, request in enumerate(requests):
-            if request.completion.token_ids and not firsts[i]:
-                firsts[i] = now
+        now = time.perf_counter()
+        for i, (request, nth, asked_at) in list(running.items()):
+            if request.completion.token_ids and len(firsts[i]) == nth:
+                firsts[i].append(now - asked_at)
+            if request.has_ended:
+                del running[i]
+                ask(i, nth + 1)
     return time.perf_counter() - begin, firsts
 
 
 def best(rounds: Sequence[Round], num_tokens: int) -> dict[str, float]:
-    """Figures of the fastest."""
+    """Figures of the fastest, in all `num_tokens`."""
     seconds, firsts = min(rounds)
-    return {
-        "tokens_per_s": round(len(firsts) * num_tokens / seconds, 1),
-        "first_token_ms": round(1e3 * statistics.median(firsts), 1),
-        "last_first_token_ms": round(1e3 * max(firsts), 1),
+    later = [first for of_stream in firsts for first in of_stream[1:]]
+    figures = {
+        "tokens_per_s": round(num_tokens / seconds, 1),
+        "at_once_first_token_ms": round(1e3 * statistics.median(of_stream[0] for of_stream in firsts), 1),
     }
+    return figures | ({"first_token_ms": round(1e3 * statistics.median(later), 1)} if later else {})
 
 
 def measure(
-    args: argparse.Namespace, run: Callable[[Sequence[list[int]]], Round], prompts: Sequence[list[int]]
+    args: argparse.Namespace,
+    run: Callable[[Sequence[Sequence[Asked]]], Round],
+    streams: Sequence[Sequence[Asked]],
 ) -> dict[int, dict[str, float]]:
     """By number of streams. A round of each goes before, unmeasured."""
     found = {}
     for count in args.streams:
-        run(prompts[:count])
-        found[count] = best([run(prompts[:count]) for _ in range(args.rounds)], args.tokens)
+        run(streams[:count])
+        num_tokens = sum(n for asked in streams[:count] for _, n in asked)
+        found[count] = best([run(streams[:count]) for _ in range(args.rounds)], num_tokens)
     return found
 
 
 def measure_server(
-    args: argparse.Namespace, prompts: Sequence[list[int]], max_model_len: int
+    args: argparse.Namespace, streams: Sequence[Sequence[Asked]], max_model_len: int
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
     """Its figures, and the server's own of how late bytes are, over all rounds."""
     with server(args, max_model_len) as url:
         before = asyncio.run(metrics(url))
-        found = measure(args, lambda some: asyncio.run(through_server(url, some, args.tokens)), prompts)
+        found = measure(args, lambda some: asyncio.run(through_server(url, some)), streams)
         after = asyncio.run(metrics(url))
     parts = {"p50": 0.5, "p99": 0.99}
     late = {
@@ -199,15 +236,16 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=4, help="of each stream, one after another")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    prompts = prompts_of(args.model, max(args.streams), args.prompt_tokens)
-    max_model_len = args.prompt_tokens + args.tokens + 16
-    served, late = measure_server(args, prompts, max_model_len)
+    streams = requests_of(args)
+    max_model_len = args.prompt_tokens + args.tokens * 3 // 2 + 16
+    served, late = measure_server(args, streams, max_model_len)
     engine = load_engine(args, max_model_len)
-    direct = measure(args, lambda some: directly(engine, some, args.tokens), prompts)
+    direct = measure(args, lambda some: directly(engine, some), streams)
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device,
@@ -215,6 +253,7 @@ def main() -> None:
         "k": args.k,
         "prompt_tokens": args.prompt_tokens,
         "tokens": args.tokens,
+        "requests": args.requests,
         "delivery_ms": late,
         "rows": [],
     }

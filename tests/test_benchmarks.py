@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import transformers_generate
+from benchmarks import random_checkpoint, transformers_generate
 from benchmarks.reporting import add_row
+from mla_compile import load_model, load_tokenizer
 
 
 def test_an_unknown_variant_is_refused_before_the_model_is_built(
@@ -31,3 +32,12 @@ def test_a_row_is_printed_and_is_in_the_file_before_the_next_is_measured(
         assert json.loads(capsys.readouterr().out) == {"k": k}
     add_row(report, {"k": 3}, None)
     assert len(json.loads(file.read_text())["rows"]) == 3, "without a file nothing is written"
+
+
+def test_a_random_checkpoint_loads_as_any_other(tmp_path: Path) -> None:
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
+    settings = dict.fromkeys(names, 32) | {"vocab_size": 50, "n_routed_experts": 8, "num_attention_heads": 2}
+    random_checkpoint.write(tmp_path, 2, settings | {"num_key_value_heads": 2})
+    model = load_model(tmp_path)
+    assert len(model.layers) == 2 and model.has_mtp and load_tokenizer(tmp_path) is not None
+    assert 0.9 < model.layers[1].mlp.shared_experts.up_proj.weight.std() * 32**0.5 < 1.1
