@@ -173,8 +173,12 @@ def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
 
 
 def first_serves(table: tuple[Implementation, ...], x: torch.Tensor, **facts: object) -> bool:
-    """Whether the fastest row of a table runs where a tensor is, in its dtype, given more facts."""
-    call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **facts})
+    """Whether the fastest row of a table runs where a tensor is, in its dtype, given more facts.
+
+    A symbolic size is not known: to look for it among those that are taken would add guards.
+    """
+    known = {name: fact for name, fact in facts.items() if not isinstance(fact, torch.SymInt)}
+    call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **known})
     return select(table, call).chosen is table[0]
 
 

@@ -7,13 +7,11 @@ norm's operations.
 import torch
 from torch import Tensor
 
-from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.by_row import sum_by_row
 from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
-from mla_compile.torch_internals import statically_known_true
 
 _TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)}
 
@@ -52,7 +50,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Raises:
         MLAError: x or weight is not so, named.
     """
-    _check(x, weight)
+    _check(x, weight=weight)
     return empty(x, x.shape)
 
 
@@ -65,23 +63,17 @@ def fused_add_rms_norm(
     Raises:
         MLAError: x, residual or weight is not so, named.
     """
-    _check(x, weight)
-    if residual.dtype != x.dtype:
-        raise MLAError("residual", f"the dtype of x, {x.dtype}", residual.dtype)
-    if residual.dim() != 2 or any(
-        statically_known_true(a != b) for a, b in zip(residual.shape, x.shape, strict=True)
-    ):
-        raise MLAError("residual", f"the shape of x, {list(x.shape)}", list(residual.shape))
+    _check(x, residual=residual, weight=weight)
     return empty(x, x.shape), empty(x, x.shape)
 
 
-def _check(x: Tensor, weight: Tensor | None) -> None:
-    validate.Layouts().floats(x=(x, "rows, columns"))
+def _check(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) -> None:
+    given = {"x": (x, "rows, columns")}
+    if residual is not None:
+        given["residual"] = (residual, "rows, columns")
     if weight is not None:
-        if weight.dim() != 1 or statically_known_true(weight.shape[0] != x.shape[1]):
-            raise MLAError("weight", f"[{x.shape[1]}]", list(weight.shape))
-        if weight.dtype != x.dtype:
-            raise MLAError("weight", f"the dtype of x, {x.dtype}", weight.dtype)
+        given["weight"] = (weight, "columns")
+    validate.Layouts().floats(like=None, **given)
 
 
 rms_norm_op = torch.ops.mla_compile.fused_rms_norm.default
@@ -90,7 +82,7 @@ add_rms_norm_op = torch.ops.mla_compile.fused_add_rms_norm.default
 
 def rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`fused_rms_norm` in plain torch."""
-    wide = x.to(accumulate_dtype(x.dtype))
+    wide = x.contiguous().to(accumulate_dtype(x.dtype))  # so what follows from it is contiguous too
     mean = sum_by_row(wide * wide) / max(1, x.shape[1])
     normed = (wide * torch.rsqrt(mean + eps)[:, None]).to(x.dtype)
     return normed if weight is None else weight * normed

@@ -9,7 +9,8 @@ Norms are torch's function, or written out as transformers does: cast, square, m
 weight that multiplies next is part of it. Inductor makes two launches of a norm and computes the addition in both; an
 op also adds a row up in one order, whatever is around it.
 
-Only where the op has a kernel: on the CPU, Inductor fuses norms with what is around them.
+Only where the op has a kernel: on the CPU, Inductor fuses norms with what is around them. And only where results are
+contiguous, as the op's are: elsewhere they would be copied.
 """
 
 import logging
@@ -23,7 +24,7 @@ from torch import Tensor, fx
 
 from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
-from mla_compile.passes.effects import writer_between
+from mla_compile.passes.effects import memory, mutates, writer_between
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import (
     arguments,
@@ -34,7 +35,7 @@ from mla_compile.passes.nodes import (
     value_of,
 )
 from mla_compile.passes.provenance import where
-from mla_compile.torch_internals import is_wrapper, statically_known_true
+from mla_compile.torch_internals import is_wrapper, size_where_symbols_are, statically_known_true
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +56,14 @@ def fuse_rms_norm(
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without norms that can be fused is left untouched.
 
-    everywhere: also where the op has no kernel.
+    everywhere: also where the op has no kernel, or results are not contiguous.
+
+    Raises:
+        MLAError: everywhere, and a norm's gradient is wanted, which the op has not.
     """
     for node in list(gm.graph.nodes):
         norm = _match(node)
-        if norm is None or not (everywhere or _has_kernel(norm)):
+        if norm is None or not (everywhere or _pays(norm)):
             continue
         add = _addition_before(norm)
         log.info("fused: %s: RMSNorm with eps %g%s", where(node), norm.eps, "" if add is None else ", and +")
@@ -67,17 +71,21 @@ def fuse_rms_norm(
     return gm
 
 
-def _has_kernel(norm: _Norm) -> bool:
-    """And nobody wants its gradient, which the op has not."""
-    x = tensor_of(norm.source)
-    return not tensor_of(norm.nodes[-1]).requires_grad and first_serves(RMS_NORM, x, columns=x.shape[-1])
+def _pays(norm: _Norm) -> bool:
+    """Whether the op has a kernel, and what is replaced is contiguous and needs no gradient, as what the op gives."""
+    x, normed = tensor_of(norm.source), tensor_of(norm.nodes[-1])
+    plain = not normed.requires_grad and _is_contiguous(normed)
+    return plain and first_serves(RMS_NORM, x, columns=x.shape[-1])
 
 
 def _match(node: fx.Node) -> _Norm | None:
     """The norm of which `node` is the mean of squares, or the call of torch's function."""
     name = function_name(node)
     norm = _called(node) if name == "rms_norm" else _written_out(node) if name == "mean" else None
-    if norm is None or is_wrapper(tensor_of(norm.source)):
+    if norm is None:
+        return None
+    x = tensor_of(norm.source)
+    if is_wrapper(x) or not x.is_floating_point() or statically_known_true(x.shape[-1] == 0):
         return None
     weighted = _weighted(norm)
     return norm if weighted is None else weighted
@@ -94,6 +102,8 @@ def _called(node: fx.Node) -> _Norm | None:
         return None
     if eps is None:  # as torch: of the dtype that it computes in
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    elif isinstance(eps, fx.Node):  # a number that varies
+        return None
     return _Norm(source, weight, eps, (node,))
 
 
@@ -122,16 +132,19 @@ def _written_out(mean: fx.Node) -> _Norm | None:
         return None
     x = tensor_of(source)
     accumulated = torch.promote_types(x.dtype, torch.float32)
-    dtypes = [tensor_of(node).dtype for node in (wide, mean, normed)]
-    if not x.is_floating_point() or dtypes != [accumulated, accumulated, x.dtype]:
+    if [tensor_of(node).dtype for node in (wide, mean, normed)] != [accumulated, accumulated, x.dtype]:
         return None
-    shape, kept = tensor_of(wide).shape, tensor_of(mean).shape
-    if len(kept) != len(shape) or not statically_known_true(kept[-1] == 1):
+    if not x.device == tensor_of(wide).device == tensor_of(normed).device:
         return None
-    if writer_between(square, product, [wide]):
+    kept = tensor_of(mean).shape
+    if not kept or len(kept) != x.dim() or not statically_known_true(kept[-1] == 1):
         return None
     steps = [wide, square, mean, add, rsqrt, product, normed]
-    return _Norm(source, None, eps[0], tuple(dict.fromkeys(step for step in steps if step is not source)))
+    nodes = tuple(dict.fromkeys(step for step in steps if step is not source))
+    # Others may use the cast and the square, and write to them. A step itself writes to its `out`.
+    if any(map(mutates, nodes)) or not _at_once(nodes[0], nodes[-1], [wide, square]):
+        return None
+    return _Norm(source, None, eps[0], nodes)
 
 
 def _only_user(node: fx.Node, name: str) -> fx.Node | None:
@@ -151,18 +164,20 @@ def _weighted(norm: _Norm) -> _Norm | None:
     if len(user.args) != 2 or user.kwargs or len(others) != 1 or not is_tensor(others[0]):
         return None
     (weight,) = others
-    if not weight < begin or not _fits(weight, tensor_of(end)) or writer_between(begin, user, [weight]):
+    if not weight < begin or not _fits(weight, tensor_of(end)) or not _at_once(begin, user, [weight]):
         return None
     return _Norm(norm.source, weight, norm.eps, (*norm.nodes, user))
 
 
 def _fits(weight: Any, x: Tensor) -> bool:
-    """Whether the op takes it as the weight of `x`."""
+    """Whether the op takes it as the weight of `x`, in whose dtype torch multiplies by it."""
     if weight is None:
         return True
     value = value_of(weight)
-    fits = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == x.dtype
-    return fits and statically_known_true(value.shape[0] == x.shape[-1])
+    if not isinstance(value, Tensor) or is_wrapper(value) or value.dim() != 1:
+        return False
+    is_held = torch.promote_types(value.dtype, x.dtype) == x.dtype
+    return is_held and statically_known_true(value.shape[0] == x.shape[-1])
 
 
 def _addition_before(norm: _Norm) -> fx.Node | None:
@@ -171,6 +186,8 @@ def _addition_before(norm: _Norm) -> fx.Node | None:
     if torch_name(add) != "add" or len(add.args) != 2 or add.kwargs or not all(map(is_tensor, add.args)):
         return None
     total, *parts = (tensor_of(node) for node in (add, *add.args))
+    if not _is_contiguous(total):
+        return None
     for part in parts:
         if part.dtype != total.dtype or part.device != total.device or part.dim() != total.dim():
             return None
@@ -181,29 +198,72 @@ def _addition_before(norm: _Norm) -> fx.Node | None:
         read.append(norm.weight)
         if not norm.weight < add:
             return None
-    return None if writer_between(add, norm.nodes[0], read) else add
+    return add if _at_once(add, norm.nodes[0], read) else None
+
+
+def _at_once(first: fx.Node, last: fx.Node, read: Sequence[fx.Node]) -> bool:
+    """Whether `last` can be computed with `first`, given what the nodes of `read` hold: nothing between them writes to
+    it, or is called for its effect alone, which may be that gradients are wanted from there on."""
+    node = first.next
+    while node is not last:
+        if mutates(node) and not memory(node.all_input_nodes):
+            return False
+        node = node.next
+    return writer_between(first, last, read) is None
 
 
 def _replace(norm: _Norm, add: fx.Node | None) -> None:
-    def emit(x: Any, weight: Any) -> Any:
-        return rms_norm_op(_rows(x), weight, norm.eps).reshape(x.shape)
+    replaced = tensor_of(norm.nodes[-1])
 
-    def emit_both(x: Any, residual: Any, weight: Any) -> Any:
+    def emit(x: Any, residual: Any, weight: Any) -> Any:
+        if norm.weight is not None and tensor_of(norm.weight).dtype != replaced.dtype:
+            weight = weight.to(replaced.dtype)
+        if residual is None:
+            normed = rms_norm_op(_rows(x), weight, norm.eps)
+            return _laid_out_as(replaced, normed.reshape(x.shape))
         normed, total = add_rms_norm_op(_rows(x), _rows(residual), weight, norm.eps)
-        return normed.reshape(x.shape), total.reshape(x.shape)
+        return _laid_out_as(replaced, normed.reshape(x.shape)), total.reshape(x.shape)
 
-    # The new nodes replace ones that need no gradient, whatever the mode is now.
-    with torch.no_grad():
+    # Whatever the mode is now, the op refuses to drop a gradient, and only that.
+    with torch.set_grad_enabled(replaced.requires_grad):
         if add is None:
-            normed = inline(norm.nodes[0], emit, (norm.source, norm.weight))
+            normed = inline(norm.nodes[0], emit, (norm.source, None, norm.weight))
         else:
-            normed, total = inline(add, emit_both, (*add.args, norm.weight))
-            add.replace_all_uses_with(total)
-    norm.nodes[-1].replace_all_uses_with(normed)
+            normed, total = inline(add, emit, (*add.args, norm.weight))
+            _stand_in(add, total)
+    _stand_in(norm.nodes[-1], normed)
     for node in (*reversed(norm.nodes), norm.source):
         if not node.users:  # others may want the cast or the square
             node.graph.erase_node(node)
 
 
+def _stand_in(old: fx.Node, new: fx.Node) -> None:
+    """Use `new` for `old`, with its example value: views of that, made further on, must be seen to share memory."""
+    new.meta["example_value"] = value_of(old)
+    old.replace_all_uses_with(new)
+
+
 def _rows(x: Any) -> Any:
     return x if len(x.shape) == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _laid_out_as(replaced: Tensor, x: Any) -> Any:
+    """The contiguous `x` with the strides of what it replaces, as whose view it may be taken."""
+    if _is_contiguous(replaced):
+        return x
+    order = _order(replaced)
+    return (
+        x.permute(order)
+        .clone(memory_format=torch.contiguous_format)
+        .permute([order.index(dim) for dim in range(len(order))])
+    )
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """Whether `x`, a result and so dense, is contiguous whatever its sizes are."""
+    return _order(x) == list(range(x.dim()))
+
+
+def _order(x: Tensor) -> list[int]:
+    """The dimensions of `x`, the outermost in memory first; asking adds no guard."""
+    return sorted(range(x.dim()), key=lambda dim: -size_where_symbols_are(x.stride(dim), 2**10))

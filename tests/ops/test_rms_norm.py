@@ -29,22 +29,28 @@ def test_contracts(rows: int) -> None:
     opcheck(rms_norm_op, (apart.bfloat16(), None, 1e-5))
     opcheck(add_rms_norm_op, (apart, x, torch.randn(12), 1e-5))
     opcheck(add_rms_norm_op, (x.bfloat16(), x.bfloat16(), None, 1e-5))
+    columns_apart = torch.randn(12, rows).t()
+    opcheck(rms_norm_op, (columns_apart, torch.randn(12), 1e-5))
+    opcheck(add_rms_norm_op, (columns_apart, columns_apart, None, 1e-5))
+    assert fused_rms_norm(columns_apart, None, 1e-5).is_contiguous()
 
 
 def test_a_mistake_is_named() -> None:
     x, weight = torch.randn(3, 12), torch.ones(12)
-    with pytest.raises(MLAError, match=r"weight: expected \[12\], got \[11\]"):
+    with pytest.raises(MLAError, match=r"weight: expected size 12 \(columns of x\).*, got \[11\]"):
         fused_rms_norm(x, torch.ones(11), 1e-5)
-    with pytest.raises(
-        MLAError, match=r"weight: expected the dtype of x, torch\.float32, got torch\.float64"
-    ):
+    with pytest.raises(MLAError, match=r"weight: expected the dtype of x, torch\.float32, got float64"):
         fused_rms_norm(x, weight.double(), 1e-5)
-    with pytest.raises(MLAError, match=r"residual: expected the shape of x, \[3, 12\], got \[2, 12\]"):
+    with pytest.raises(MLAError, match=r"weight: expected a tensor on cpu, got meta"):
+        fused_rms_norm(x, weight.to("meta"), 1e-5)
+    with pytest.raises(MLAError, match=r"weight: expected a tensor that needs no gradient"):
+        fused_rms_norm(x, torch.nn.Parameter(weight), 1e-5)
+    with pytest.raises(MLAError, match=r"residual: expected size 3 \(rows of x\).*, got \[2, 12\]"):
         fused_add_rms_norm(x, x[:2], weight, 1e-5)
-    with pytest.raises(
-        MLAError, match=r"residual: expected the dtype of x, torch\.float32, got torch\.float16"
-    ):
+    with pytest.raises(MLAError, match=r"residual: expected the dtype of x, torch\.float32, got float16"):
         fused_add_rms_norm(x, x.half(), weight, 1e-5)
+    with pytest.raises(MLAError, match=r"residual: expected a tensor that needs no gradient"):
+        fused_add_rms_norm(x, x.clone().requires_grad_(), weight, 1e-5)
 
 
 def test_the_kernel_spills_nothing() -> None:

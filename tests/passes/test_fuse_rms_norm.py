@@ -1,24 +1,28 @@
 """`fuse_rms_norm`: which norms and additions become one op, which do not, and that values stay."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.ops import implementations
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from tests.integrations.test_logits import Reader
-from tests.passes.capture import Capture, ops
+from tests.passes.capture import Capture, nodes_of, ops
 
 K = 40
 NORMS = {"fused_rms_norm", "fused_add_rms_norm"}
-Call = Callable[..., Tensor]
+Call = Callable[..., Any]
 
 
 def draw(*shape: int) -> Tensor:
@@ -41,17 +45,37 @@ def residual(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([total, written_out(total, WEIGHTS[x.dtype]), total * 2])
 
 
+def tensors(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def strides(x: Tensor) -> list[int]:
+    return [stride for stride, size in zip(x.stride(), x.shape) if size != 1]
+
+
 def run(call: Call, *inputs: Tensor) -> list[str]:
-    """The ops left by the pass, which keeps values, in-place writes to inputs too."""
+    """The ops left by the pass, which keeps values, strides and in-place writes to inputs."""
     capture = Capture([partial(fuse_rms_norm, everywhere=True)])
     compiled = torch.compile(call, backend=capture, fullgraph=True)
     mine, theirs = ([x.clone() for x in inputs] for _ in range(2))
-    torch.testing.assert_close(compiled(*mine), call(*theirs))
+    found, expected = tensors(compiled(*mine)), tensors(call(*theirs))
+    tolerance = 2e-2 if torch.bfloat16 in [x.dtype for x in (*expected, *inputs)] else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert list(map(strides, found)) == list(map(strides, expected))
     assert all(map(torch.equal, mine, theirs))
     return ops(capture.after[0])
 
 
 FUSED: dict[str, tuple[Call, str]] = {
+    "with a weight of a narrower dtype": (
+        lambda x, y: F.rms_norm(x, (K,), WEIGHTS[torch.bfloat16], 1e-5),
+        "fused_rms_norm",
+    ),
+    "times whole numbers": (
+        lambda x, y: (WEIGHT * 5).int() * F.rms_norm(x, (K,), eps=1e-5),
+        "fused_rms_norm",
+    ),
+    "of one dimension": (lambda x, y: written_out(x[0], WEIGHTS[x.dtype]), "fused_rms_norm"),
     "torch's function": (lambda x, y: F.rms_norm(x, (K,), eps=1e-5), "fused_rms_norm"),
     "without an epsilon": (lambda x, y: F.rms_norm(x * 1e-3, (K,)), "fused_rms_norm"),
     "with a weight": (lambda x, y: F.rms_norm(x, (K,), WEIGHTS[x.dtype], 1e-5), "fused_rms_norm"),
@@ -99,6 +123,29 @@ def written_to(x: Tensor, y: Tensor) -> Tensor:
     return wide * torch.rsqrt(variance + 1e-5)
 
 
+def written_to_first(x: Tensor, y: Tensor) -> Tensor:
+    wide = x.float()  # x itself
+    x.mul_(3).add_(1)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def written_to_the_cast(x: Tensor, y: Tensor) -> Tensor:
+    wide = x.bfloat16().float()
+    wide.view(-1).add_(1)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(torch.bfloat16)
+
+
+def written_to_the_square(x: Tensor, y: Tensor) -> Tensor:
+    square = x.pow(2)
+    square.mul_(3)
+    return x * torch.rsqrt(square.mean(-1, keepdim=True) + 1e-5)
+
+
+def on_another_device(x: Tensor, y: Tensor) -> Tensor:
+    wide = x.bfloat16().to("meta", torch.float32)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(torch.bfloat16)
+
+
 LEFT: dict[str, tuple[Call, tuple[int, ...]]] = {
     "another formula": (lambda x, y: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), (9, K)),
     "an epsilon with a factor": (
@@ -109,6 +156,24 @@ LEFT: dict[str, tuple[Call, tuple[int, ...]]] = {
     "the mean of other columns": (lambda x, y: x * torch.rsqrt(x.pow(2).mean(0, True) + 1e-5), (9, K)),
     "what broadcasts": (other_tokens, (9, 1, K)),
     "what is written to meanwhile": (written_to, (9, K)),
+    "what is written to before the square": (written_to_first, (9, K)),
+    "a cast that is written to": (written_to_the_cast, (9, K)),
+    "a square that is written to": (written_to_the_square, (9, K)),
+    "a square with a place": (
+        lambda x, y: x * torch.rsqrt(torch.pow(x, 2, out=y).mean(-1, True) + 1e-5),
+        (9, K),
+    ),
+    "a product with a place": (
+        lambda x, y: torch.mul(x, torch.rsqrt(x.pow(2).mean(-1, True) + 1e-5), out=y) + 1,
+        (9, K),
+    ),
+    "another device": (on_another_device, (9, K)),
+    "a number": (lambda x, y: (z := x[0, 0]) * torch.rsqrt(z.pow(2).mean(-1, True) + 1e-5), (9, K)),
+    "no columns": (lambda x, y: F.rms_norm(x.view(3, 3, K)[..., :0], (0,), eps=1e-5), (9, K)),
+    "complex numbers": (
+        lambda x, y: torch.view_as_real(F.rms_norm(torch.complex(x, y), (K,), eps=1e-5)),
+        (9, K),
+    ),
 }
 
 
@@ -168,6 +233,185 @@ def test_a_weight_that_is_made_after_the_sum() -> None:
         return F.rms_norm(total, (K,), total[0] * 2, 1e-5)
 
     assert NORMS & set(run(call, draw(9, K), draw(3, 3 * K).view(9, K))) == {"fused_rms_norm"}
+
+
+def transposed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    total = x.view(3, 3, K).transpose(0, 1) + y.view(3, 3, K).transpose(0, 1)
+    normed = written_out(total, WEIGHT)
+    return normed.transpose(0, 1).view(9, K), total.transpose(0, 1).view(9, K), normed
+
+
+def columns_apart(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    total = x.view(K, 9).t() * 2
+    return written_out(total, WEIGHT).t().view(-1), F.rms_norm(total, (K,), WEIGHT, 1e-5).view(-1)
+
+
+@pytest.mark.parametrize("call", [transposed, columns_apart])
+def test_what_is_not_contiguous_keeps_its_strides_and_is_fused_in_the_exact_mode_only(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert NORMS & set(run(call, draw(9, K), draw(3, 3 * K).view(9, K))) == {"fused_rms_norm"}
+    as_with_kernel(monkeypatch)
+    capture = Capture([fuse_rms_norm])
+    torch.compile(call, backend=capture, fullgraph=True)(draw(9, K), draw(9, K))
+    assert "rsqrt" in ops(capture.after[0])  # what is written out; torch's function is contiguous
+
+
+def as_with_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take it that they are on a GPU, as which the op runs here too."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(implementations, "describe_device", lambda device: ("cuda", (9, 0)))
+
+
+def test_a_number_of_columns_that_varies_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_with_kernel(monkeypatch)
+    capture = Capture([fuse_rms_norm])
+    compiled = torch.compile(
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-5), backend=capture, dynamic=True
+    )
+    for columns in (40, 30, 7):
+        compiled(draw(9, columns))
+    assert len(capture.after) == 1 and "fused_rms_norm" in ops(capture.after[0])
+
+
+def test_an_epsilon_that_varies_is_left_to_torch() -> None:
+    capture = Capture([])
+    torch.compile(lambda x: F.rms_norm(x, (K,), eps=1e-5), backend=capture, fullgraph=True)(draw(9, K))
+    (gm,) = capture.after
+    (norm,) = nodes_of(gm, "rms_norm")
+    with gm.graph.inserting_before(norm):
+        norm.update_kwarg("eps", gm.graph.placeholder("eps"))  # as Dynamo makes of a float that it saw change
+    assert "rms_norm" in ops(fuse_rms_norm(gm, everywhere=True))
+
+
+def test_a_weight_of_a_subclass_is_left_to_torch() -> None:
+    capture = Capture([partial(fuse_rms_norm, everywhere=True)])
+    call = torch.compile(lambda x, w: F.rms_norm(x, (K,), w, 1e-5), backend=capture, fullgraph=True)
+    assert type(call(draw(9, K), TwoTensor(WEIGHT, WEIGHT.clone()))) is TwoTensor
+    assert not NORMS & set(ops(capture.after[0]))
+
+
+GRADIENT = torch.nn.Parameter(WEIGHT.clone())
+
+
+def sum_alone(x: Tensor) -> tuple[Tensor, ...]:
+    total = x + GRADIENT.expand(9, K)
+    with torch.no_grad():
+        return written_out(total, WEIGHT), total
+
+
+def weight_alone(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        normed = F.rms_norm(x, (K,), eps=1e-5)
+    return GRADIENT * normed
+
+
+def all_but_weight(x: Tensor) -> Tensor:
+    normed = F.rms_norm(x, (K,), eps=1e-5)
+    with torch.no_grad():
+        return GRADIENT * normed
+
+
+@torch.no_grad()
+def nothing(x: Tensor) -> Tensor:
+    return written_out(x + GRADIENT.expand(9, K), GRADIENT)
+
+
+@pytest.mark.parametrize("call", [sum_alone, weight_alone, all_but_weight, nothing])
+def test_gradients_that_are_wanted_stay(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_with_kernel(monkeypatch)
+    capture = Capture([fuse_rms_norm])
+    found, expected = torch.compile(call, backend=capture, fullgraph=True)(draw(9, K)), call(draw(9, K))
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(tensors(found), tensors(expected)):
+        assert mine.requires_grad == theirs.requires_grad
+        if mine.requires_grad:
+            (gradient,) = torch.autograd.grad(mine.square().sum(), GRADIENT)
+            torch.testing.assert_close(gradient, torch.autograd.grad(theirs.square().sum(), GRADIENT)[0])
+    assert NORMS & set(ops(capture.after[0])) == {
+        "fused_add_rms_norm" if call is nothing else "fused_rms_norm"
+    }
+
+
+@pytest.mark.parametrize(
+    "call", [lambda x: F.rms_norm(x, (K,), GRADIENT, 1e-5), lambda x: written_out(x, GRADIENT)]
+)
+def test_no_gradient_is_dropped_in_the_exact_mode(call: Call) -> None:
+    compiled = torch.compile(call, backend=Capture([partial(fuse_rms_norm, everywhere=True)]), fullgraph=True)
+    with pytest.raises(Exception, match="weight: expected a tensor that needs no gradient"):
+        compiled(draw(9, K))
+
+
+def drawn(choice: random.Random) -> Call:
+    """A sum, norms of it and of what it is made of, and writes in place anywhere between; all are given back."""
+    dims = choice.choice([[K], [9, K], [3, 3, K], [3, 1, 3, K]])
+    layout, writes = choice.randrange(4), [choice.randrange(8) for _ in range(9)]
+    cast, sums, weights = choice.random() < 0.5, choice.randrange(5), [choice.randrange(6) for _ in range(2)]
+    ways = [choice.randrange(4) for _ in range(2)]
+
+    def view(x: Tensor) -> Tensor:
+        x = x.view(-1)[: torch.Size(dims).numel()].view(dims)
+        if layout == 1 and x.dim() > 2:
+            return x.transpose(0, -2)
+        if layout == 2 and x.dim() == 2:
+            return x.view(K, 9).t()
+        return torch.cat([x, x], -1)[..., 3 : 3 + K] if layout == 3 else x
+
+    def call(x: Tensor, y: Tensor) -> list[Tensor]:
+        a, b = view(x), view(y)
+        a, b = (a.bfloat16(), b.bfloat16()) if cast else (a, b)
+        weight = WEIGHTS[a.dtype].clone()
+        made = [a, b, weight]
+        places = iter(writes)
+
+        def maybe_write() -> None:
+            place = next(places)
+            if place < len(made):
+                made[place].mul_(1.5)
+
+        def norm(v: Tensor, way: int, kind: int) -> Tensor:
+            if way == 0:
+                normed = F.rms_norm(v, (K,), weight if kind == 4 else None, eps=1e-5)
+            else:
+                wide = v.float() if way == 1 else v.to(torch.float32)
+                square = wide.pow(2) if way == 2 else wide**2
+                made.extend([wide, square] if way == 3 else [wide])
+                maybe_write()
+                scale = torch.rsqrt(square.mean(-1, keepdim=True) + 1e-5)
+                maybe_write()
+                normed = (scale * wide if way == 2 else wide * scale).to(v.dtype)
+            maybe_write()
+            late = {0: weight, 1: weight.view(1, K)[0], 2: weight * 2, 3: v.reshape(-1, K)[0]}
+            return late[kind] * normed if kind in late else normed
+
+        total = [lambda: a + b, lambda: torch.add(a, other=b), lambda: a.add(b), lambda: a + a, lambda: a][
+            sums
+        ]()
+        made.append(total)
+        maybe_write()
+        first = norm(total, ways[0], weights[0])
+        maybe_write()
+        second = norm(total + first if ways[1] == 3 else total, ways[1], weights[1])
+        return [first, second, *made[3:]]
+
+    return call
+
+
+def test_a_write_between_to_a_sum_that_an_earlier_norm_has_taken() -> None:
+    def call(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + y
+        first = F.rms_norm(total, (K,), eps=1e-5)
+        wide = total.float()  # the sum itself
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        total.mul_(2)
+        return first, (wide * scale).to(x.dtype)
+
+    assert "rsqrt" in run(call, draw(9, K), draw(3, 3 * K).view(9, K))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drawn_norms(seed: int) -> None:
+    run(drawn(random.Random(seed)), draw(9, K), draw(3, 3 * K).view(9, K))
 
 
 @pytest.mark.parametrize(("family", "alone"), [("glm4_moe_lite", 3), ("minicpm3", 3)])
