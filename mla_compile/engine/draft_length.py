@@ -15,7 +15,7 @@ MEMORY = 1 / 16
 """The weight of the newest step in what is known of acceptance, and in how often each bucket's turn comes: both follow
 what is served within some 16 steps."""
 MEASURED = 3
-"""Of a length's first steps in a bucket the median is its time."""
+"""A length's time in a bucket is the median of so many first steps."""
 OUTLIER = 1.25
 """A step that takes longer by more than this factor, or shorter, counts as one that takes so much longer."""
 RATE = 0.1
@@ -26,7 +26,7 @@ PROBE = 6
 """Launches of a length that was changed to, until the next change. The first one has no more drafts to verify than the
 step before made; reports are late."""
 PROBE_SHARE = 0.01
-"""Of the time, that probes of other lengths may cost."""
+"""The share of the time that probes of other lengths may cost."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
     from transformers import AutoConfig
 
     try:
-        # Of transformers' own class, and of these settings only: it would follow others to other files and to code.
+        # Transformers' own class, and these settings only: others would lead it to other files and to code.
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # its validators raise many classes, all about the file's contents
         raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error

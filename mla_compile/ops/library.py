@@ -160,7 +160,7 @@ def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P,
         result: R = op(*args, *rest, **kwargs)
         return result
 
-    # Of its own, since Dynamo keeps compiled versions per code object and refuses a ninth.
+    # A code object of its own: Dynamo keeps compiled versions per code object, and refuses a ninth.
     call.__code__ = call.__code__.replace(co_name=declaration.__name__)
     return functools.wraps(declaration)(call)
 
