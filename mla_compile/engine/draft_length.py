@@ -50,12 +50,12 @@ class DraftLength(Protocol):
     """All that `choose` may say, ascending."""
 
     def choose(self, bucket: Hashable) -> int:
-        """For the next launch."""
+        """How many drafts the next launch makes."""
 
     def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
         """Take in a launch's report, in the order of the launches.
 
-        accepted: drafts, of each row that verified.
+        accepted: how many drafts were accepted of each row that verified.
         seconds: from the report before, or from the launch after a pause, to this one. What takes turns takes so long.
             None where something was compiled or recorded meanwhile.
         """
