@@ -215,7 +215,10 @@ def inspect(
         Path | None, Option(metavar="FILE.svg", help="Save a picture too.", show_default=False)
     ] = None,
 ) -> None:
-    """Show the graph before and after the passes, attention segment by segment; nothing runs."""
+    """Show the graph before and after the passes; nothing runs.
+
+    Attention is shown segment by segment: what decode rows do, what prompts do.
+    """
     if step and prefill_tokens:
         raise MLAError("--prefill-tokens", "0 with --step, which only decodes", prefill_tokens)
     if output is not None and output.suffix.lower() != ".svg":
@@ -234,7 +237,10 @@ def inspect(
 
 
 def env() -> None:
-    """Print versions, devices and which backends work here: what a bug report needs."""
+    """Print versions, devices and which backends work here.
+
+    It is what a bug report needs.
+    """
     with progress(IMPORTING):
         from mla_compile.cli.environment import print_environment
     print_environment()
@@ -246,7 +252,9 @@ def demo(
     max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 80,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
 ) -> None:
-    """Complete two prompts uncompiled, compiled, and with speculation, on the CPU, greedily, in float32; compare.
+    """Complete two prompts in three ways, and compare the tokens.
+
+    The ways are uncompiled, compiled, and compiled with speculation: on the CPU, greedily, in float32.
 
     Exit code 1 if the tokens differ.
     """
@@ -370,7 +378,9 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a checkpoint as OpenAI's API does, with a page at / that shows speculation live.
+    """Serve a checkpoint as OpenAI's API does.
+
+    A page at / shows speculation live.
 
     Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
     Needs `pip install 'mla-compile[serve]'`.
