@@ -107,8 +107,8 @@ def figures() -> str:
             "draft_length",
         ),
         (
-            f"{served['rows']} rows decode while prompts of {served['prompt']:,} tokens arrive: between two tokens, "
-            "99th percentile",
+            f"time between two tokens, 99th percentile: {served['rows']} rows of 12 layers of DeepSeek-V3 decode while "
+            f"prompts of {served['prompt']:,} tokens arrive",
             f"**{busy:.1f} ms**; {calm:.1f} ms before they arrive",
             "serving",
         ),
@@ -344,7 +344,7 @@ def batch_invariance() -> str:
         return ", ".join(map(str, counts[run, batch_invariant]))
 
     before = sentences(
-        f"Of {rows[0]['prompts']} completions of {rows[0]['tokens']} tokens (shipped model, bfloat16) so many differ "
+        f"How many of {rows[0]['prompts']} completions of {rows[0]['tokens']} tokens (shipped model, bfloat16) differ "
         "from those of one row without drafts; one number is one repetition:"
     )
     after = sentences(

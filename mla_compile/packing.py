@@ -30,9 +30,9 @@ from mla_compile.ops.segments import (
 from mla_compile.torch_internals import mark_varying
 
 MIN_TOKENS = 2
-"""Of either kind, where there are any: Inductor asks of some products whether they have one row."""
+"""The fewest of either kind, where there are any: Inductor asks of some products whether they have one row."""
 MIN_PAGES = 2
-"""Columns of a block table: for CUDA graphs Inductor asks whether a tensor's strides are the same."""
+"""The fewest columns of a block table: for CUDA graphs Inductor asks whether a tensor's strides are the same."""
 
 
 @dataclass(frozen=True)

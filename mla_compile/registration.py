@@ -24,7 +24,7 @@ class SourceTree:
         self._version = version
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Of modules it finds none."""
+        """No module is found here."""
 
     def find_distributions(self, context: "DistributionFinder.Context") -> Iterator["Distribution"]:
         from importlib.metadata import Distribution

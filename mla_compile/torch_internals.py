@@ -129,7 +129,7 @@ def know_least_sizes(example_inputs: Sequence[Any]) -> None:
     """Tell Inductor what is known of the sizes of a graph's inputs that were marked with a `least`.
 
     It asks of some products whether they have one row, and of a CUDA graph's inputs which of their strides is 0 or the
-    smallest. Of an unbacked size it could not say, which is an error. (`mark_unbacked` takes a least size itself
+    smallest. It cannot say so of an unbacked size, which is an error. (`mark_unbacked` takes a least size itself
     from torch 2.12 on.)
     """
     size = next((value for value in example_inputs if isinstance(value, torch.SymInt)), None)

@@ -5,8 +5,10 @@ import re
 from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
 from mla_compile import Engine, Grammar, SamplingParams, generate, load_model
+from mla_compile.cli.app import app
 from mla_compile.integrations.transformers import accelerate
 
 CALLS: dict[str, Callable[..., object]] = {
@@ -36,3 +38,8 @@ def test_what_holds_values_tells_all_of_them() -> None:
         text = inspect.getdoc(of) or ""
         for name in inspect.signature(of).parameters:
             assert re.search(rf"\b{name}\b", text), f"{of.__name__} does not tell of {name}"
+
+
+def test_the_list_of_commands_cuts_no_sentence() -> None:
+    listed = CliRunner().invoke(app, ["--help"], terminal_width=80).stdout.partition("Commands:")[2]
+    assert listed.count("\n  ") == len(app.registered_commands) and "..." not in listed

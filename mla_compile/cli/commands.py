@@ -21,6 +21,8 @@ from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 
 IMPORTING = "importing torch"
+DRAFTER = "What drafts: the MTP layer, or a look-up in the text so far."
+DRAFTER_DEFAULT = "mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts"
 DRAFTS = f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0"
 
 Model = Annotated[
@@ -31,7 +33,7 @@ Device = Annotated[
     str | None,
     Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
 ]
-Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="Of weights and cache.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="The dtype of weights and cache.")]
 
 
 def generate(
@@ -74,8 +76,8 @@ def generate(
     drafter: Annotated[
         DrafterName | None,
         Option(
-            help="What drafts: the MTP layer, or a look-up in the text so far.",
-            show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
+            help=DRAFTER,
+            show_default=DRAFTER_DEFAULT,
         ),
     ] = None,
     adaptive_draft_length: Annotated[
@@ -213,7 +215,10 @@ def inspect(
         Path | None, Option(metavar="FILE.svg", help="Save a picture too.", show_default=False)
     ] = None,
 ) -> None:
-    """Show the graph before and after the passes, attention segment by segment; nothing runs."""
+    """Show the graph before and after the passes; nothing runs.
+
+    Attention is shown segment by segment: what decode rows do, what prompts do.
+    """
     if step and prefill_tokens:
         raise MLAError("--prefill-tokens", "0 with --step, which only decodes", prefill_tokens)
     if output is not None and output.suffix.lower() != ".svg":
@@ -232,7 +237,10 @@ def inspect(
 
 
 def env() -> None:
-    """Print versions, devices and which backends work here: what a bug report needs."""
+    """Print versions, devices and which backends work here.
+
+    It is what a bug report needs.
+    """
     with progress(IMPORTING):
         from mla_compile.cli.environment import print_environment
     print_environment()
@@ -244,7 +252,9 @@ def demo(
     max_new_tokens: Annotated[int, Option(metavar="N", min=2, help="Tokens per completion at most.")] = 80,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
 ) -> None:
-    """Complete two prompts uncompiled, compiled, and with speculation, on the CPU, greedily, in float32; compare.
+    """Complete two prompts in three ways, and compare the tokens.
+
+    The ways are uncompiled, compiled, and compiled with speculation: on the CPU, greedily, in float32.
 
     Exit code 1 if the tokens differ.
     """
@@ -264,7 +274,9 @@ def serve(
     host: Annotated[
         str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")
     ] = "127.0.0.1",
-    port: Annotated[int, Option(metavar="NUMBER", min=0, max=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[
+        int, Option(metavar="NUMBER", min=0, max=65535, help="Where to listen; 0: any that is free.")
+    ] = 8000,
     served_model_name: Annotated[
         str, Option(metavar="NAME", help="What clients call the model.", show_default="the directory's name")
     ] = "",
@@ -288,9 +300,7 @@ def serve(
             show_default=DRAFTS,
         ),
     ] = None,
-    drafter: Annotated[
-        DrafterName | None, Option(help="What drafts.", show_default="mtp if the checkpoint has an MTP layer")
-    ] = None,
+    drafter: Annotated[DrafterName | None, Option(help=DRAFTER, show_default=DRAFTER_DEFAULT)] = None,
     adaptive_draft_length: Annotated[
         bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
     ] = False,
@@ -309,22 +319,38 @@ def serve(
     page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = DEFAULT_PAGE_SIZE,
     num_pages: Annotated[
         int | None,
-        Option(metavar="N", min=2, help="Of the cache.", show_default="enough for all rows at their longest"),
+        Option(
+            metavar="N",
+            min=2,
+            help="Pages of the cache.",
+            show_default="enough for all rows at their longest",
+        ),
     ] = None,
     max_tokens_per_step: Annotated[
         int | None,
-        Option(metavar="N", min=1, help="Decode rows and prompts together.", show_default="2048 or more"),
+        Option(
+            metavar="N",
+            min=1,
+            help="Tokens of a step at most, decode rows and prompts together.",
+            show_default="2048 or more",
+        ),
     ] = None,
     prefix_caching: Annotated[
         bool, Option("--prefix-caching/--no-prefix-caching", help="Share pages of equal beginnings.")
     ] = True,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the steps.")] = True,
-    mode: Annotated[str, Option(metavar="NAME", help="Of torch.compile.")] = "reduce-overhead",
+    mode: Annotated[str, Option(metavar="NAME", help="The mode of torch.compile.")] = "reduce-overhead",
     decode_backend: Annotated[
-        str | None, Option(metavar="NAME", help="See `mla-compile env`.", show_default="the fastest")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="The decode backend of every step; `mla-compile env` lists them.",
+            show_default="the fastest",
+        ),
     ] = None,
     capture_budget: Annotated[
-        int | None, Option(metavar="BYTES", min=0, help="For CUDA graphs.", show_default="no limit")
+        int | None,
+        Option(metavar="BYTES", min=0, help="Device memory for CUDA graphs.", show_default="no limit"),
     ] = None,
     shadow_check_every: Annotated[
         int | None,
@@ -336,9 +362,11 @@ def serve(
     max_waiting: Annotated[
         int, Option(metavar="N", min=1, help="Requests that may wait; others get status 429.")
     ] = 256,
-    request_timeout: Annotated[float, Option(metavar="SECONDS", help="Of a completion.")] = 600.0,
+    request_timeout: Annotated[
+        float, Option(metavar="SECONDS", help="A completion that takes longer is ended.")
+    ] = 600.0,
     shutdown_timeout: Annotated[
-        float, Option(metavar="SECONDS", help="For running requests, after SIGTERM.")
+        float, Option(metavar="SECONDS", help="What running requests get to end, after SIGTERM.")
     ] = 30.0,
     replicas: Annotated[
         int | None,
@@ -350,7 +378,9 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a checkpoint as OpenAI's API does, with a page at / that shows speculation live.
+    """Serve a checkpoint as OpenAI's API does.
+
+    A page at / shows speculation live.
 
     Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
     Needs `pip install 'mla-compile[serve]'`.

@@ -175,7 +175,7 @@ class Captures:
             bucket.num_bytes += max(0, after.pool_bytes - before.pool_bytes)
             if after.num_graphs > before.num_graphs:
                 bucket.num_graphs += after.num_graphs - before.num_graphs
-                # Of a warm-up that would be the code of kernels, which it is the first to load.
+                # A warm-up's growth would be the code of kernels, which it is the first to load.
                 bucket.num_bytes += max(0, after.driver_bytes - before.driver_bytes)
         return result
 

@@ -13,7 +13,7 @@ from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.speculate.step import check_num_drafts
 
 DEFAULT_TOKENS_PER_STEP = 2048
-"""Of decode rows and prompts together: it bounds the activations, and how long a prompt delays the rows that decode."""
+"""Decode rows and prompts together. It bounds the activations, and how long a prompt delays the rows that decode."""
 
 
 class EngineSettings(TypedDict, total=False):
@@ -202,7 +202,7 @@ class FittedConfig(EngineConfig):
 
     @property
     def prompt_tokens_per_step(self) -> int:
-        """Of prompts, in a step that has all rows: steps with fewer rows have as many where prompts are long."""
+        """Prompt tokens of a step that has all rows: steps with fewer rows have as many where prompts are long."""
         return self.max_tokens_per_step - self.max_rows * (1 + self.num_speculative_tokens)
 
 

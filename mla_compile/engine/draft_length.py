@@ -15,7 +15,7 @@ MEMORY = 1 / 16
 """The weight of the newest step in what is known of acceptance, and in how often each bucket's turn comes: both follow
 what is served within some 16 steps."""
 MEASURED = 3
-"""Of a length's first steps in a bucket the median is its time."""
+"""A length's time in a bucket is the median of so many first steps."""
 OUTLIER = 1.25
 """A step that takes longer by more than this factor, or shorter, counts as one that takes so much longer."""
 RATE = 0.1
@@ -26,7 +26,7 @@ PROBE = 6
 """Launches of a length that was changed to, until the next change. The first one has no more drafts to verify than the
 step before made; reports are late."""
 PROBE_SHARE = 0.01
-"""Of the time, that probes of other lengths may cost."""
+"""The share of the time that probes of other lengths may cost."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class DraftLength(Protocol):
     """All that `choose` may say, ascending."""
 
     def choose(self, bucket: Hashable) -> int:
-        """For the next launch."""
+        """How many drafts the next launch makes."""
 
     def learn(self, drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
         """Take in a launch's report, in the order of the launches.
 
-        accepted: drafts, of each row that verified.
+        accepted: how many drafts were accepted of each row that verified.
         seconds: from the report before, or from the launch after a pause, to this one. What takes turns takes so long.
             None where something was compiled or recorded meanwhile.
         """

@@ -257,7 +257,7 @@ class Engine:
                 a row also ends at `max_model_len`.
             stop_ids: the model's end-of-sequence ids; a row ends with the first of these that it emits.
             grammars: what completions may say, for all prompts, or one for each; None for a free one, whose tokens are
-                those it has without grammars beside it. A complete text is followed by a stop id. Of a grammar's row
+                those it has without grammars beside it. A complete text is followed by a stop id. In a grammar's row
                 `sampling` chooses among the tokens allowed; penalties come before that, and log-probabilities are of
                 all tokens. A row whose grammar allows none ends with finish_reason "error", and the others go on.
                 Prompts that run beside one with a grammar are as slow as with `choose`.

@@ -12,7 +12,7 @@ from mla_compile.passes.provenance import where
 from mla_compile.speculate import ServedModel
 
 _MOST_TOKENS = 48
-"""Of a prompt: enough for the tiles of most kernels to differ."""
+"""Tokens of a prompt that are compared: enough for the tiles of most kernels to differ."""
 
 
 def first_different_op(model: ServedModel, prompts: Sequence[Sequence[int]], page_size: int) -> str:

@@ -55,7 +55,7 @@ class Grammar:
     def from_json_schema(
         cls, schema: str | bool | dict[str, Any], tokenizer: "PreTrainedTokenizerBase"
     ) -> "Grammar":
-        """Of JSON values that a schema allows; the schema as JSON text or as what `json.loads` makes of it.
+        """Allows the JSON values of a schema, which is JSON text or what `json.loads` makes of it.
 
         One space at most stands between its words, as small models go on with spaces for ever; a schema's own
         "x-guidance" (llguidance's options) decides otherwise.
@@ -74,7 +74,7 @@ class Grammar:
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Of texts that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
+        """Allows the texts that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
         _require_llguidance()
         from llguidance import LLMatcher
 
@@ -82,7 +82,7 @@ class Grammar:
 
     @classmethod
     def from_ebnf(cls, rules: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
-        """Of texts that `start` derives, in llguidance's dialect of Lark: `start: "yes" | "no" ("!")*`."""
+        """Allows the texts that `start` derives, in llguidance's dialect of Lark: `start: "yes" | "no" ("!")*`."""
         _require_llguidance()
         from llguidance import LLMatcher
 
@@ -243,7 +243,7 @@ def _unpacked(masks: Tensor, rows: list[GrammarRow], vocab_size: int) -> Tensor:
 
 
 def _num_words(vocab_size: int) -> int:
-    """Of 32 bits, for a bit an id."""
+    """How many words of 32 bits have a bit for each id."""
     return -(-vocab_size // 32)
 
 

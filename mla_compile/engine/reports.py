@@ -11,7 +11,7 @@ from mla_compile.speculate.state import ACTIVE, COUNT, FIRST_TOKEN, NUM_VERIFIED
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place, by the model's own logits: before penalties and temperature.
+    """How likely one token is at one place, by the model's own logits: before penalties and temperature.
 
     logprob: natural logarithm of the probability. rank: 1 + the number of more likely tokens.
     """

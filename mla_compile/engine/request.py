@@ -40,7 +40,7 @@ class TokenChooser(Protocol):
 
 @dataclass
 class Progress:
-    """Of several requests together: whether any has grown or ended since somebody looked."""
+    """Whether any of several requests has grown or ended since somebody looked."""
 
     has_grown: bool = False
 

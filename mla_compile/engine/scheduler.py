@@ -10,7 +10,7 @@ Pure bookkeeping: no clock, no device, and the same calls give the same plans. T
             scheduler.update(the oldest plan that has not been reported, its reports)
 
 Steps run in the order of their plans, so what one step leaves in a page is there for the next: pages are handed on
-while a step that uses them is still under way. Of steps under way only bounds are known. A row that turns out to have
+while a step that uses them is still under way. Only bounds are known of steps under way. A row that turns out to have
 ended, or was aborted, may be in one of them: its late reports are dropped.
 """
 

@@ -53,5 +53,5 @@ class Turn:
                 self._lock.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Turn":
-        """Of a copy nobody is in."""
+        """A free one: nobody is in the copy."""
         return Turn()

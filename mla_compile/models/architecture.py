@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SAME_AS = {name: name for name in MODEL_TYPES} | {"kimi_k2": "deepseek_v3"}
+"""What each `model_type` of a checkpoint is read as. Moonshot names DeepSeek-V3's architecture otherwise."""
 
 # Settings that change the computation and have one value in every published checkpoint. A config that does not have
 # the setting means that value. DeepSeek's own code and transformers disagree on a normalised softmax routing.

@@ -7,7 +7,7 @@ import torch
 
 from mla_compile.errors import MLAError
 from mla_compile.models import fp8
-from mla_compile.models.architecture import MODEL_TYPES, Architecture
+from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.files import first_line, read_object
 from mla_compile.models.names import (
@@ -42,7 +42,7 @@ def load_model(
     device: str | torch.device = "cpu",
     mtp: bool | None = None,
 ) -> MLAForCausalLM:
-    """Load a DeepSeek-V2, DeepSeek-V3 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
+    """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
 
     Block-FP8 weights are dequantised. The config is checked before any other file is opened, and every tensor by its
     header before the first one is read. docs/checkpoints.md says what a checkpoint may make this do.
@@ -92,14 +92,14 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
         raise MLAError(str(file), "a checkpoint's config", got, "give a directory in Hugging Face format")
     prefix = f"{file}: "
     model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise MLAError(f"{prefix}model_type", "one of " + ", ".join(MODEL_TYPES), f"{model_type!r:.80}")
+    if not isinstance(model_type, str) or model_type not in SAME_AS:
+        raise MLAError(f"{prefix}model_type", "one of " + ", ".join(SAME_AS), f"{model_type!r:.80}")
     check_settings(raw, SETTINGS, prefix)
     block = fp8.block_size_of(raw, prefix)
     known = {name: raw[name] for name in SETTINGS if name in raw} | _rope(raw, prefix)
     # transformers asks for Python's float, and JSON writes some as 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
-    config = _config(model_type, known, file)
+    config = _config(SAME_AS[model_type], known, file)
     Architecture.from_config(config, prefix)
     return config, block
 
@@ -122,7 +122,7 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
     from transformers import AutoConfig
 
     try:
-        # Of transformers' own class, and of these settings only: it would follow others to other files and to code.
+        # Transformers' own class, and these settings only: others would lead it to other files and to code.
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # its validators raise many classes, all about the file's contents
         raise MLAError(str(file), "values that transformers accepts", first_line(error)) from error

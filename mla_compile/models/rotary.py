@@ -60,8 +60,8 @@ class Rope:
             return cls(tuple(inv_freq.tolist()), 1.0, 1.0, interleave)
         if rope_type == "yarn":
             fast, slow = parameters.get("beta_fast") or 32, parameters.get("beta_slow") or 1
-            if fast <= slow:
-                raise MLAError(f"{prefix}beta_fast", f"more than beta_slow = {slow}", fast)
+            if fast < slow:
+                raise MLAError(f"{prefix}beta_fast", f"at least beta_slow = {slow}", fast)
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             with torch.device("cpu"):

@@ -83,7 +83,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _refuse_repeats(real: Path, path: Path) -> None:
-    """Of a tensor that a header has twice safetensors takes the last; all else in a header it checks itself."""
+    """Refuse a header with a name twice: safetensors would take the last one. It checks all else itself."""
     with real.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

@@ -9,7 +9,7 @@ An op is declared once, by a function with its arguments that checks them and re
 Its signature is the schema's source; while compiling it is the op's fake implementation; in eager calls it is the
 check before the op runs. What runs is the first row of the table that takes the call.
 
-`Library.define` is used instead of `torch.library.custom_op` because a call costs 2.8 us instead of 14 us.
+`Library.define` is used instead of `torch.library.custom_op` because a call costs 2.3 to 7 us instead of 14.
 It checks nothing for us, so every op has an `opcheck` test.
 """
 
@@ -160,7 +160,7 @@ def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P,
         result: R = op(*args, *rest, **kwargs)
         return result
 
-    # Of its own, since Dynamo keeps compiled versions per code object and refuses a ninth.
+    # A code object of its own: Dynamo keeps compiled versions per code object, and refuses a ninth.
     call.__code__ = call.__code__.replace(co_name=declaration.__name__)
     return functools.wraps(declaration)(call)
 

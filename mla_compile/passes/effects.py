@@ -9,15 +9,16 @@ from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op
-from mla_compile.passes.nodes import argument, is_call, op_arguments, value_of, values_of
+from mla_compile.passes.nodes import argument, function_name, is_call, op_arguments, value_of, values_of
 from mla_compile.torch_internals import is_mutable, storage_key
 
-_OPERATORS_IN_PLACE = {
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
-    *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem),
-    *(operator.ilshift, operator.irshift),
-}
+_NAMES = {*dir(Tensor), *dir(operator)}
+_METHODS_IN_PLACE = {"__setitem__"} | {n for n in _NAMES if n.startswith("__i") and f"__{n[3:]}" in _NAMES}
+"""`__iadd__`, which has an `__add__`, and its like."""
+_OPERATORS_IN_PLACE = {getattr(operator, name) for name in _METHODS_IN_PLACE if hasattr(operator, name)}
 """What `x += y` and `x[i] = y` become. By name, `and_` and `or_` would look like them."""
+_UPDATE_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
+"""Norms that write to the running mean and variance that they are given."""
 
 _APPENDS = (append_op, norm_rope_append_op)
 
@@ -43,12 +44,14 @@ def mutates(node: fx.Node) -> bool:
     called = node.op.startswith("call_")
     if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
         return True
+    if function_name(node) in _UPDATE_STATISTICS:
+        return True
     if called and value_of(node) is None:
         return True
     if getattr(node.target, "__module__", "") == "_operator":
         return node.target in _OPERATORS_IN_PLACE
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _METHODS_IN_PLACE
     return called and (in_place or _is_told_to_write(node) or "out" in node.kwargs)
 
 

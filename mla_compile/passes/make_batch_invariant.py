@@ -196,7 +196,7 @@ def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
 
 
 def _sum_of(x: Any) -> Any:
-    """Of the last dimension, which stays with size 1; in float32 at least."""
+    """The sum along the last dimension, which stays with size 1; in float32 at least."""
     *leading, columns = x.shape
     if isinstance(columns, int) and 0 < columns <= SHORT:
         wide = torch.promote_types(_dtype(x), torch.float32)

@@ -27,7 +27,7 @@ from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
-from mla_compile.passes.nodes import has_value, op_name
+from mla_compile.passes.nodes import has_value, namespace_of, op_name
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import trace_graph
 
@@ -59,7 +59,7 @@ def passes_for(
     more.
     """
     if passes is None:
-        ours = any(getattr(node.target, "namespace", "") == "mla_compile" for node in gm.graph.nodes)
+        ours = any(namespace_of(node.target) == "mla_compile" for node in gm.graph.nodes)
         passes = PASSES if ours else [absorb_mla]
     # After all others, so that they see the calls that those emit.
     bound: list[Pass] = []

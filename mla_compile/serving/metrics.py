@@ -36,7 +36,7 @@ _DELIVERY = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0
 
 
 class Metrics:
-    """Of one server. stats: the engine's newest; is_ready: whether there is an engine."""
+    """What one server counts. stats: the engine's newest; is_ready: whether there is an engine."""
 
     def __init__(self, stats: Callable[[], EngineStats], is_ready: Callable[[], bool]) -> None:
         self._registry = CollectorRegistry()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 MAX_CHOICES = 128
-"""Of a request, where the server takes as many at once."""
+"""The most choices of a request, where the server takes as many at once."""
 
 
 class BadRequest(Exception):

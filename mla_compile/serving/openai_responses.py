@@ -24,7 +24,7 @@ class CompletionFailed(Exception):
 class Response:
     """The answer to one request, in the making: each update makes a chunk, or all of them one object.
 
-    Of `feed` and `add` a response uses one throughout.
+    A response uses either `feed` or `add`, throughout.
 
     asked: the request. vocabulary: of the server's tokenizer.
     """
@@ -86,7 +86,7 @@ class Response:
 
 
 class Choice:
-    """One completion of a response. Of `feed` and `add` it uses one throughout."""
+    """One completion of a response. It uses either `feed` or `add`, throughout."""
 
     def __init__(self, asked: CompletionsAsked, index: int, vocabulary: Vocabulary) -> None:
         self._asked, self._index, self._vocabulary = asked, index, vocabulary

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 MAX_NGRAM = 4
-"""Of tokens that agree, no more than so many count."""
+"""The most tokens that count as agreeing."""
 
 
 def look_up(history: Tensor, num_tokens: Tensor, k: int) -> Tensor:
@@ -16,7 +16,7 @@ def look_up(history: Tensor, num_tokens: Tensor, k: int) -> Tensor:
 
         a b c d e b c   "b c" was there before, a longer end was not: d e b follow
 
-    Of all earlier places the one wins that agrees with the most of the last `MAX_NGRAM` tokens, of equals the latest.
+    The earlier place wins that agrees with the most of the last `MAX_NGRAM` tokens; the latest among equals.
     What followed it is read as far as the text goes and then from its beginning again, so text that repeats itself is
     continued. Where the last token is a new one, it is repeated.
 

@@ -121,7 +121,7 @@ class SpeculativeDecoder(nn.Module):
 
         Returns:
             logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's hidden
-            states `[rows * (k + 1), hidden_size]` for `advance`. Of a row that begins, j = 0 is its first token, and
+            states `[rows * (k + 1), hidden_size]` for `advance`. In a row that begins, j = 0 is its first token, and
             the others mean nothing.
         """
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
@@ -230,7 +230,7 @@ class SpeculativeDecoder(nn.Module):
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
-            # Of a row that has failed `num_cached` is what it was.
+            # `num_cached` of a row that has failed is what it was.
             status = torch.where(has_failed, -1 - num_cached, active)
             report = torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1)
             state.report[:, : report.shape[1]].copy_(report)

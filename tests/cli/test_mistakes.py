@@ -1,6 +1,8 @@
 """A user's mistake is one line on stderr and exit code 2, and costs no file."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
+from mla_compile import MLAError
 from mla_compile.cli.commands import demo, env, generate, inspect, serve
 from mla_compile.engine import Engine
 
@@ -153,10 +156,22 @@ def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(gen
     monkeypatch.delattr(Engine, "stream")
     for output in (tmp_path, tmp_path / "none" / "out.jsonl", "/dev/null"):
         assert_one_line(generate("--prompt", "a", "--output", output), f"--output {output}")
+    nowhere = generate("--prompt", "a", "--output", tmp_path / "none" / "out.jsonl").stderr
+    assert "got No such file or directory" in nowhere and ".tmp" not in nowhere, (
+        "a file that nobody has named"
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(GOOD)
     assert_one_line(generate("--input", prompts, "--output", prompts), "another file than --input")
     assert prompts.read_text() == GOOD
+
+
+def test_an_error_of_the_system_is_told_in_its_words():
+    for number in errno.errorcode:
+        words = os.strerror(number)
+        error = MLAError("--output out", "a file", OSError(number, words, "/a/temporary/file"))
+        assert str(error) == f"--output out: expected a file, got {words}"
+    assert str(MLAError("x", "y", OSError("its own text"))) == "x: expected y, got its own text"
 
 
 def test_an_error_of_another_file_is_not_blamed_on_the_output_file(generate, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import AutoConfig, LlamaConfig
 from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.architecture import Architecture
-from tests.models.small import YARN, glm_config, v2_config, v3_config
+from mla_compile.models.checkpoint import read_config
+from tests.models.small import CONFIGS, YARN, glm_config, v2_config, v3_config
 
 
 def test_moe_starts_after_the_dense_layers():
@@ -63,6 +65,18 @@ GLM_4_7_FLASH = """{
     "tie_word_embeddings": false, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 256,
     "vocab_size": 154880}"""
 
+KIMI_K2 = """{
+    "model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432,
+    "kv_lora_rank": 512, "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "tie_word_embeddings": false,
+    "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840}"""
+
 
 @pytest.mark.parametrize(
     ("published", "billions", "softmax_scale", "num_dense"),
@@ -70,19 +84,51 @@ GLM_4_7_FLASH = """{
         (DEEPSEEK_V3, 671.0, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2, 3),
         (DEEPSEEK_V2_LITE, 15.7, 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, 1),
         (GLM_4_7_FLASH, 29.9, 256**-0.5, 1),
+        (KIMI_K2, 1026.4, 192**-0.5 * (0.1 * math.log(32) + 1) ** 2, 1),
     ],
-    ids=["DeepSeek-V3", "DeepSeek-V2-Lite", "GLM-4.7-Flash"],
+    ids=["DeepSeek-V3", "DeepSeek-V2-Lite", "GLM-4.7-Flash", "Kimi-K2"],
 )
 def test_a_published_config_gives_the_published_size(published, billions, softmax_scale, num_dense, tmp_path):
     (tmp_path / "config.json").write_text(published)
     with torch.device("meta"):
-        model = MLAForCausalLM(AutoConfig.from_pretrained(tmp_path, trust_remote_code=False), mtp=False)
+        model = MLAForCausalLM(read_config(tmp_path)[0], mtp=False)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
         billions, abs=0.05
     )
     assert model.arch.softmax_scale == pytest.approx(softmax_scale)
     assert model.arch.is_moe.index(True) == num_dense
     assert model.arch.q_lora_rank == json.loads(published)["q_lora_rank"]
+    if published is not KIMI_K2:  # transformers knows it by its code alone
+        theirs = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+        assert Architecture.from_config(theirs) == model.arch
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("v3")])
+def test_kimi_k2_is_another_name_of_deepseek_v3(name, tmp_path):
+    config, architectures = CONFIGS[name], []
+    text = config.to_json_string(use_diff=False)
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(text) | {"model_type": model_type}))
+        architectures.append(Architecture.from_config(read_config(tmp_path)[0]))
+    assert architectures[0] == architectures[1] == Architecture.from_config(config)
+
+
+def test_the_ramp_of_yarn_may_have_no_width():
+    """Kimi-K2 has beta_fast = beta_slow = 1: each pair of dimensions is stretched, or is not."""
+    rng = random.Random(0)
+    for _ in range(200):
+        beta, factor, base = rng.uniform(0.1, 64), rng.uniform(1, 64), rng.uniform(1e3, 1e6)
+        size, length = 2 * rng.randint(1, 64), rng.randint(128, 32768)
+        yarn = {"beta_fast": beta, "beta_slow": beta, "factor": factor, "rope_theta": base}
+        yarn |= {"original_max_position_embeddings": length}
+        config = v3_config(rope_parameters=YARN | yarn, qk_rope_head_dim=size)
+        got = torch.tensor(Architecture.from_config(config).rope.inv_freq)
+        plain = base ** -(torch.arange(0, size, 2) / size)
+        turns = plain * length / (2 * math.pi)
+        stretched, kept = (torch.isclose(got, x, rtol=1e-4) for x in (plain / factor, plain))
+        assert (stretched | kept).sum() >= size // 2 - 1, "all but the pair at beta"
+        slow, fast = turns < beta / base ** (2 / size), turns > beta * base ** (2 / size)
+        assert stretched[slow].all() and kept[fast].all()
 
 
 def v3(**changes):

@@ -36,6 +36,13 @@ def test_one_file_without_an_index_is_enough(checkpoint, tensors, tmp_path):
     assert_same_weights(load_model(tmp_path), load_model(checkpoint))
 
 
+def test_a_kimi_k2_checkpoint_loads_as_a_deepseek_v3_one(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "kimi_k2"}))
+    assert_same_weights(load_model(tmp_path), load_model(checkpoint))
+
+
 def test_stacked_experts_load_like_separate_ones(checkpoint, tmp_path):
     model = reference_model(v3_config())
     model.save_pretrained(tmp_path, save_original_format=False)

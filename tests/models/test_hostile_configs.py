@@ -173,7 +173,7 @@ def test_a_config_gives_finite_logits_or_an_error_that_names_the_setting(checkpo
         ({"rope_theta": "0"}, "rope_theta: expected a number in [2, 1e+15], got 0"),
         ({"rope_parameters.rope_theta": "0"}, "rope_parameters.rope_theta: expected a number in [2, 1e+15]"),
         ({"rope_scaling.factor": "0.5"}, "rope_scaling.factor: expected a number in [1, 1e+06], got 0.5"),
-        ({"rope_scaling.beta_fast": "1"}, "rope_parameters.beta_fast: expected more than beta_slow = 1, got 1"),
+        ({"rope_scaling.beta_fast": "0.5"}, "rope_parameters.beta_fast: expected at least beta_slow = 1, got 0.5"),
         ({"qk_rope_head_dim": "7"}, "qk_rope_head_dim: expected an even number in [2, 65536], as pairs are"),
         ({"num_hidden_layers": "0"}, "num_hidden_layers: expected an integer in [1, 1024], got 0"),
         ({"num_hidden_layers": "100000"}, "num_hidden_layers: expected an integer in [1, 1024], got 100000"),

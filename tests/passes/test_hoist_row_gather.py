@@ -179,12 +179,29 @@ def positional_max_norm_of_an_embedding(x: Tensor) -> None:
     F.embedding(IDS, x, None, 0.1)
 
 
+def method_of_an_augmented_assignment(x: Tensor) -> None:
+    x.__iadd__(1)
+
+
+def running_statistics(x: Tensor) -> None:
+    F.batch_norm(torch.ones(3, WIDTH), x[0], x[1], training=True)
+
+
+def positional_running_statistics(x: Tensor) -> None:
+    torch.batch_norm(torch.ones(3, WIDTH), None, None, x[0], x[1], True, 0.1, 1e-5, True)
+
+
+def running_statistics_of_instances(x: Tensor) -> None:
+    F.instance_norm(torch.ones(3, WIDTH, 2), x[0], x[1])
+
+
 @pytest.mark.parametrize(
     "write",
     [
         *(inplace_method, augmented_assignment, assignment_to_an_index, inplace_flag, out_argument),
         *(op_overload, op_packet, op_packet_with_a_result),
-        *(max_norm_of_an_embedding, positional_max_norm_of_an_embedding),
+        *(max_norm_of_an_embedding, positional_max_norm_of_an_embedding, method_of_an_augmented_assignment),
+        *(running_statistics, positional_running_statistics, running_statistics_of_instances),
     ],
 )
 def test_it_stops_at_a_write_in_place_by(write: Callable[[Tensor], None]) -> None:
@@ -196,6 +213,17 @@ def test_it_stops_at_a_write_in_place_by(write: Callable[[Tensor], None]) -> Non
     gm = compiled_graph(function, X, IDS)
     computed = rows_computed(gm)
     assert computed["sin"] == {ROWS} and computed["cos"] == {len(IDS)}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in {*dir(Tensor), *dir(operator)} if n[:3] == "__i"))
+def test_a_method_of_an_augmented_assignment_is_a_write(name: str) -> None:
+    """`x.__iadd__(y)`: every name of this form that a tensor or an operator has."""
+    others = ("__index__", "__int__", "__inv__", "__invert__", "__init__", "__init_subclass__", "__iter__")
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_method(name, (x, x))
+    node.meta["example_value"] = X
+    assert mutates(node) == (name not in others)
 
 
 def test_it_stops_at_a_higher_order_operator_and_at_a_module_call() -> None:

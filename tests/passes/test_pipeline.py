@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from mla_compile import MLAError
 from mla_compile.explanation.explain import copy_graph
+from mla_compile.ops.library import tables
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
+from mla_compile.passes.nodes import namespace_of
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import Capture, Stack, make_inputs, nodes_of
 
@@ -269,6 +271,24 @@ def test_a_graph_without_an_op_of_ours_is_searched_for_mla_and_for_nothing_else(
         "absorb_mla",
         "choose_decode_backend",
     ]
+
+
+@pytest.mark.parametrize("name", sorted(tables))
+def test_a_graph_with_an_op_of_ours_meets_every_pass_however_the_call_is_spelled(name: str) -> None:
+    packet = getattr(torch.ops.mla_compile, name)  # as Dynamo leaves `torch.ops.mla_compile.NAME(...)`
+    for target in (packet, packet.default):
+        graph = fx.Graph()
+        graph.output(graph.call_function(target, (graph.placeholder("x"),)))
+        assert pipeline.passes_for(fx.GraphModule(nn.Module(), graph)) == PASSES
+
+
+def test_a_call_with_the_overload_left_open_is_split() -> None:
+    gm, inputs = graph_of(Stack(1), *make_inputs(rows=2, q_len=3))
+    for node in gm.graph.nodes:
+        if namespace_of(node.target) == "mla_compile":
+            node.target = node.target.overloadpacket
+    gm = pipeline.run(gm, inputs)
+    assert not nodes_of(gm, "mla_attention") and len(nodes_of(gm, "mla_decode")) == 1
 
 
 def test_the_decode_backend_that_was_asked_for_acts_with_passes_of_a_users_own() -> None:

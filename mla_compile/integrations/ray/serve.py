@@ -46,7 +46,7 @@ APP_NAME = "mla-compile"
 _ATTEMPTS = 3
 """Replicas that a request may outlive. A request that kills them must not kill all."""
 _PREFIX_CHARS = 4096
-"""Of a prompt, by which it is routed."""
+"""How many characters of a prompt decide where it is routed."""
 _PROBE_SECONDS = 10.0
 """What completes nothing is answered at once."""
 _LAST_WORDS_SECONDS = 5.0
@@ -201,7 +201,7 @@ class Gateway:
 
 
 class _Merged(Collector):
-    """Of several pages, by the replica that each is of; it becomes a label."""
+    """The metrics of several replicas' pages; the replica becomes a label."""
 
     def __init__(self, pages: dict[str, str]) -> None:
         self._pages = pages

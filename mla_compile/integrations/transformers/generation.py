@@ -65,7 +65,7 @@ class AcceleratedGeneration(GenerationMixin):
 
 
 _TURN = threading.RLock()
-"""Of all accelerated models: people call `generate` from threads, for streamers, and threads share CUDA graphs."""
+"""Shared by all accelerated models: `generate` is called from threads, for streamers, which share CUDA graphs."""
 
 
 def _run(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
@@ -192,7 +192,7 @@ class _ProcessedChoice:
         self._processors: Any = call.processors
         count = len(call.prompts)
         self._completions = [Completion() for _ in range(count)]
-        # Of each row's last step, until it is known how many tokens it gave: scores, logits, tokens before it.
+        # What each row's last step had, until it is known how many tokens it gave: scores, logits, tokens before it.
         self._pending: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._kept: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(count)]
 

@@ -9,7 +9,7 @@ may change at replay, and a row's bits do not depend on its neighbours.
 
 `decode_triton_invariant` gives a token the same bits in every call that has the same keys. Its splits begin at the same
 keys wherever a row ends, a tile is as high whatever `q_len` is, a token's splits are joined in order and those that it
-does not see are not read. Of a tile, the keys that it does not see weigh 0. One compiled kernel serves all its
+does not see are not read. Keys of a tile that it does not see weigh 0. One compiled kernel serves all its
 calls: no size that changes from call to call is a constant of it.
 """
 

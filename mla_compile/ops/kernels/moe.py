@@ -253,7 +253,7 @@ def _rows(
     SHARED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of the t-th tokens of a `_tile`'s expert: which tokens they are, and the rows of their results; int64.
+    """Which tokens the t-th ones of a `_tile`'s expert are, and the rows of their results; int64.
 
     order: None where nobody asks for tokens.
     """

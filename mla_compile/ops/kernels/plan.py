@@ -15,7 +15,7 @@ MIN_KEYS = 128
 SPLIT_KEYS = 256
 """Keys of a split of batch-invariant decode, after NARROW_SPLITS of half as many; rows, heads and lengths do not count,
 as other splits are other bits. Few keys leave most of a GPU idle: 1000 of one row are read in 13 us by splits of 128,
-in 18 by splits of 256 (H200). Of many keys, narrow splits would write and read more partial results than latents."""
+in 18 by splits of 256 (H200). For many keys, narrow splits would write and read more partial results than latents."""
 
 NARROW_SPLITS = 8
 
@@ -290,7 +290,7 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
 
     No choice among them changes a bit. A half-precision tile of any size and depth is a sequence of matrix
     instructions that add 16 products each, in the order of k. Hopper has two kinds, one of 16 tokens and one of 64,
-    which an H200 was seen to give the same bits. Of data-centre Blackwell's two that is not known: it gets one kind,
+    which an H200 was seen to give the same bits. Nobody has tried data-centre Blackwell's two: it gets one kind,
     tiles of 128 tokens. Float32 runs on the plain cores, one fused multiply-add after another in the order of k, at
     one depth.
 

@@ -4,7 +4,7 @@ Few tokens: the time is that of reading the router's weights once, so experts ar
 keeps to the plain cores, on which products of bfloat16 are exact in float32. Many tokens are divided too.
 
 A token gets the same bits in any batch: an expert's product with it is added up in one order, and the choice sees one
-token alone. Of equal scores the lowest id wins.
+token alone. The lowest id wins among equal scores.
 """
 
 import torch
