@@ -129,7 +129,7 @@ class Engine:
         Raises:
             MLAError: anything else.
         """
-        if getattr(request, "calls", None) is not self._calls:
+        if not getattr(request, "has_ended", False) and getattr(request, "calls", None) is not self._calls:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
         with self._turn:
             self._scheduler.abort(request)
@@ -359,16 +359,15 @@ class Engine:
         """
         with self._turn:
             self._check_idle("start")
-            config = self.config
             requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
             if len(requests) != len(prompts):
                 raise MLAError("n", "1, as each prompt is a row", f"{len(requests)} rows")
-            if not 1 <= len(requests) <= config.max_rows:
-                raise MLAError("prompts", f"1 to max_rows = {config.max_rows} of them", len(requests))
-            needed = len(requests) * config.pages_per_row
-            if needed >= config.num_pages:
-                raise MLAError("num_pages", f"more than {needed}", config.num_pages)
-            plan, grants = Plan(admitted=requests), config.pages_per_row // config.pages_per_grant
+            if not 1 <= len(requests) <= self.config.max_rows:
+                raise MLAError("prompts", f"1 to max_rows = {self.config.max_rows} of them", len(requests))
+            needed = len(requests) * self.config.pages_per_row
+            if needed >= self.config.num_pages:
+                raise MLAError("num_pages", f"more than {needed}", self.config.num_pages)
+            plan, grants = Plan(admitted=requests), self.config.pages_per_row // self.config.pages_per_grant
             for i, request in enumerate(requests):
                 plan.grants.append(Grant(request, 0, [1 + i * grants + j for j in range(grants)]))
                 plan.chunks.append(Chunk(request, 0, len(request.prompt), is_last=True))
@@ -380,7 +379,7 @@ class Engine:
             finally:
                 self._begin_anew()
             variant = Variant.of([request.params for request in requests])
-            return self._launcher.step(variant, config.num_speculative_tokens), state
+            return self._launcher.step(variant, self.config.num_speculative_tokens), state
 
     def _take_on(self, request: Request) -> None:
         with self._turn:

@@ -70,7 +70,7 @@ class Request:
     stop_ids: a token of these ends it.
     max_drafts: of a step, at most so many; None for as many as the engine makes.
     grammar, choose: what has a say in its tokens on the host; stop_strings, tokenizer: what reads its text.
-    calls: of the engine that has made it.
+    calls: of the engine that has made it; None once it has ended, so that it keeps no engine alive.
 
     What has come of it:
 
@@ -218,13 +218,15 @@ class Request:
         """Nothing more comes."""
         self.completion.finish_reason, self.completion.error = finish_reason, error
         self.progress.has_grown = True
+        self.calls = None
 
     def abort(self) -> None:
         """End it now; see `Engine.abort`."""
-        self._engine().abort(self)
+        if not self.has_ended:
+            self._engine().abort(self)
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        seen, engine = 0, self._engine()
+        seen = 0
         try:
             while True:
                 new = self.completion.token_ids[seen:]
@@ -234,9 +236,10 @@ class Request:
                 if not new:
                     if self.has_ended:
                         return
-                    await engine.turn()
+                    await self._engine().turn()
         finally:
-            engine.leave(self)
+            if self.calls is not None:
+                self.calls.leave(self)
 
     def _engine(self) -> EngineCalls:
         if self.calls is None:

@@ -40,30 +40,16 @@ def choose_tokens(
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if not sampled:
-        return likeliest(logits)
+        return logits.argmax(dim=-1)  # the lowest id of equal ones
     return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The id of the largest of logits `[..., vocab_size]`, of equal ones the lowest: int64 `[...]`.
-
-    In two steps, the best of each part of the vocabulary first. Compiled, a step's few rows are as many programs of a
-    GPU, each of which would read a whole row alone: 28 us for GLM's 151,552 ids (H200).
-    """
-    best, place = _in_parts(logits).max(dim=-1)
-    part = best.argmax(dim=-1, keepdim=True)
-    return (part * (logits.shape[-1] // best.shape[-1]) + place.gather(-1, part)).squeeze(-1)
 
 
 def can_choose(logits: Tensor) -> Tensor:
     """Where logits `[..., vocab_size]` say which token is likely, bool `[...]`: where the largest is a finite number.
 
     A maximum is NaN if anything is, +inf if anything else is, and -inf if nothing is allowed; -inf beside numbers is a
-    mask. Compiled, this is one more value of the loop of `likeliest`.
+    mask. In two steps, the largest of each part of the vocabulary first: compiled, a step's few rows are as many
+    programs of a GPU, each of which would read a whole row alone, 28 us for GLM's 151,552 ids (H200).
     """
-    return _in_parts(logits).amax(dim=-1).amax(dim=-1).isfinite()
-
-
-def _in_parts(logits: Tensor) -> Tensor:
-    """`[..., parts, vocab_size / parts]`, 256 parts of most vocabularies: as many as divide both."""
-    return torch.unflatten(logits, -1, (math.gcd(logits.shape[-1], 256), -1))
+    parts = torch.unflatten(logits, -1, (math.gcd(logits.shape[-1], 256), -1))
+    return parts.amax(dim=-1).amax(dim=-1).isfinite()

@@ -1,7 +1,9 @@
 """Requests that come and go: arrivals, aborts, priorities, ends of every kind, streams side by side."""
 
 import asyncio
+import gc
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -157,6 +159,22 @@ def test_an_abort_ends_one_request_and_nothing_else(steps: int, lag: int, expect
     assert gone.finish_reason == "abort" and gone.token_ids == expected[1][: len(gone.token_ids)]
     assert texts(generations[::2]) == expected[::2] and texts(generations[3:]) == expected[3:]
     assert mine.stats.pages_in_use == mine.stats.rows_in_use == 0
+
+
+def test_a_request_that_has_ended_keeps_no_engine_alive() -> None:
+    mine = engine()
+    requests, seen = [mine.add(prompt, max_new_tokens=3) for prompt in PROMPTS], weakref.ref(mine)
+    requests[0].abort()
+    finish(mine)
+    del mine
+    gc.collect()
+    assert seen() is None and all(request.has_ended for request in requests)
+    requests[1].abort()  # as it was before
+
+    async def tokens() -> list[int]:
+        return [token async for token in requests[1]]
+
+    assert asyncio.run(tokens()) == requests[1].completion.token_ids
 
 
 def test_a_stream_that_is_left_aborts_its_requests() -> None:

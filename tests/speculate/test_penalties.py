@@ -210,6 +210,20 @@ def test_penalties_change_greedy_tokens(model: MLAForCausalLM) -> None:
     assert all(few < many for few, many in zip(*distinct, strict=True))
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("eager_mixed_steps")
+def test_inductors_code_penalises_greedy_rows_with_drafts() -> None:
+    """The likeliest token in two steps, the best of parts first, was that before penalties in Inductor's code."""
+    params = SamplingParams(frequency_penalty=0.5)
+    eager, compiled = (
+        engine(1, one_layer_model(torch.float32), max_rows=3, compile=compile).generate(
+            PROMPTS, max_new_tokens=12, sampling=params
+        )
+        for compile in (False, True)
+    )
+    assert tokens(compiled) == tokens(eager)
+
+
 def test_a_states_counts_are_those_of_the_emitted_text_after_every_acceptance_count(
     model: MLAForCausalLM,
 ) -> None:

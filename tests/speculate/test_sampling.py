@@ -8,7 +8,6 @@ import torch
 from mla_compile import MLAError
 from mla_compile.speculate import SamplingParams
 from mla_compile.speculate import sampling as sampling_module
-from mla_compile.speculate.choice import likeliest
 from mla_compile.speculate.sampling import gumbel_noise, sample, top_logprobs
 
 
@@ -163,10 +162,3 @@ def test_top_p_keeps_the_same_ids_in_whatever_order_a_scan_adds(monkeypatch: pyt
     monkeypatch.setattr(torch.Tensor, "cumsum", in_blocks)
     assert torch.equal(sampling_module._keep_top(scores, *arguments), expected)
     assert not any(dtype.is_floating_point for dtype in dtypes) and dtypes
-
-
-@pytest.mark.parametrize("vocab", [1, 7, 256, 768, 1000])
-def test_the_likeliest_is_the_first_of_the_largest(vocab: int) -> None:
-    logits = torch.randint(-3, 3, (50, 2, vocab), generator=torch.Generator().manual_seed(vocab)).float()
-    logits[0], logits[1, :, -1] = -torch.inf, torch.inf
-    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))
