@@ -347,12 +347,25 @@ def batch_invariance() -> str:
         f"How many of {rows[0]['prompts']} completions of {rows[0]['tokens']} tokens (shipped model, bfloat16) differ "
         "from those of one row without drafts; one number is one repetition:"
     )
+    names = {
+        "shipped": "the shipped model",
+        "v3": "12 layers of V3's shape",
+        "glm": "8 layers of GLM's shape",
+    }
+    compared = [
+        f"`check_batch_invariance` compared {row['tokens']:,} tokens of {names[row['model']]}, with 0 and 3 drafts, "
+        f"greedy and sampled, and latents of {row['positions_with_latents']:,} positions: {row['different']} of "
+        f"{row['requests']} requests differ."
+        for row in result("batch_invariance")["rows"]
+        if row["part"] == "compared"
+    ]
     after = sentences(
         f"By default too, {len(again)} processes with an empty compile cache and {len(again[0])} engines in each gave "
-        f"the same tokens: {found} of {rows[0]['prompts']} completions differ."
+        f"the same tokens: {found} of {rows[0]['prompts']} completions differ. {' '.join(compared)}"
     )
     header = ["beside one row without drafts", "default", "`batch_invariant=True`"]
-    return before + table(header, [[run, told(run, False), told(run, True)] for run in runs]) + "\n" + after
+    counted = table(header, [[run, told(run, False), told(run, True)] for run in runs])
+    return before + counted + "\n" + after
 
 
 def mtp_iteration() -> str:
