@@ -46,7 +46,7 @@ def shapes_of_layer(config: Any, *, dense: bool) -> Iterator[tuple[str, tuple[in
 
 
 def shapes_of_mlp(name: str, hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of gate, up and down."""
+    """Names and shapes of gate, up and down."""
     yield f"{name}.gate_proj.weight", (intermediate, hidden)
     yield f"{name}.up_proj.weight", (intermediate, hidden)
     yield f"{name}.down_proj.weight", (hidden, intermediate)

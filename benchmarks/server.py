@@ -49,7 +49,7 @@ Round = tuple[float, list[list[float]]]
 
 
 def requests_of(args: argparse.Namespace) -> list[list[Asked]]:
-    """Of each stream: token ids of held-out texts, one after another, cut to a length."""
+    """What each stream asks for, one request after another."""
     draw = random.Random(0)
     prompts = iter(prompts_of(args.model, max(args.streams) * args.requests, args.prompt_tokens))
     least, most = args.tokens // 2, args.tokens * 3 // 2
@@ -60,6 +60,7 @@ def requests_of(args: argparse.Namespace) -> list[list[Asked]]:
 
 
 def prompts_of(model: Path, count: int, length: int) -> list[list[int]]:
+    """Token ids of held-out texts, one after another, cut to a length."""
     tokenizer = load_tokenizer(model)
     assert tokenizer is not None, "a server needs a tokenizer"
     texts = [text for kind in json.loads(TEXTS.read_text()).values() for text in kind]

@@ -21,8 +21,6 @@ from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 
 IMPORTING = "importing torch"
-DRAFTER = "What drafts: the MTP layer, or a look-up in the text so far."
-DRAFTER_DEFAULT = "mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts"
 DRAFTS = f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0"
 
 Model = Annotated[
@@ -34,6 +32,13 @@ Device = Annotated[
     Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
 ]
 Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="The dtype of weights and cache.")]
+Drafter = Annotated[
+    DrafterName | None,
+    Option(
+        help="What drafts: the MTP layer, or a look-up in the text so far.",
+        show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
+    ),
+]
 
 
 def generate(
@@ -73,13 +78,7 @@ def generate(
             show_default=DRAFTS,
         ),
     ] = None,
-    drafter: Annotated[
-        DrafterName | None,
-        Option(
-            help=DRAFTER,
-            show_default=DRAFTER_DEFAULT,
-        ),
-    ] = None,
+    drafter: Drafter = None,
     adaptive_draft_length: Annotated[
         bool,
         Option(
@@ -300,7 +299,7 @@ def serve(
             show_default=DRAFTS,
         ),
     ] = None,
-    drafter: Annotated[DrafterName | None, Option(help=DRAFTER, show_default=DRAFTER_DEFAULT)] = None,
+    drafter: Drafter = None,
     adaptive_draft_length: Annotated[
         bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
     ] = False,

@@ -147,9 +147,8 @@ def check_batch_invariance(
     expected += [_run_alone(engine, one, max_new_tokens) for one in asked[len(prompts) :]]
 
     report = BatchInvarianceReport()
-    for k in sorted(
-        drafts
-    ):  # the first engine goes on, if any mix is without drafts: nothing is compiled twice
+    # Without drafts first: that engine has compiled its steps, and a newer one takes over the caches.
+    for k in sorted(drafts):
         engine = engine if k == 0 else engine_of(k)
         for number in range(rounds):
             engine.reset_prefix_cache()

@@ -33,8 +33,8 @@ class Bucket:
     prompt_tokens, prompt_chunks, prompt_keys: of a mixed step, padding included.
     num_graphs: CUDA graphs recorded, one per partition of the compiled step; 0: not captured.
     num_bytes: by which its recording made the graphs' memory pool and the driver's own memory grow. A bucket fits in
-        the pool of a larger one that was recorded before it. The driver says only what the whole device
-        uses: what another process takes in that moment counts as well.
+        the pool of a larger one that was recorded before it. The driver says only what the whole device uses:
+        what another process takes in that moment counts as well.
     compile_seconds: of Dynamo and Inductor, in its first calls; 0 where an earlier bucket had compiled the step.
     capture_seconds: the rest of the calls that warmed it up and recorded it; choosing among Triton's tile sizes is in
         the first bucket's.

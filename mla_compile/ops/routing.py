@@ -39,9 +39,8 @@ _KERNEL = triton(
 )
 MOE_ROUTER = (
     _KERNEL,
-    reference(
-        "mla_compile.ops.routing:router_torch"
-    ),  # of many tokens cuBLAS makes better use of the weights
+    # With many tokens, cuBLAS makes better use of the weights.
+    reference("mla_compile.ops.routing:router_torch"),
     replace(
         _KERNEL,
         name="triton_many",

@@ -61,6 +61,7 @@ def fuse_rms_norm(
     Raises:
         MLAError: everywhere, and a norm's gradient is wanted, which the op has not.
     """
+    # A norm is matched at its own `mean` or call, so what is erased with one is matched with no other.
     for node in list(gm.graph.nodes):
         norm = _match(node)
         if norm is None or not (everywhere or _pays(norm)):
@@ -87,8 +88,7 @@ def _match(node: fx.Node) -> _Norm | None:
     x = tensor_of(norm.source)
     if is_wrapper(x) or not x.is_floating_point() or statically_known_true(x.shape[-1] == 0):
         return None
-    weighted = _weighted(norm)
-    return norm if weighted is None else weighted
+    return _weighted(norm)
 
 
 def _called(node: fx.Node) -> _Norm | None:
@@ -153,19 +153,19 @@ def _only_user(node: fx.Node, name: str) -> fx.Node | None:
     return user if user is not None and torch_name(user) == name else None
 
 
-def _weighted(norm: _Norm) -> _Norm | None:
+def _weighted(norm: _Norm) -> _Norm:
     """The norm with the weight that multiplies next, if that is all that is done with it and the weight is there before
-    the norm begins."""
+    the norm begins; else the norm as it is."""
     begin, end = norm.nodes[0], norm.nodes[-1]
     user = next(iter(end.users)) if len(end.users) == 1 else None
     if norm.weight is not None or user is None or user.target not in (operator.mul, torch.mul):
-        return None
+        return norm
     others: list[Any] = [other for other in user.args if other is not end]
     if len(user.args) != 2 or user.kwargs or len(others) != 1 or not is_tensor(others[0]):
-        return None
+        return norm
     (weight,) = others
     if not weight < begin or not _fits(weight, tensor_of(end)) or not _at_once(begin, user, [weight]):
-        return None
+        return norm
     return _Norm(norm.source, weight, norm.eps, (*norm.nodes, user))
 
 

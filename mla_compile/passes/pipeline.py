@@ -66,6 +66,7 @@ def passes_for(
     if decode_backend is not None:
         bound.append(partial(choose_decode_backend, backend=decode_backend))
     if batch_invariant:
+        # Norms that no kernel serves, too, and those of users' own lists of passes.
         bound += [partial(fuse_rms_norm, everywhere=True), make_batch_invariant]
     return [*passes, *bound]
 

@@ -60,6 +60,11 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def row_warps(block: int) -> int:
+    """Warps of a program that adds up `block` elements of a row at once: by nothing else, as they decide the order."""
+    return max(1, min(8, block // 256))
+
+
 def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
     """`x` and how far its rows are apart, as Triton sees them for all tensors of so many columns.
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
 
 
 @triton.jit
@@ -77,7 +77,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: floa
             HAS_WEIGHT=weight is not None,
             COLUMNS=columns,
             BLOCK=block,
-            # By the columns alone: warps decide in which order a row is added up.
-            num_warps=max(1, min(8, block // 256)),
+            num_warps=row_warps(block),
         )
     return normed, total

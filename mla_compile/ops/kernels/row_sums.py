@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
 
 _BLOCK = 2048
 """Columns that a program holds at once."""
@@ -27,12 +27,7 @@ def sum_triton(x: Tensor) -> Tensor:
     x, stride = aligned_rows(x)
     rows, columns = x.shape
     out = x.new_empty(rows, dtype=torch.float32)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        sum_kernel[(rows,)](x, out, stride, COLUMNS=columns, **_tile(columns))
-    return out
-
-
-def _tile(columns: int) -> dict[str, int]:
-    """By the columns alone: warps decide in which order a tile is added up."""
     block = min(_BLOCK, power_of_two(columns))
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        sum_kernel[(rows,)](x, out, stride, COLUMNS=columns, BLOCK=block, num_warps=row_warps(block))
+    return out
