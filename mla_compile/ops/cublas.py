@@ -122,12 +122,13 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 def _takes_as_is(weights: Weights, x: Tensor) -> bool:
     """Whether x, strided as it is, gives the bits that it gives when it is contiguous."""
     strides = x.stride(0), x.stride(1)
+    if not all(type(stride) is int for stride in strides):
+        return False  # of a graph: it is known when it runs
     if x.is_contiguous():
         return True
     unit = _BYTES // x.element_size()
-    if x.stride(2) != 1 or not all(
-        type(stride) is int and stride > 0 and stride % unit == 0 for stride in strides
-    ):
+    # Heads that all tokens lie between are other strides for each number of tokens.
+    if x.stride(2) != 1 or strides[0] < strides[1] or any(stride <= 0 or stride % unit for stride in strides):
         return False
     agrees = _known(_as_contiguous, (weights, strides), lambda: _try_strides(weights, strides))
     return agrees is True

@@ -59,7 +59,8 @@ def test_rows_may_be_apart_and_weights_in_half_precision() -> None:
     check_moe(case, moe_triton(*replace(case, x=case.x.T.contiguous().T).args()))
 
 
-def test_a_tokens_bits_do_not_depend_on_the_other_tokens() -> None:
+def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_in_order(monkeypatch)
     case, other = moe_case(12, 4), moe_case(12, 4, seed=1)
     other.w_gate_up, other.w_down = case.w_gate_up, case.w_down
     for name in ("x", "topk_weights", "topk_ids"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.triton_interpreter import mend_interpreter
+from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
@@ -50,6 +50,10 @@ class TestTriton(PrefillConformance):
 
 class TestBatchInvariant(PrefillInvariance):
     borders: tuple[int, ...] = (1, 16, 32, 64)
+
+    @pytest.fixture(autouse=True)
+    def in_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        add_in_order(monkeypatch)
 
     @pytest.fixture
     def subject(self) -> Subject:
