@@ -10,9 +10,9 @@ the weights and latents that a step must read, over the bandwidth that a plain r
 of stock `generate` with its dynamic cache, with its static cache compiled, the same with only `backend="mla"` changed,
 and ours without drafts and with them.
 
-Each is one short generation that compiles and captures (`first_call_s`) and a timed one. An event is recorded on the
-stream after every step in which all rows decode; ms per step is the median time between two of them, and `mean_ms`
-above it tells of steps that waited for the host.
+Each is one short generation that compiles and captures (`first_call_s`), another, and a timed one. An event is recorded
+on the stream after every step in which all rows decode. `ms_per_step` is the median time between two of them; where
+`mean_ms` is above it, steps waited for the host. `prompts_ms`: from the call to the first of them, all prompts read.
 
 Tokens: stock's own forward scores every variant's text. `mean_gap` and `worst_gap` are how far a chosen token's logit
 lies below the best one: rounding to bfloat16 sends tokens to other experts, stock's own steps too. `chance_gap` is the
@@ -192,7 +192,9 @@ def timed(model: Any, prompts: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, 
     started = time.perf_counter()
     generate(model, prompts, WARM_UP, kwargs).tolist()
     first = time.perf_counter() - started
+    generate(model, prompts, WARM_UP, kwargs)  # a size of prompts is recorded when it comes again
     marks = Marks()
+    marks.mark()
     ours = getattr(model, "mla", None)
     if ours is None:
         tokens = generate(model, prompts, WARM_UP + TIMED, kwargs | {"stopping_criteria": [marks]})
@@ -202,10 +204,12 @@ def timed(model: Any, prompts: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, 
         with marks.after_launches(len(prompts)):
             tokens = generate(model, prompts, WARM_UP + TIMED + prompts.numel() // 1024, kwargs)
         tokens_per_step = statistics.mean(c.acceptance_length for c in ours.completions)
-    steps = marks.intervals_ms()[WARM_UP:]
+    prompts_ms, *steps = marks.intervals_ms()
+    steps = steps[WARM_UP:]
     return tokens, {
         "ms_per_step": round(statistics.median(steps), 2),
         "mean_ms": round(statistics.mean(steps), 2),
+        "prompts_ms": round(prompts_ms, 1),
         "tokens_per_step": round(tokens_per_step, 2),
         "first_call_s": round(first, 1),
     }

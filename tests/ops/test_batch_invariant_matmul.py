@@ -185,7 +185,9 @@ def test_strides_that_nobody_knows_add_no_guard(strides: tuple[int | None, ...])
         n = shapes.create_unbacked_symint()
         torch._check(n >= 1)
         known = len(shapes.guards)
-        x = torch.empty_strided((n, 16, 128), [192 * n if s is None else s for s in strides], dtype=torch.half)
+        x = torch.empty_strided(
+            (n, 16, 128), [192 * n if s is None else s for s in strides], dtype=torch.half
+        )
         weights = cublas.weights_of(x, torch.empty(16, 128, 64, dtype=torch.half))
         assert weights is not None
         cublas._as_contiguous[weights, (3072, 192)] = True
