@@ -121,15 +121,17 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 
 def _takes_as_is(weights: Weights, x: Tensor) -> bool:
     """Whether x, strided as it is, gives the bits that it gives when it is contiguous."""
-    strides = x.stride(0), x.stride(1)
+    strides = x.stride()
     if not all(type(stride) is int for stride in strides):
-        return False  # of a graph: it is known when it runs
-    if x.is_contiguous():
+        return False  # of a graph: they are known when it runs
+    along_token, along_group, along_k = strides
+    if strides == (weights.groups * weights.k, weights.k, 1):
         return True
     unit = _BYTES // x.element_size()
-    # Heads that all tokens lie between are other strides for each number of tokens.
-    if x.stride(2) != 1 or strides[0] < strides[1] or any(stride <= 0 or stride % unit for stride in strides):
+    # Where all tokens lie between two groups, strides are others for each number of tokens.
+    if along_k != 1 or not 0 < along_group <= along_token or along_group % unit or along_token % unit:
         return False
+    strides = along_token, along_group
     agrees = _known(_as_contiguous, (weights, strides), lambda: _try_strides(weights, strides))
     return agrees is True
 
