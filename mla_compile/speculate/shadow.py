@@ -36,7 +36,8 @@ def shadow_check(
     What must be so after a checked call:
 
     - The state, with the tokens and drafts, is eager's exactly; reported log-probabilities are within `tolerance`, and
-      the ids beside them are not compared.
+      the ids beside them are not compared. Nor are tokens and drafts that nobody reads: those of padding and of rows
+      that have ended.
     - Latents of positions that an active row may write, `num_cached` to `max_len - 2`, are eager's within `tolerance`,
       those of a prompt chunk too.
     - Every other slot, page 0 and other rows' pages too, holds the bits it held before. NaN there is no difference.
@@ -133,19 +134,45 @@ class _Shadow:
                     for i, (got, expected) in enumerate(zip(kept, caches))
                 ]
                 tolerance = _tolerance(self.tolerance, caches[0].dtype)
-                differences = _state(compiled, state, tolerance)
-                found = [*latents, self._tokens(inputs, chunks, compiled, state), *differences]
+                read = self._read_later(inputs, chunks, state)
+                differences = _state(compiled, state, read, tolerance)
+                found = [*latents, self._tokens(inputs, chunks, compiled, state, read), *differences]
         finally:
             for tensor, result in zip(live, kept):
                 tensor.copy_(result)
         return [line for line in found if line]
 
+    def _read_later(
+        self, inputs: DecodeState, chunks: Sequence[PackedChunks], eager: DecodeState
+    ) -> dict[str, Tensor]:
+        """Which places `[rows, n]` of some tensors of the state anybody reads; with other padding, the rest is other.
+
+        A row has a token for each position that it ran. It goes on with the drafts that it will run.
+        """
+        ran = self.decoder.query_lens(inputs, inputs.active)
+        for packed in chunks:
+            ran = torch.where(packed.begins, 1, ran)
+        runs_next = self.decoder.query_lens(eager, eager.active)
+        of_tokens, of_drafts = (
+            torch.arange(n, device=ran.device) < lens[:, None]
+            for n, lens in (
+                (eager.report.shape[1] - FIRST_TOKEN, ran),
+                (eager.drafts.shape[1], runs_next - 1),
+            )
+        )
+        return {"report": of_tokens, "logprobs": of_tokens[..., None], "drafts": of_drafts}
+
     def _tokens(
-        self, inputs: DecodeState, chunks: Sequence[PackedChunks], compiled: DecodeState, eager: DecodeState
+        self,
+        inputs: DecodeState,
+        chunks: Sequence[PackedChunks],
+        compiled: DecodeState,
+        eager: DecodeState,
+        read: dict[str, Tensor],
     ) -> str:
         """The target's tokens, with what eager's logits say of the two."""
         got, expected = (state.report[:, FIRST_TOKEN:] for state in (compiled, eager))
-        wrong = got != expected
+        wrong = (got != expected) & read["report"]
         if not wrong.any():
             return ""
         row, j = _first(wrong)
@@ -227,8 +254,10 @@ def _tolerance(given: float | None, dtype: torch.dtype) -> float:
     return float(max(torch.finfo(dtype).eps for dtype in (dtype, torch.float32)) ** 0.5)
 
 
-def _state(compiled: DecodeState, eager: DecodeState, tolerance: float) -> Iterator[str]:
-    """A line for each tensor of the state that differs; the tokens of the report are told elsewhere."""
+def _state(
+    compiled: DecodeState, eager: DecodeState, read: dict[str, Tensor], tolerance: float
+) -> Iterator[str]:
+    """A line for each tensor of the state that differs, where it is `read`; the report's tokens are told elsewhere."""
     for name, got in compiled.named().items():
         expected = getattr(eager, name)
         if name == "logprob_ids":
@@ -238,6 +267,8 @@ def _state(compiled: DecodeState, eager: DecodeState, tolerance: float) -> Itera
         wrong = got != expected
         if name in ("logprobs", "acceptance"):
             wrong = ~torch.isclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if name in ("logprobs", "drafts"):
+            wrong &= read[name]
         if wrong.any():
             row, *column = _first(wrong)
             place = f"{name}: row {row}" + "".join(f", column {c}" for c in column)

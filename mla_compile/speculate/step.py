@@ -130,7 +130,7 @@ class SpeculativeDecoder(nn.Module):
             tokens = torch.cat([state.last_token[:, None], state.drafts[:, : self.k]], dim=1)
             batch, positions = state.decode_batch(
                 state.num_cached,
-                self._query_lens(state, state.active),
+                self.query_lens(state, state.active),
                 self.k + 1,
                 page_size=self.page_size,
                 backend=self.decode_backend,
@@ -198,7 +198,7 @@ class SpeculativeDecoder(nn.Module):
             rows, q_len = state.num_rows(), self.k + 1
             torch._check(targets.shape[0] == rows)
             torch._check(hidden.shape[0] == rows * q_len)
-            q_lens = self._query_lens(state, state.active)
+            q_lens = self.query_lens(state, state.active)
             if begins is not None:
                 torch._check(begins.shape[0] == rows)
                 q_lens = torch.where(begins, q_lens.clamp(max=1), q_lens)
@@ -235,7 +235,7 @@ class SpeculativeDecoder(nn.Module):
             report = torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1)
             state.report[:, : report.shape[1]].copy_(report)
 
-    def _query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
+    def query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
         """How many of a row's k + 1 positions count, int32 `[rows]`; of a row that has just begun one does."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached

@@ -1,5 +1,6 @@
 """`shadow_check`: healthy steps pass and go on as if unchecked, each planted fault is told by its place."""
 
+import logging
 import re
 from collections.abc import Callable
 
@@ -74,6 +75,19 @@ def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
     model = one_layer_model(dtype)
     run_checked_streams(model, k, steps=60, every=2, temperatures=(temperature,), compile=True)
     assert compile_counters()["graphs"] == 1
+
+
+@pytest.mark.usefixtures("lowering")
+def test_what_nobody_reads_may_differ(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU shared experts are computed by `moe_experts`, which gives zeros for padding."""
+    monkeypatch.setattr("mla_compile.passes.fuse_shared_experts.first_serves", lambda *call: True)
+    with caplog.at_level(logging.INFO, "mla_compile.passes.fuse_shared_experts"):
+        run_checked_streams(
+            tiny_model(torch.float32), 2, steps=40, every=2, temperatures=(1.0,), compile=True
+        )
+    assert "fused: " in caplog.text
 
 
 def test_a_step_of_bfloat16_passes_within_its_tolerance() -> None:
