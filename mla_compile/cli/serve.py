@@ -69,7 +69,7 @@ def _server(replicas: int | None) -> Callable[..., None]:
 
         return partial(serve_replicas, replicas=replicas)
     except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "prometheus_client", "ray", "uvicorn"):
+        if error.name not in ("prometheus_client", "ray", "starlette", "uvicorn"):
             raise
         mend = f"pip install 'mla-compile[{extra}]'"
         what = "over HTTP" if replicas is None else "replicas"

@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
@@ -58,18 +60,18 @@ _Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
-def create_app(settings: ServerSettings) -> FastAPI:
+def create_app(settings: ServerSettings) -> Starlette:
     """The app of one engine, which starts and ends with it. `app.state.server` is its `Server`."""
     server = Server(settings)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with server:
             yield
 
-    app = FastAPI(title="mla-compile", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    errors = {HTTPException: _http_error, Exception: _own_error}
+    app = Starlette(routes=server.routes(), exception_handlers=errors, lifespan=lifespan)
     app.state.server = server
-    server.add_routes(app)
     return app
 
 
@@ -129,29 +131,32 @@ class Server:
 
     # --- routes
 
-    def add_routes(self, app: FastAPI) -> None:
-        """All endpoints, and errors in OpenAI's shape."""
-        for path, parse in (("/v1/completions", parse_completion), ("/v1/chat/completions", parse_chat)):
-            app.add_api_route(path, self._endpoint(self._completions(parse)), methods=["POST"])
-        app.add_api_route("/tokenize", self._endpoint(self._tokenize), methods=["POST"])
-        app.add_api_route("/v1/models", self._endpoint(self._models), methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self._endpoint(self._models), methods=["GET"])
-        app.add_api_route("/health", lambda: {"status": "alive"}, methods=["GET", "HEAD"])
-        app.add_api_route("/ready", self._ready, methods=["GET", "HEAD"])
-        app.add_api_route("/metrics", self._metrics_page, methods=["GET"])
-        app.add_api_route("/", lambda: FileResponse(_PAGE, headers=_PAGE_HEADERS), methods=["GET"])
-        app.add_exception_handler(HTTPException, _http_error)
-        app.add_exception_handler(Exception, _own_error)
+    def routes(self) -> list[Route]:
+        """All endpoints."""
+        handlers = {
+            "/v1/completions": self._completions(parse_completion),
+            "/v1/chat/completions": self._completions(parse_chat),
+            "/tokenize": self._tokenize,
+        }
+        keyed = [self._keyed(path, handle, "POST") for path, handle in handlers.items()]
+        keyed += [self._keyed(path, self._models, "GET") for path in ("/v1/models", "/v1/models/{name:path}")]
+        return [
+            *keyed,
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics_page),
+            Route("/", self._page),
+        ]
 
-    def _endpoint(self, handle: _Handler) -> _Handler:
-        """A handler behind the keys, whose exceptions are answers."""
+    def _keyed(self, path: str, handle: _Handler, method: str) -> Route:
+        """An endpoint behind the keys; exceptions of its handler are answers."""
 
         async def run(request: Request) -> Response:
             response = await self._answered(handle, request)
-            self._metrics.requests.labels(request.scope["route"].path, response.status_code).inc()
+            self._metrics.requests.labels(path, response.status_code).inc()
             return response
 
-        return run
+        return Route(path, run, methods=[method])
 
     async def _answered(self, handle: _Handler, request: Request) -> Response:
         try:
@@ -284,13 +289,19 @@ class Server:
             raise BadRequest(f"the model {name[:100]!r} does not exist", "model", "model_not_found", 404)
         return JSONResponse(model_object(limits, self._created))
 
-    async def _ready(self) -> Response:
+    async def _health(self, _: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def _ready(self, _: Request) -> Response:
         if self.is_ready:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "stopping" if self._is_draining else "starting"}, 503)
 
-    async def _metrics_page(self) -> Response:
+    async def _metrics_page(self, _: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _page(self, _: Request) -> Response:
+        return FileResponse(_PAGE, headers=_PAGE_HEADERS)
 
 
 def _line(chunk: dict[str, Any]) -> bytes:

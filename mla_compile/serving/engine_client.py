@@ -210,9 +210,10 @@ class EngineClient:
 
     def _take(self, progress: Progress) -> None:
         self.stats = progress.stats
-        for key, update in progress.updates:
+        for key, fields in progress.updates:
             if key in self._answers:  # else it was aborted meanwhile
                 answer, index = self._answers[key]
+                update = Update(*fields)
                 answer.put(index, update, progress.read_at)
                 if update.finish_reason is not None:
                     del self._answers[key]

@@ -3,13 +3,14 @@
 Run by `engine_client.py` as `python -m mla_compile.serving.engine_process FD`. It ends when the connection does.
 """
 
+import gc
 import logging
 import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,7 +61,7 @@ class _Served:
         self._requests: dict[int, Request] = {}
         self._num_told: dict[int, int] = {}
         self._compiling: dict[int, tuple[Asked, Future[Grammar]]] = {}
-        self._refused: list[tuple[int, Update]] = []
+        self._refused: list[tuple[int, tuple[Any, ...]]] = []
 
     def is_compiling(self) -> bool:
         """Whether a request waits for its grammar."""
@@ -98,23 +99,23 @@ class _Served:
             self._num_told[key] = 0
         except MLAError as error:
             refused = Update(finish_reason="error", error=str(error), is_refused=True)
-            self._refused.append((key, refused))
+            self._refused.append((key, tuple(vars(refused).values())))
 
-    def news(self) -> list[tuple[int, Update]]:
-        """What has not been told yet; requests that have ended are forgotten."""
+    def news(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """What has not been told yet, as `Progress` has it; requests that have ended are forgotten."""
         found, self._refused = self._refused, []
         for key, request in list(self._requests.items()):
             completion, told = request.completion, self._num_told[key]
             if len(completion.token_ids) > told or request.has_ended:
-                found.append((key, _update(completion, told, request.params)))
+                found.append((key, _fields_of_update(completion, told, request.params)))
                 self._num_told[key] = len(completion.token_ids)
             if request.has_ended:
                 del self._requests[key], self._num_told[key]
         return found
 
 
-def _update(completion: Completion, told: int, params: SamplingParams) -> Update:
-    return Update(
+def _fields_of_update(completion: Completion, told: int, params: SamplingParams) -> tuple[Any, ...]:
+    return (
         completion.token_ids[told:],
         completion.draft_positions[told:],
         None if completion.logprobs is None else completion.logprobs[told:],
@@ -133,6 +134,8 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
     served = _load(settings)
     engine = served.engine
     config, stop_ids = engine.config, served.stop_ids
+    gc.collect()
+    gc.freeze()  # what compiling has left is millions of objects, in which no step should look for garbage
     connection.send(
         Ready(
             vocab_size=engine.model.vocab_size,

@@ -1,7 +1,7 @@
 """What goes between the server's process and the engine's, pickled: both are ours."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mla_compile.engine.reports import Logprob
 from mla_compile.engine.stats import EngineStats
@@ -95,10 +95,11 @@ class Ready:
 class Progress:
     """From the engine, after a step: updates by key, and how things stand.
 
+    updates: keys, each with the fields of an `Update`: plain tuples are pickled in a fifth of the time.
     read_at: when the step's report was read, by `time.monotonic`, one clock for all processes of a machine.
     """
 
-    updates: list[tuple[int, Update]]
+    updates: list[tuple[int, tuple[Any, ...]]]
     stats: EngineStats
     read_at: float
 

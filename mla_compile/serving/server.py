@@ -1,6 +1,7 @@
 """`mla-compile serve`: one process for HTTP, one for the engine; SIGTERM lets running requests end."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -68,6 +69,7 @@ class _Uvicorn(uvicorn.Server):
         if self._server.failure is not None:
             self.should_exit = True
         else:
+            gc.freeze()  # what is there by now stays: nothing in it is looked at again for garbage
             log.info("ready: %s", url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

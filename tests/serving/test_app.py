@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Message
 
 from mla_compile.cli.serve import _read_keys
@@ -42,7 +42,7 @@ def nothing(_: Answer) -> None:
     pass
 
 
-def app_of(plays: Callable[[Answer], None] = nothing, **settings: Any) -> tuple[FastAPI, Server]:
+def app_of(plays: Callable[[Answer], None] = nothing, **settings: Any) -> tuple[Starlette, Server]:
     app = create_app(ServerSettings(**settings))
     server: Server = app.state.server
     server._client = Engine(server.settings, plays)
@@ -50,7 +50,7 @@ def app_of(plays: Callable[[Answer], None] = nothing, **settings: Any) -> tuple[
 
 
 async def ask(
-    app: FastAPI,
+    app: Starlette,
     method: str,
     path: str,
     body: bytes = b"",
@@ -90,7 +90,7 @@ async def ask(
     return start["status"], told, b"".join(part.get("body", b"") for part in parts)
 
 
-def post(app: FastAPI, fields: dict[str, Any], **how: Any) -> tuple[int, dict[str, str], bytes]:
+def post(app: Starlette, fields: dict[str, Any], **how: Any) -> tuple[int, dict[str, str], bytes]:
     body = json.dumps(BODY | fields).encode()
     return asyncio.run(ask(app, "POST", "/v1/completions", body, **how))
 
