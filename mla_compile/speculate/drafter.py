@@ -19,7 +19,7 @@ from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
 from mla_compile.speculate.chunks import PromptChunks
-from mla_compile.speculate.ngram import look_up, record
+from mla_compile.speculate.ngram import look_up
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
 
@@ -56,7 +56,7 @@ class Drafter(Protocol):
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """Drafts for the k positions behind the newest tokens, int64 `[rows, k]`; anything for inactive rows, and
-        behind a row's own `num_drafts`."""
+        behind a row's own `num_drafts`. A row's text is the first `verified.num_cached + 1` ids of its history."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DrafterKind:
     name: what errors call it.
     build: makes one for a step of so many drafts. Steps of several lengths each have one, over the same states.
     needs_mtp: whether it runs the model's MTP layer.
-    needs_history: whether it reads `DecodeState.history`.
+    needs_history: whether it reads `DecodeState.history`; states have none otherwise.
     lookahead: tokens after a page on which the latents depend that it caches in that page. Pages are shared by prompts
         only where those agree too.
     """
@@ -186,10 +186,9 @@ class NgramDrafter(nn.Module):
         """Nothing: a row's history has its whole prompt from the start."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
-        """See `Drafter`; writes the emitted tokens into the history."""
+        """See `Drafter`."""
         if state.history is None:
             raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
-        record(state.history, state.num_cached + 1, verified.targets, verified.count)
         return look_up(state.history, verified.num_cached + 1, self.k)
 
 

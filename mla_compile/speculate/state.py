@@ -37,7 +37,7 @@ class DecodeState:
     logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.
         None in a state that tells none.
     history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
-        `max_len` tokens; what stands behind the text means nothing. None where no n-gram drafter reads it.
+        `max_len` tokens; what stands behind the text means nothing. None where no drafter reads it.
     acceptance: the share of a row's drafts that is accepted of late, float32 `[rows]` (`row_drafts.py`). None where
         rows do not make fewer by themselves.
 
@@ -87,7 +87,7 @@ class DecodeState:
 
         penalised_vocab: the vocabulary's size, where rows may have penalties.
         num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
-        history_len: tokens of a row at most, where an n-gram drafter reads them.
+        history_len: tokens of a row at most, where a drafter reads them.
         varying_drafts: whether steps of different numbers of drafts, `num_speculative_tokens` at most, take turns, and
             rows make fewer by themselves.
 

@@ -11,8 +11,8 @@ token at position n and drafts d_1..d_k after it:
     MTP reads           s_0,h    s_1,h    ...   s_k,h      sampled at index a -> first draft; then k - 1 more,
                                                            one position each, from its own output
 
-What drafts is a row of a table (`drafter.py`): here the MTP layer. A prompt look-up reads s_0..s_a and the text
-before them instead, in `DecodeState.history`.
+What drafts is a row of a table (`drafter.py`): here the MTP layer. A prompt look-up reads the text instead, in
+`DecodeState.history`, which has s_0..s_a by then.
 
 Latents of rejected positions stay in the caches and are overwritten before anything sees them: the next step starts
 at position n + a + 1, and a token sees only positions up to its own.
@@ -42,6 +42,7 @@ from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
+from mla_compile.speculate.history import record
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
@@ -213,6 +214,8 @@ class SpeculativeDecoder(nn.Module):
             accepted = (count - 1).clamp(min=0)
             num_cached = state.num_cached + count
             self._count_emitted(state, targets, count)
+            if state.history is not None:
+                record(state.history, state.num_cached + 1, targets, count)
             num_drafts = state.max_drafts.clamp(max=self.k)
             if state.acceptance is not None:
                 state.acceptance.copy_(row_drafts.learn(state.acceptance, num_verified, accepted))

@@ -13,7 +13,7 @@ from mla_compile.engine import Completion, Engine
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.drafter import DRAFTERS
-from mla_compile.speculate.ngram import look_up, record
+from mla_compile.speculate.ngram import look_up
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
@@ -89,16 +89,6 @@ def test_the_compiled_look_up_finds_the_same() -> None:
     lengths = torch.tensor([5, 30, 40], dtype=torch.int32)
     compiled = torch.compile(look_up, fullgraph=True)
     assert torch.equal(compiled(history, lengths, k), look_up(history, lengths, k))
-
-
-def test_a_row_that_emits_nothing_records_nothing_wherever_it_stands() -> None:
-    history = torch.arange(24, dtype=torch.int32).view(4, 6)
-    expected = history.clone()
-    expected[1, 3:5] = torch.tensor([90, 91])
-    expected[3, 5] = 90  # at the end of its places
-    start, count = torch.tensor([2, 3, 2**20, 5]), torch.tensor([0, 2, 0, 1])
-    record(history, start.int(), torch.tensor([90, 91, 92]).expand(4, 3), count.int())
-    assert torch.equal(history, expected)
 
 
 @pytest.mark.parametrize("k", [1, 3])
