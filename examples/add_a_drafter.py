@@ -5,7 +5,7 @@ host. What it keeps from step to step stands in tensors, here in none. Whatever 
 good drafter only makes fewer steps of them.
 
 To add one to the library, the class and its row go to `mla_compile/speculate/drafter.py`, its name to
-`mla_compile/defaults.py` (for the command's `--drafter`), and a test of its drafts is written.
+`mla_compile/defaults.py`, for the command's `--drafter`. `docs/add-a-drafter.md` has what else names the drafters.
 
     python examples/add_a_drafter.py [--no-compile]
 """

@@ -3,12 +3,16 @@
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from mla_compile import Engine, Grammar, SamplingParams, generate, load_model
 from mla_compile.cli.app import app
+from mla_compile.defaults import DrafterName
+from mla_compile.engine import EngineConfig
 from mla_compile.integrations.transformers import accelerate
 
 CALLS: dict[str, Callable[..., object]] = {
@@ -38,6 +42,21 @@ def test_what_holds_values_tells_all_of_them() -> None:
         text = inspect.getdoc(of) or ""
         for name in inspect.signature(of).parameters:
             assert re.search(rf"\b{name}\b", text), f"{of.__name__} does not tell of {name}"
+
+
+@pytest.mark.parametrize("name", get_args(DrafterName))
+def test_every_drafter_is_told_of_by_its_name(name: str) -> None:
+    page = Path(__file__).parents[1] / "docs" / "speculation.md"
+    told = {
+        "`--drafter`'s help in mla_compile/cli/commands.py": f" {name}: " in flags_of("generate"),
+        "the docstring of `EngineConfig`": f'"{name}", ' in (inspect.getdoc(EngineConfig) or ""),
+        "the table of docs/speculation.md": f'| `"{name}"` |' in page.read_text(encoding="utf-8"),
+    }
+    assert all(told.values()), f"tell of {name} there: {[where for where in told if not told[where]]}"
+
+
+def flags_of(command: str) -> str:
+    return " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
 
 
 def test_the_list_of_commands_cuts_no_sentence() -> None:

@@ -35,7 +35,7 @@ Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="The dtype of weig
 Drafter = Annotated[
     DrafterName | None,
     Option(
-        help="What drafts: the MTP layer, or a look-up in the text so far.",
+        help="What drafts. mtp: the MTP layer; ngram: a look-up in the text so far.",
         show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
     ),
 ]

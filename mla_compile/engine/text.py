@@ -209,7 +209,7 @@ def generate(
             tokenizer prompts are token ids, and completions have no text.
         num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer or `drafter` is given,
             else 0. The tokens are the same whatever it is.
-        drafter: "mtp", "ngram", one of your own, or None for the MTP layer where there is one; see `EngineConfig`.
+        drafter: what proposes them, or None for the MTP layer where there is one; see `EngineConfig`.
         max_new_tokens: at most so many tokens a prompt, where its `SamplingParams.max_tokens` says nothing.
         sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
             after the other in the list.

@@ -3,8 +3,8 @@
 Whatever they propose, the tokens are the target's own.
 
 Nothing else in the package asks for a drafter by its name. A new one is a class with the methods of `Drafter`, a row of
-`DRAFTERS`, and its name in `defaults.DrafterName`, for the command's flag. One's own needs no row: see
-`examples/add_a_drafter.py`.
+`DRAFTERS`, and its name in `defaults.DrafterName`, for the command's flag (`docs/add-a-drafter.md`). One's own needs no
+row: see `examples/add_a_drafter.py`.
 """
 
 from collections.abc import Callable

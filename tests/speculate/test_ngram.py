@@ -220,7 +220,7 @@ def test_requests_of_one_token_have_a_history_of_two_places() -> None:
 
 def test_what_cannot_draft_is_refused_by_name() -> None:
     assert [kind.name for kind in DRAFTERS] == list(get_args(DrafterName)), "the command's names"
-    unknown = "drafter: expected .*'ngram', a DrafterKind or None, got 'eagle'"
+    unknown = "drafter: expected .*'ngram'.*, a DrafterKind or None, got 'eagle'"
     with pytest.raises(MLAError, match=unknown):
         ngram_engine(without_mtp(), 3, drafter="eagle")
     with pytest.raises(MLAError, match=unknown):

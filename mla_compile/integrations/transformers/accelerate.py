@@ -43,9 +43,9 @@ def accelerate(
         model: a transformers model with MLA attention in every layer, on one device, in evaluation mode.
         num_speculative_tokens: drafts per step, in [0, 32]; 0 for a model with recurrent layers.
             `generate(use_mtp=False)` runs without them.
-        drafter: what proposes them: "mtp", the model's MTP layer, or "ngram", a look-up of the last tokens in the
-            sequence's own text. None for the MTP layer where `mtp` is given or the checkpoint has one, else the
-            look-up; the log says so where the config names a layer that is nowhere.
+        drafter: what proposes them; see `EngineConfig`. None for the MTP layer where `mtp` is given or the checkpoint
+            has one, else a look-up in the sequence's own text; the log says so where the config names a layer that is
+            nowhere.
         mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
             checkpoint that the model came from.
         max_rows, max_model_len: sequences at once, and tokens of one, prompt included, that there is room for at first.
