@@ -41,7 +41,15 @@ def choose_tokens(
         logits = logits.masked_fill(~allowed, -torch.inf)
     if not sampled:
         return logits.argmax(dim=-1)  # the lowest id of equal ones
-    return sample(logits, position, state.seed, state.temperature, state.top_k, state.top_p, state.min_p)
+    return sample(
+        logits,
+        position,
+        seed=state.seed,
+        temperature=state.temperature,
+        top_k=state.top_k,
+        top_p=state.top_p,
+        min_p=state.min_p,
+    )
 
 
 def can_choose(logits: Tensor) -> Tensor:

@@ -128,6 +128,7 @@ def penalise_after(
 def sample(
     logits: Tensor,
     position: Tensor,
+    *,
     seed: Tensor,
     temperature: Tensor,
     top_k: Tensor,

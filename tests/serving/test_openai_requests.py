@@ -1,6 +1,7 @@
 """A body in OpenAI's form asks for completions, or is refused by the name of the field that is wrong."""
 
 import copy
+import inspect
 import json
 import random
 import string
@@ -19,7 +20,14 @@ from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.grammar import Grammar
 from mla_compile.serving.messages import GrammarSource
-from mla_compile.serving.openai_bodies import IGNORED, REFUSED, Body, ChatBody, CompletionBody
+from mla_compile.serving.openai_bodies import (
+    IGNORED,
+    REFUSED,
+    Body,
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+)
 from mla_compile.serving.openai_requests import (
     BadRequest,
     CompletionsAsked,
@@ -99,6 +107,14 @@ def test_every_field_arrives() -> None:
     assert completion(stop="ab").params.stop_strings == ["ab"]
     assert completion(top_k=-1).params.top_k == 0
     assert completion(max_tokens=10**30).params.max_tokens == LIMITS.max_model_len - len(HELLO)
+
+
+def test_requests_may_have_every_sampling_parameter() -> None:
+    own = {"logprobs"}  # each endpoint has its own form of it
+    parameters = inspect.signature(SamplingParams).parameters.keys()
+    missing = parameters - SamplingBody.model_fields.keys() - own
+    assert not missing, f"add {missing} to SamplingBody in mla_compile/serving/openai_bodies.py"
+    assert own <= CompletionBody.model_fields.keys() & ChatBody.model_fields.keys()
 
 
 def test_every_field_of_the_official_client_is_known() -> None:

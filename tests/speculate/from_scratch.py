@@ -9,6 +9,7 @@ from mla_compile import MLABatch, prefill_segment
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import SamplingParams
 from mla_compile.speculate.sampling import sample
+from tests.speculate.defined_sampling import arguments_of
 
 PAGE = 4
 
@@ -23,13 +24,10 @@ def greedy(logits: Tensor, position: int) -> int:
 
 def sampler(params: SamplingParams) -> Choose:
     """Draws one token at a time, each in a call of its own."""
+    row = arguments_of(params)
 
     def choose(logits: Tensor, position: int) -> int:
-        rows = (
-            torch.tensor([value])
-            for value in (params.seed, params.temperature, params.top_k, params.top_p, params.min_p)
-        )
-        return int(sample(logits[None, None], torch.tensor([[position]]), *rows))
+        return int(sample(logits[None, None], torch.tensor([[position]]), **row))
 
     return choose
 

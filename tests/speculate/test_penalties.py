@@ -18,7 +18,13 @@ from mla_compile.speculate.state import FIRST_TOKEN
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, one_layer_model, tiny_model
-from tests.speculate.defined_sampling import Vector, defined_kept, defined_penalties, defined_token
+from tests.speculate.defined_sampling import (
+    Vector,
+    arguments_of,
+    defined_kept,
+    defined_penalties,
+    defined_token,
+)
 from tests.speculate.from_scratch import PAGE, FromScratch
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 4], [9], [10, 11, 12, 13], [14], [15, 15, 16]]
@@ -97,8 +103,11 @@ def test_neutral_penalties_leave_every_bit(dtype: torch.dtype) -> None:
     counts = torch.ones(2, 9, dtype=torch.int32)
     got = penalise_after(logits, drafts, counts.bool(), counts, one, zero, zero)
     assert torch.equal(got, logits.to(got.dtype))
-    rows = torch.arange(6).view(2, 3), torch.tensor([1, 2]), one, torch.tensor([0, 5]), one, zero
-    assert torch.equal(sample(got, *rows), sample(logits, *rows)), "whether the batch has penalties or not"
+    position = torch.arange(6).view(2, 3)
+    rows = arguments_of(SamplingParams(1.0, seed=1), SamplingParams(1.0, seed=2, top_k=5))
+    assert torch.equal(sample(got, position, **rows), sample(logits, position, **rows)), (
+        "whether the batch has penalties or not"
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -115,14 +124,7 @@ def test_filters_keep_what_their_definitions_keep(
     logits = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
     p = SamplingParams(temperature, top_k, top_p, seed, min_p)
     positions = torch.arange(80)
-    params = (
-        (p.seed, torch.int64),
-        (p.temperature, None),
-        (p.top_k, torch.int32),
-        (p.top_p, None),
-        (min_p, None),
-    )
-    got = sample(logits.expand(1, 80, -1), positions[None], *(torch.tensor([x], dtype=t) for x, t in params))
+    got = sample(logits.expand(1, 80, -1), positions[None], **arguments_of(p))
     expected = [defined_token(logits, position, [], [], p) for position in range(80)]
     wrong = [position for position in range(80) if got[0, position] != expected[position]]
     # float32 and float64 may disagree on an id that is within rounding of a threshold.
@@ -141,31 +143,17 @@ def _near_threshold(logits: Vector, p: SamplingParams) -> bool:
 def test_min_p_of_one_keeps_the_most_likely_token_only() -> None:
     logits = torch.tensor([0.10, 0.25, 0.02, 0.62, 0.01]).log().expand(1, 4000, -1)
     for min_p, kept in ((1.0, {3}), (0.3, {1, 3}), (0.02, {0, 1, 2, 3})):
-        drawn = sample(
-            logits,
-            torch.arange(4000)[None],
-            torch.tensor([0]),
-            torch.tensor([1.0]),
-            torch.tensor([0], dtype=torch.int32),
-            torch.tensor([1.0]),
-            torch.tensor([min_p]),
-        )
+        row = arguments_of(SamplingParams(1.0, min_p=min_p))
+        drawn = sample(logits, torch.arange(4000)[None], **row)
         assert set(drawn[0].tolist()) == kept
 
 
 def test_min_p_comes_before_top_p() -> None:
     """0.62 is 0.713 of what min-p leaves, so top-p 0.7 is satisfied with it; of all it is not enough."""
     logits = np.log(np.array([0.10, 0.25, 0.02, 0.62, 0.01]))
-    assert defined_kept(logits, SamplingParams(1.0, top_p=0.7, min_p=0.3)) == {3}
-    drawn = sample(
-        torch.tensor(logits).expand(1, 4000, -1),
-        torch.arange(4000)[None],
-        torch.tensor([0]),
-        torch.tensor([1.0]),
-        torch.tensor([0], dtype=torch.int32),
-        torch.tensor([0.7]),
-        torch.tensor([0.3]),
-    )
+    p = SamplingParams(1.0, top_p=0.7, min_p=0.3)
+    assert defined_kept(logits, p) == {3}
+    drawn = sample(torch.tensor(logits).expand(1, 4000, -1), torch.arange(4000)[None], **arguments_of(p))
     assert set(drawn[0].tolist()) == {3}
 
 

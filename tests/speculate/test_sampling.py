@@ -9,20 +9,13 @@ from mla_compile import MLAError
 from mla_compile.speculate import SamplingParams
 from mla_compile.speculate import sampling as sampling_module
 from mla_compile.speculate.sampling import gumbel_noise, sample, top_logprobs
+from tests.speculate.defined_sampling import arguments_of
 
 
 def draw(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
     """`count` tokens from the same logits, at `count` positions."""
-    p = SamplingParams(**params)
-    return sample(
-        logits.expand(1, count, -1),
-        torch.arange(count)[None],
-        torch.tensor([p.seed]),
-        torch.tensor([p.temperature]),
-        torch.tensor([p.top_k], dtype=torch.int32),
-        torch.tensor([p.top_p]),
-        torch.tensor([p.min_p]),
-    )[0]
+    row = arguments_of(SamplingParams(**params))
+    return sample(logits.expand(1, count, -1), torch.arange(count)[None], **row)[0]
 
 
 def test_noise_is_standard_gumbel() -> None:
