@@ -6,11 +6,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.paging import accumulate_dtype, write_latents
 from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case
 
 HUGE = 2**31 - 1
+BACKENDS = {backend.name: backend for backend in DECODE_BACKENDS}
+"""Tests find a decode backend by its name: others may stand before and behind it."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from mla_compile.packing import RowLayout, classify
 from mla_compile.passes import pipeline
 from mla_compile.torch_internals import know_least_sizes, statically_known_true
 from tests.cases import make_case, relative_error
+from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import HIDDEN, MAX_ROWS, PAGE_SIZE, PAGES_PER_ROW, Layer
 
@@ -159,9 +160,8 @@ def check_packed(
 @pytest.fixture
 def uniform(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a backend that takes one query length in all rows, and refuses anything else."""
-    *_, reference = DECODE_BACKENDS
     row = replace(
-        reference,
+        BACKENDS["reference"],
         name="uniform",
         query_len_support=UNIFORM,
         function="tests.test_packing:decode_uniform",

@@ -11,6 +11,7 @@ import mla_compile
 from mla_compile.cli import environment
 from mla_compile.ops import library
 from mla_compile.ops.backends import DECODE_BACKENDS
+from tests.kernel_cases import BACKENDS
 
 
 def rows(text):
@@ -34,7 +35,7 @@ def test_env_names_versions_and_devices(run):
 
 
 def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
-    newer = replace(DECODE_BACKENDS[-1], name="newer", packages=("no_such_package",))
+    newer = replace(BACKENDS["by_token"], name="newer", packages=("no_such_package",))
     monkeypatch.setattr(environment, "DECODE_BACKENDS", (newer, *DECODE_BACKENDS))
     text = run("env").stdout.partition("decode backends, fastest first\n")[2]
     header, *lines = text.partition("\n\n")[0].splitlines()

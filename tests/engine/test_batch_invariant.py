@@ -23,6 +23,7 @@ from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, pool_of, with_lag
 from tests.engine.test_requests import MIXED, PROMPTS, alone, tokenizer
 from tests.engine.test_scheduler import Driven, chunks, decodes, goes_on
+from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import one_layer_model
 
 FEW_PAGES = 1 + 64 // 4 + 3
@@ -68,8 +69,8 @@ def test_recurrent_layers_are_refused_before_anything_is_allocated() -> None:
 
 
 def test_a_decode_backend_that_does_not_promise_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    *_, last = backends.DECODE_BACKENDS
-    rows = replace(last, name="ours", batch_invariant=True), replace(last, name="mine", batch_invariant=False)
+    any_call = BACKENDS["by_token"]
+    rows = replace(any_call, name="ours"), replace(any_call, name="mine", batch_invariant=False)
     monkeypatch.setattr(backends, "DECODE_BACKENDS", rows)
     backends.select_backend.cache_clear()
     invariant(decode_backend="ours")

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
+from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 
-REFERENCE = next(backend for backend in DECODE_BACKENDS if backend.name == "reference")
+REFERENCE = BACKENDS["reference"]
 
 
 def one_token_a_row(*args: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.kernels import flashinfer_mla
+from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import DecodeConformance, Subject
 
 
@@ -68,10 +68,11 @@ class PlainTorch:
 
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
-    backend = next(backend for backend in DECODE_BACKENDS if backend.name == "flashinfer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_mla, "_wrapper", lambda device: PlainTorch())
-        yield Subject(replace(backend, packages=()), heads=16, rank=512, rope=64, dtype=torch.bfloat16)
+        yield Subject(
+            replace(BACKENDS["flashinfer"], packages=()), heads=16, rank=512, rope=64, dtype=torch.bfloat16
+        )
 
 
 class TestFlashInfer(DecodeConformance):

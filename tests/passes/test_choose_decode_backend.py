@@ -61,7 +61,7 @@ def test_a_unified_call_that_no_pass_has_split_gets_it_too() -> None:
 @pytest.mark.parametrize("passes", [None, []], ids=["split", "unsplit"])
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason(passes: list | None) -> None:
     gm = captured(passes)
-    with pytest.raises(MLAError, match=r"\(reference, by_token\), got triton, which runs on cuda, got cpu"):
+    with pytest.raises(MLAError, match=r"\(.*reference.*\), got triton, which runs on cuda, got cpu"):
         choose_decode_backend(gm, backend="triton")
 
 

@@ -15,16 +15,12 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.backends import DECODE_BACKENDS  # noqa: E402
 from mla_compile.ops.kernels.decode import decode_triton, decode_triton_invariant  # noqa: E402
 from mla_compile.ops.kernels.plan import DecodeTiles  # noqa: E402
-from tests.kernel_cases import DecodeCase, check_decode, decode_case  # noqa: E402
+from tests.kernel_cases import BACKENDS, DecodeCase, check_decode, decode_case  # noqa: E402
 from tests.ops.conformance import DecodeConformance, DecodeInvariance, Subject  # noqa: E402
 
 SMALL = DecodeTiles(rows=16, keys=16, warps=4, stages=1)
-
-
-BY_NAME = {backend.name: backend for backend in DECODE_BACKENDS}
 
 
 slow = pytest.mark.slow
@@ -32,7 +28,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=["triton", pytest.param("triton_invariant", marks=slow)])
 def subject(request: pytest.FixtureRequest) -> Subject:
-    return Subject(BY_NAME[request.param])
+    return Subject(BACKENDS[request.param])
 
 
 class TestTriton(DecodeConformance):
@@ -50,7 +46,7 @@ class TestBatchInvariant(DecodeInvariance):
 
     @pytest.fixture(params=["in_small_splits", "in_turn"])
     def subject(self, request: pytest.FixtureRequest) -> Subject:
-        return Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:{request.param}"))
+        return Subject(replace(BACKENDS["triton_invariant"], function=f"{__name__}:{request.param}"))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=slow), torch.bfloat16], ids=str)
@@ -58,13 +54,13 @@ def test_one_drawn_set_of_texts_is_batch_invariant(dtype: torch.dtype) -> None:
     suite = TestBatchInvariant()
     suite.borders, suite.drawn = (16, 32, 64), 1
     suite.test_drawn_calls(
-        Subject(replace(BY_NAME["triton_invariant"], function=f"{__name__}:in_turn")), dtype
+        Subject(replace(BACKENDS["triton_invariant"], function=f"{__name__}:in_turn")), dtype
     )
 
 
 def test_splits_that_are_shares_of_a_row_are_not_batch_invariant() -> None:
     """The suite notices it."""
-    subject = Subject(replace(BY_NAME["triton"], function=f"{__name__}:in_shares"))
+    subject = Subject(replace(BACKENDS["triton"], function=f"{__name__}:in_shares"))
     with pytest.raises(AssertionError, match="q_len 2"):
         TestBatchInvariant().test_one_of_many_tokens(subject, 2)
 
