@@ -14,6 +14,9 @@ from mla_compile.serving.settings import ServerSettings
 
 T = TypeVar("T")
 
+_LET_BY = 1.0
+"""Seconds that the next part of a body that is too long is waited for."""
+
 
 class ClientGone(Exception):
     """Nobody reads an answer, or will send the rest of a request."""
@@ -51,12 +54,16 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         BadRequest: it has too many bytes, or does not come in time. ClientGone: the client has hung up.
     """
     body, most = bytearray(), settings.max_body_bytes
+    now = asyncio.get_running_loop().time
+    end = now() + settings.stall_seconds
     try:
-        async with asyncio.timeout(settings.stall_seconds):
+        async with asyncio.timeout_at(end) as limit:
             async for part in request.stream():
-                # The rest of a body that is too long is let by: many a client reads no answer before it has sent all.
                 if len(body) <= most:
                     body += part
+                if len(body) > most:
+                    # What follows is let by while it comes: many a client reads no answer before it has sent all.
+                    limit.reschedule(min(end, now() + _LET_BY))
     except TimeoutError:
         if len(body) <= most:
             raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None

@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 import uvicorn
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mla_compile.serving.app import Server, create_app
+from mla_compile.serving.openai_requests import BadRequest
 from mla_compile.serving.server import _Uvicorn
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import EventStream
+from mla_compile.serving.streams import EventStream, read_body
 from tests.serving import servers
 from tests.serving.load import num_sockets
 
@@ -149,6 +151,27 @@ def test_who_asks_for_nothing_is_dropped_and_who_asks_is_answered(monkeypatch: p
 
     monkeypatch.setattr(Server, "started", lambda _: asyncio.sleep(0))  # no engine is needed
     assert asyncio.run(run()) == [0, 0, 1, 1, 9]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_body_that_is_too_long_is_refused_when_it_ends_or_comes_no_more(ends: bool) -> None:
+    parts = [{"type": "http.request", "body": b"x" * 80, "more_body": True}] * 20
+    coming = iter([*parts, {"type": "http.request", "body": b"", "more_body": False}] if ends else parts)
+
+    async def receive() -> Message:
+        for message in coming:
+            return message
+        return await asyncio.Future()  # the client waits for its answer
+
+    async def refusal() -> BadRequest:
+        request = Request({"type": "http"}, receive)
+        with pytest.raises(BadRequest) as caught:
+            async with asyncio.timeout(10):
+                await read_body(request, ServerSettings(max_body_bytes=100))
+        return caught.value
+
+    assert asyncio.run(refusal()).status == 413
+    assert next(coming, None) is None, "all of it is read first"
 
 
 IMPATIENT = """
