@@ -61,6 +61,19 @@ class Connection:
         status, headers = await self.head()
         return Answer(status, headers, await self.body(headers))
 
+    async def stream(self, body: Any) -> AsyncGenerator[bytes]:
+        """Events of `/v1/completions`, the body's `stream` set.
+
+        Raises:
+            RuntimeError: the server refuses. asyncio.IncompleteReadError: it hangs up before the end.
+        """
+        await self.send("POST", "/v1/completions", json.dumps(body | {"stream": True}).encode())
+        status, headers = await self.head()
+        if status != 200:
+            raise RuntimeError(f"status {status}: {(await self.body(headers)).decode()}")
+        async for event in self.events():
+            yield event
+
     async def events(self) -> AsyncGenerator[bytes]:
         """Data of the server-sent events of an answer whose head has been read, up to `[DONE]`."""
         rest = b""
@@ -89,17 +102,9 @@ async def ask(url: str, method: str, path: str, body: Any = None) -> Answer:
 
 
 async def stream(url: str, body: Any) -> AsyncGenerator[bytes]:
-    """Events of `/v1/completions`, the body's `stream` set.
-
-    Raises:
-        RuntimeError: the server refuses. asyncio.IncompleteReadError: it hangs up before the end.
-    """
+    """As `Connection.stream`, on a connection of its own."""
     async with connected(url) as connection:
-        await connection.send("POST", "/v1/completions", json.dumps(body | {"stream": True}).encode())
-        status, headers = await connection.head()
-        if status != 200:
-            raise RuntimeError(f"status {status}: {(await connection.body(headers)).decode()}")
-        async for event in connection.events():
+        async for event in connection.stream(body):
             yield event
 
 

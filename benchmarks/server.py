@@ -25,13 +25,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.http_client import ask, metrics, quantile, stream
+from benchmarks.http_client import Connection, ask, connected, metrics, quantile
 from benchmarks.reporting import add_row
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Checkpoint, Engine
@@ -115,23 +115,23 @@ def _is_ready(url: str) -> bool:
 
 
 async def through_server(url: str, streams: Sequence[Sequence[Asked]]) -> Round:
-    """Each stream on connections of its own."""
+    """Each stream on a connection of its own, as clients keep them."""
 
-    async def first_token(prompt: list[int], num_tokens: int) -> float:
+    async def first_token(connection: Connection, prompt: list[int], num_tokens: int) -> float:
         begin, first = time.perf_counter(), 0.0
         body = {"model": "served", "prompt": prompt, "temperature": 0, "max_tokens": num_tokens}
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         before, last = b"", b""
-        async with aclosing(stream(url, body)) as events:
-            async for event in events:
-                first = first or time.perf_counter() - begin
-                before, last = last, event
+        async for event in connection.stream(body):
+            first = first or time.perf_counter() - begin
+            before, last = last, event
         if last != b"[DONE]" or json.loads(before)["usage"]["completion_tokens"] != num_tokens:
             raise RuntimeError(f"an answer that is not whole: {before.decode()}")
         return first
 
     async def one(asked: Sequence[Asked]) -> list[float]:
-        return [await first_token(*each) for each in asked]
+        async with connected(url) as connection:
+            return [await first_token(connection, *each) for each in asked]
 
     begin = time.perf_counter()
     firsts = await asyncio.gather(*map(one, streams))
