@@ -100,9 +100,13 @@ class SamplingParams:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
-    def copies(self) -> list["SamplingParams"]:
-        """What each of the n completions is sampled with, alone."""
-        return [replace(self, n=1, seed=self.seed + i) for i in range(self.n)]
+    def copies(self, first_seed: int | None = None) -> list["SamplingParams"]:
+        """What each of the n completions is sampled with, alone.
+
+        first_seed: of the first one, in place of `seed`.
+        """
+        first = self.seed if first_seed is None else first_seed
+        return [replace(self, n=1, seed=first + i) for i in range(self.n)]
 
     @property
     def penalised(self) -> bool:

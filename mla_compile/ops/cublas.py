@@ -124,15 +124,15 @@ def _takes_as_is(weights: Weights, x: Tensor) -> bool:
     strides = x.stride()
     if not all(type(stride) is int for stride in strides):
         return False  # of a graph: they are known when it runs
-    along_token, along_group, along_k = strides
     if strides == (weights.groups * weights.k, weights.k, 1):
         return True
+    along_token, along_group, along_k = strides
     unit = _BYTES // x.element_size()
     # Where all tokens lie between two groups, strides are others for each number of tokens.
     if along_k != 1 or not 0 < along_group <= along_token or along_group % unit or along_token % unit:
         return False
-    strides = along_token, along_group
-    agrees = _known(_as_contiguous, (weights, strides), lambda: _try_strides(weights, strides))
+    key = weights, (along_token, along_group)
+    agrees = _known(_as_contiguous, key, lambda: _try_strides(*key))
     return agrees is True
 
 

@@ -94,9 +94,9 @@ class CompletionsAsked:
         seed, n = self.params.seed, self.params.n
         seeds = [seed if self.is_seeded else seed + i * n for i in range(len(self.prompts))]
         return [
-            Asked(prompt, replace(self.params, n=1, seed=first + i), self.grammar, self.max_drafts)
+            Asked(prompt, params, self.grammar, self.max_drafts)
             for prompt, first in zip(self.prompts, seeds, strict=True)
-            for i in range(n)
+            for params in self.params.copies(first)
         ]
 
 
