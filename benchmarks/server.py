@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--requests", type=int, default=4, help="of each stream, one after another")
+    parser.add_argument("--requests", type=int, default=8, help="of each stream, one after another")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--output", type=Path)

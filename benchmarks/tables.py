@@ -264,14 +264,15 @@ def _transformers(name: str) -> str:
     cells = {(row["variant"], row["batch"]): row for row in report["rows"]}
     ours = [cells["ours_k0", batch] for batch in batches]
     read = ours[0]["read_TB_per_s"]
-    by_generation = [v for v in VARIANTS if "mean_ms" not in cells[v, 1]]
+    measured = [v for v in VARIANTS if (v, 1) in cells]
+    by_generation = [v for v in measured if "mean_ms" not in cells[v, 1]]
     lines = [
         (
             f"floor: weights and latents, read once at {read} TB/s",
             *(fixed(row["floor_ms"], 2) for row in ours),
         ),
     ]
-    lines += [(VARIANTS[v], *(fixed(cells[v, b]["ms_per_step"], 2) for b in batches)) for v in VARIANTS]
+    lines += [(VARIANTS[v], *(fixed(cells[v, b]["ms_per_step"], 2) for b in batches)) for v in measured]
     text = sentences(
         f"{ours[0]['machine']}, torch {ours[0]['torch']}, transformers {ours[0]['transformers']}, bfloat16, "
         f"{report['layers']} layers, {report['parameters'] / 1e9:.1f}B parameters with random values, about "
@@ -368,6 +369,62 @@ def batch_invariance() -> str:
     return before + counted + "\n" + after
 
 
+def batch_invariance_cost() -> str:
+    """Milliseconds a step, default and batch-invariant."""
+    lines = []
+    for name in ("glm12", "v3"):
+        report = result(f"transformers_generate.{name}")
+        cells = {(row["variant"], row["batch"]): row["ms_per_step"] for row in report["rows"]}
+        model = {"glm": "GLM-4.7-Flash", "v3": "DeepSeek-V3"}[report["model"]]
+        for k in (0, 3):
+            pairs = [(cells[f"ours_k{k}", b], cells[f"ours_k{k}_invariant", b]) for b in (1, 8, 32)]
+            costs = (f"{ours:.2f} to {exact:.2f} ({exact / ours:.2f} times)" for ours, exact in pairs)
+            lines.append([f"{report['layers']} layers of {model}'s shape, {k} drafts", *costs])
+    machine = result("transformers_generate.glm12")["rows"][0]
+    return sentences(
+        f"{machine['machine']}, torch {machine['torch']}, bfloat16, random weights; milliseconds a step, by default "
+        "and with `batch_invariant=True`."
+    ) + table(["", *(f"batch {batch}" for batch in (1, 8, 32))], lines)
+
+
+def server() -> str:
+    """The server beside the engine."""
+    names = {"server": "the shipped model", "server.glm": "4 layers of GLM's shape, random weights"}
+    rows = []
+    for name, model in names.items():
+        for row in result(name)["rows"]:
+            served, engine = row["server"], row["engine"]
+            rows.append(
+                [
+                    model,
+                    row["streams"],
+                    fixed(served["tokens_per_s"], 0),
+                    fixed(engine["tokens_per_s"], 0),
+                    fixed(row["ratio"], 2),
+                    *(
+                        f"{served[when]} / {engine[when]}" if name == "server" else None
+                        for when in ("at_once_first_token_ms", "first_token_ms")
+                    ),
+                ]
+            )
+    report = result("server")
+    return sentences(
+        f"{report['device']}, torch {report['torch']}, bfloat16, {report['k']} drafts; prompts of "
+        f"{report['prompt_tokens']} tokens, about {report['tokens']} new ones, {report['requests']} requests a stream."
+    ) + table(
+        [
+            "",
+            "streams",
+            "server: tokens/s",
+            "engine: tokens/s",
+            "ratio",
+            "first token, all at once: server / engine, ms",
+            "first token, later",
+        ],
+        rows,
+    )
+
+
 def mtp_iteration() -> str:
     """The shipped model's iteration as a CUDA graph."""
     report = result("mtp_iteration")
@@ -433,6 +490,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "prefill": prefill,
     "mtp_iteration": mtp_iteration,
     "batch_invariance": batch_invariance,
+    "batch_invariance.cost": batch_invariance_cost,
+    "server": server,
     **{
         f"help.{name}": functools.partial(command_help, name)
         for name in ("demo", "env", "generate", "inspect", "serve")
