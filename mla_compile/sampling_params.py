@@ -1,5 +1,6 @@
 """What a request asks of sampling. Importing it takes no torch, so that the command checks flags at once."""
 
+import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -57,7 +58,7 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
             raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")

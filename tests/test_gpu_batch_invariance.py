@@ -18,10 +18,18 @@ PROMPTS = [
 ]
 MIXED = [
     SamplingParams(),
-    SamplingParams(temperature=0.8, top_p=0.9, top_k=30, seed=3),
-    SamplingParams(temperature=1.0, min_p=0.05, repetition_penalty=1.2, logprobs=3, seed=4),
-    SamplingParams(presence_penalty=0.5, logprobs=0),
+    SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=30,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        logprobs=3,
+        seed=4,
+    ),
 ]
+"""Two kinds of steps: each of them is compiled four times."""
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,11 @@ def generate(
         int, Option("--n", metavar="N", help="Completions per prompt, with the seeds SEED, SEED + 1, ....")
     ] = 1,
     repetition_penalty: Annotated[
-        float, Option(metavar="R", help="Divide logits of tokens in prompt or completion by R; 1: do not.")
+        float,
+        Option(
+            metavar="R",
+            help="Divide logits above 0 of tokens in prompt or completion by R, multiply the others.",
+        ),
     ] = 1.0,
     presence_penalty: Annotated[
         float, Option(metavar="X", help="Subtract X from logits of tokens in the completion.")

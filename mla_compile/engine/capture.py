@@ -4,6 +4,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,7 +117,7 @@ class Captures:
             call = uncaptured if bucket.why_not else captured
             before, num_graphs = compile_seconds(), self._num_graphs()
             if calls[shape] < CALLS_TO_RECORD:
-                result = self._measure(bucket, call, state, *args)
+                result = self._measure(bucket, call, state, *args, is_first=not calls)
             else:  # after `check_again`: it has been measured, which makes the host wait
                 result = call(state, *args)
                 bucket.compile_seconds += compile_seconds() - before
@@ -155,13 +156,13 @@ class Captures:
         bucket = Bucket(step, rows, q_len, num_stop_ids, tokens, chunks, keys)
         return self._buckets.setdefault((step, q_len, *shape), bucket)
 
-    def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
-        """Call, and add what it cost to the bucket's sums."""
+    def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any, is_first: bool) -> Any:
+        """Call, and add what it cost to the bucket's sums. is_first: of the step, which compiles it."""
         before = self._read()
         kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
         what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
         try:
-            with told(what):
+            with told(what) if is_first else nullcontext():
                 result = call(*args)
         except BaseException:
             # Until it is called again: others must not be padded to it.

@@ -101,10 +101,14 @@ class EngineConfig:
         check_num_drafts(self.num_speculative_tokens)
         known_drafter(self.drafter)
         for name in ("max_rows", "max_model_len", "page_size"):
-            check_positive(name, getattr(self, name))
+            _check_size(name, getattr(self, name))
+        if self.max_model_len < 2:
+            raise MLAError(
+                "max_model_len", "at least 2, a token of a prompt and a new one", self.max_model_len
+            )
         for name in ("num_pages", "max_tokens_per_step", "shadow_check_every"):
             if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
+                _check_size(name, getattr(self, name))
         for name in ("adaptive_draft_length", "prefix_caching", "compile", "batch_invariant"):
             check_boolean(name, getattr(self, name))
         budget = self.capture_budget
@@ -232,6 +236,13 @@ def check_positive(name: str, value: object) -> None:
     """Raises `MLAError` for anything but an integer >= 1."""
     if type(value) is not int or value < 1:
         raise MLAError(name, "an integer >= 1", repr(value))
+
+
+def _check_size(name: str, value: object) -> None:
+    """Raises `MLAError` for anything but an integer >= 1 that tensors of int32 can hold."""
+    check_positive(name, value)
+    if isinstance(value, int) and value >= 2**31:
+        raise MLAError(name, "an integer below 2**31", value)
 
 
 def check_boolean(name: str, value: object) -> None:

@@ -141,6 +141,8 @@ class GrammarRow:
         self._name = name
         self._num_read = 0
         self._dead_end: _DeadEnd | None = None
+        self.has_failed = False
+        """Whether the row has ended because its grammar did not go on."""
 
     def follow(self, completion: Completion) -> None:
         """Read another completion from now on, from its beginning."""
@@ -172,6 +174,7 @@ class GrammarRow:
         end, self._dead_end = self._dead_end, None
         if end is None or len(report.tokens) <= end.num_drafts:
             return report
+        self.has_failed = True
         n = end.num_drafts
         error = MLAError(self._name, "a grammar that goes on here", end.message)
         logprobs = None if report.logprobs is None else report.logprobs[:n]

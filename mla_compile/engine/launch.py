@@ -18,6 +18,7 @@ from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
+from mla_compile.errors import MLAError
 from mla_compile.speculate import (
     DecodeState,
     PackedChunks,
@@ -275,8 +276,21 @@ class Launcher:
                     drafts, completions = guesses[index, : n - 1], [asked[row] for row in sorted(rows)]
                     chosen = choose(logits[index, :n], drafts, completions)
                     has_token = targets[index, :n] != NO_TOKEN
+                    _check_chosen(chosen, has_token, self._model.vocab_size)
                     targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)
         return targets
+
+
+def _check_chosen(chosen: object, counts: Tensor, vocab_size: int) -> None:
+    """Raises `MLAError` where a `TokenChooser` gave no tokens `[rows, n]`; counts: bool, the places that matter."""
+    expected = f"int64 {list(counts.shape)} of ids in [0, {vocab_size})"
+    if not isinstance(chosen, Tensor):
+        raise MLAError("choose", expected, repr(chosen))
+    if chosen.dtype != torch.int64 or chosen.shape != counts.shape:
+        raise MLAError("choose", expected, f"{chosen.dtype} {list(chosen.shape)}")
+    outside = chosen[((chosen < 0) | (chosen >= vocab_size)) & counts]
+    if len(outside):
+        raise MLAError("choose", expected, int(outside[0]))
 
 
 def _compiles_mixed(model: ServedModel, why_not_captured: str | None) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mla_compile.engine import Checkpoint, Completion, Engine, Grammar
+from mla_compile.engine import Checkpoint, Engine, Grammar
 from mla_compile.engine.request import Request
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.errors import MLAError
@@ -107,21 +107,23 @@ class _Served:
         for key, request in list(self._requests.items()):
             completion, told = request.completion, self._num_told[key]
             if len(completion.token_ids) > told or request.has_ended:
-                found.append((key, _fields_of_update(completion, told, request.params)))
+                found.append((key, _fields_of_update(request, told)))
                 self._num_told[key] = len(completion.token_ids)
             if request.has_ended:
                 del self._requests[key], self._num_told[key]
         return found
 
 
-def _fields_of_update(completion: Completion, told: int, params: SamplingParams) -> tuple[Any, ...]:
+def _fields_of_update(request: Request, told: int) -> tuple[Any, ...]:
+    completion = request.completion
     return (
         completion.token_ids[told:],
         completion.draft_positions[told:],
         None if completion.logprobs is None else completion.logprobs[told:],
         completion.finish_reason,
-        completion.text if params.stop_strings else None,
+        completion.text if request.params.stop_strings else None,
         completion.error,
+        request.grammar is not None and request.grammar.has_failed,
     )
 
 

@@ -54,7 +54,7 @@ class Update:
     token_ids, draft_positions, logprobs: the new ones, as in `Completion`.
     finish_reason, error: as in `Completion`; None while it runs.
     text: all of the text, where a stop string cut it.
-    is_refused: whether the request itself was wrong, as `error` says; nothing has run.
+    is_refused: whether the request itself was wrong, as `error` says.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -94,6 +94,12 @@ class DrafterKind:
     needs_history: bool = False
     lookahead: int = 0
 
+    def __post_init__(self) -> None:
+        if not callable(self.build):
+            raise MLAError("build", "a function of DrafterSettings that makes a drafter", repr(self.build))
+        if type(self.lookahead) is not int or self.lookahead < 0:
+            raise MLAError("lookahead", "an integer >= 0", repr(self.lookahead))
+
     def serves(self, *, has_mtp: bool) -> bool:
         """Whether a model has what it needs."""
         return has_mtp or not self.needs_mtp

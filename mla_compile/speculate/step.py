@@ -225,6 +225,8 @@ class SpeculativeDecoder(nn.Module):
                 q_lens = torch.where(active, q_lens, 0)
                 verified = Verified(targets, accepted, count, hidden, num_cached, active, q_lens)
                 drafts = self.drafter.draft(state, verified)
+                if not isinstance(drafts, Tensor):
+                    raise MLAError("draft", f"int64 [rows, {self.k}] from the drafter", repr(drafts))
                 if drafts.dim() != 2 or drafts.shape[1] != self.k or drafts.dtype != torch.int64:
                     got = f"{drafts.dtype} {list(drafts.shape)}"
                     raise MLAError("draft", f"int64 [rows, {self.k}] from the drafter", got)

@@ -90,6 +90,17 @@ def test_a_chosen_token_that_no_draft_guessed_is_what_the_next_step_reads() -> N
     assert [c.token_ids for c in out] == [list(range(7, 17))] * 3
 
 
+@pytest.mark.parametrize(
+    "wrong", [None, torch.zeros(1, 1), torch.zeros(1).long(), torch.full((1, 1), 10**6), -1]
+)
+def test_what_a_chooser_must_not_return_is_refused_by_name(wrong: object) -> None:
+    mine = engine()
+    given = torch.full((1, 1), wrong) if isinstance(wrong, int) else wrong
+    with pytest.raises(MLAError, match=r"^choose: expected int64 \[1, 1\] of ids in \[0, \d+\), got "):
+        list(mine.stream(PROMPTS[:1], max_new_tokens=4, choose=lambda *_: given))
+    assert tokens(mine) == tokens(engine())
+
+
 def test_an_engine_whose_caches_a_newer_one_replaced_says_so() -> None:
     old = engine()
     Engine(old.model, max_rows=1, max_model_len=32, compile=False)
@@ -155,18 +166,28 @@ def test_a_row_that_is_started_is_a_prompt() -> None:
         engine().start(PROMPTS[:2], 4, [SamplingParams(), SamplingParams(n=2)], [])
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 1).long(), torch.zeros(1).long(), torch.zeros(1, 2)])
-def test_drafts_of_another_shape_or_dtype_are_refused(wrong: torch.Tensor) -> None:
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 1).long(), torch.zeros(1).long(), torch.zeros(1, 2), None])
+def test_drafts_of_another_shape_or_dtype_are_refused(wrong: torch.Tensor | None) -> None:
     class Wrong:
         def fill(self, chunks: object, hidden: object) -> None:
             pass
 
-        def draft(self, state: object, verified: object) -> torch.Tensor:
+        def draft(self, state: object, verified: object) -> torch.Tensor | None:
             return wrong
 
     mine = engine(2, max_rows=1, drafter=DrafterKind("wrong", lambda _: Wrong()))
-    with pytest.raises(MLAError, match=r"^draft: expected int64 \[rows, 2\] from the drafter, got torch\."):
+    got = "None" if wrong is None else rf"torch\.{str(wrong.dtype)[6:]}"
+    with pytest.raises(MLAError, match=rf"^draft: expected int64 \[rows, 2\] from the drafter, got {got}"):
         mine.generate(PROMPTS[:1], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"build": None}, "build"), ({"lookahead": -1}, "lookahead"), ({"lookahead": 1.5}, "lookahead")],
+)
+def test_a_wrong_kind_of_drafter_is_refused_where_it_is_made(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(MLAError, match=f"^{name}: expected "):
+        DrafterKind(**{"name": "mine", "build": lambda _: None, **settings})
 
 
 def test_the_settings_that_an_engine_takes_are_those_of_its_config() -> None:

@@ -12,7 +12,25 @@ from tests.engine.test_grammar import SMALL
 from tests.models_for_tests import one_layer_model
 
 WRONG = [
-    *(None, "x", b"x", "", 1.5, -1, 0, True, float("nan"), [], {}, (), object(), range(3), {"a"}, {1: 2}),
+    *(
+        None,
+        "x",
+        b"x",
+        "",
+        1.5,
+        -1,
+        0,
+        10**400,
+        True,
+        float("nan"),
+        [],
+        {},
+        (),
+        object(),
+        range(3),
+        {"a"},
+        {1: 2},
+    ),
     *([None], ["x"], [[None]], [[1.5]], [[True]], [[1]], torch.tensor(1), torch.zeros(2), SamplingParams()),
 ]
 """Some of which are right for some arguments."""

@@ -96,8 +96,10 @@ def test_a_grammar_is_followed_and_a_wrong_one_refused_alone() -> None:
     async def test(client: EngineClient) -> None:
         digits = Asked(PROMPTS[0], SamplingParams(max_tokens=9), GrammarSource("regex", "[0-9]{4}"))
         wrong = replace(digits, grammar=GrammarSource("json_schema", "{"))
+        # It compiles, and is too much for llguidance once the text goes on.
+        large = replace(digits, grammar=GrammarSource("regex", "(a{1000}){1000}"))
         free = Asked(PROMPTS[1], SamplingParams(max_tokens=9))
-        followed, refused, other = [client.submit([each]) for each in (digits, wrong, free)]
+        followed, refused, ended, other = [client.submit([each]) for each in (digits, wrong, large, free)]
         tokenizer = load_tokenizer(SHIPPED_MODEL)
         assert tokenizer is not None
         (update,) = await joined(followed)
@@ -105,6 +107,8 @@ def test_a_grammar_is_followed_and_a_wrong_one_refused_alone() -> None:
         assert text.isdigit() and len(text) == 4 and update.finish_reason == "stop"
         (update,) = await joined(refused)
         assert update.is_refused and "expected a JSON schema" in (update.error or "")
+        (update,) = await joined(ended)
+        assert update.is_refused and "expected a grammar that goes on" in (update.error or "")
         assert (await joined(other))[0].finish_reason == "length"
 
     with_client(test)
