@@ -81,7 +81,7 @@ def fuse_norm_rope_append(
             log.info("not fused: %s: %s", name, found)
             continue
         _replace(found)
-        angles |= {_before_views(angle) for angle in found.angles}
+        angles |= {_viewed(angle) for angle in found.angles}
         superseded |= found.nodes
         log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
     if superseded:
@@ -207,7 +207,7 @@ def _replace(match: _Match) -> None:
     match.append.graph.erase_node(match.append)
 
 
-def _before_views(node: fx.Node) -> fx.Node:
+def _viewed(node: fx.Node) -> fx.Node:
     """What a node is a view of, of all or some columns."""
     while torch_name(node) in _VIEWS and is_tensor(node.args[0]) and is_tensor(node):
         node = node.args[0]  # type: ignore[assignment]

@@ -30,7 +30,7 @@ from mla_compile.passes.effects import erase, live_nodes, may_write, memory, wri
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import argument, calls, is_tensor, op_arguments, tensor_of, torch_name
 from mla_compile.passes.provenance import where
-from mla_compile.passes.recognise_routing import Routing, recognise_routing
+from mla_compile.passes.recognise_routing import ExpertChoice, recognise_routing
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _Match:
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    routing: Routing
+    routing: ExpertChoice
     weights: fx.Node
     ids: fx.Node
     nodes: frozenset[fx.Node]
@@ -61,7 +61,7 @@ def fuse_router(
     if not layers:
         return gm
     live = live_nodes(gm.graph)
-    known: dict[tuple[str, str], Routing | str] = {}
+    known: dict[tuple[str, str], ExpertChoice | str] = {}
     superseded: set[fx.Node] = set()
     for experts in layers:
         name, found = where(experts), _match(experts, live, known)
@@ -82,7 +82,9 @@ def _has_kernel(experts: fx.Node) -> bool:
     return first_serves(MOE_ROUTER, tensor_of(given["x"]), experts=tensor_of(given["w_down"]).shape[0])
 
 
-def _match(experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], Routing | str]) -> _Match | str:
+def _match(
+    experts: fx.Node, live: set[fx.Node], known: dict[tuple[str, str], ExpertChoice | str]
+) -> _Match | str:
     """The router of a call of experts, or why there is none."""
     given = op_arguments(experts)
     (weights, _), ids = _before_casts(given["topk_weights"], HALF), given["topk_ids"]

@@ -20,7 +20,7 @@ _TOKENS = 37
 
 
 @dataclass(frozen=True)
-class Routing:
+class ExpertChoice:
     """The arguments of `choose_experts` behind the tensors, in its order."""
 
     topk: int
@@ -45,7 +45,7 @@ class _Draw:
     ids: Tensor
 
 
-def recognise_routing(weights: Cone, ids: Cone) -> Routing | str:
+def recognise_routing(weights: Cone, ids: Cone) -> ExpertChoice | str:
     """How experts are chosen of the logits that are the source of both cones, or why that is another way."""
     logits = tensor_of(weights.source)
     for cone, dtype in ((weights, torch.float32), (ids, torch.int64)):
@@ -76,7 +76,7 @@ def recognise_routing(weights: Cone, ids: Cone) -> Routing | str:
     return "it weighs otherwise" if rule is None else rule
 
 
-def _rules(experts: int, topk: int) -> Iterator[Routing]:
+def _rules(experts: int, topk: int) -> Iterator[ExpertChoice]:
     """All that may be, those with the fewest groups first."""
     for groups, softmax in itertools.product(range(1, min(experts, _MOST_GROUPS) + 1), (False, True)):
         size = experts // groups
@@ -84,19 +84,19 @@ def _rules(experts: int, topk: int) -> Iterator[Routing]:
             continue
         for kept in range(1, groups) if groups > 1 else (1,):
             if topk <= kept * size:
-                yield Routing(topk, groups, kept, softmax)
+                yield ExpertChoice(topk, groups, kept, softmax)
 
 
-def _weighed(rule: Routing, draws: list[_Draw], numbers: list[float]) -> Routing | None:
+def _weighed(rule: ExpertChoice, draws: list[_Draw], numbers: list[float]) -> ExpertChoice | None:
     """The rule with its weights, whose factor is one of the cone's numbers; None where they are none of it."""
     for normalize, scaling in itertools.product((False, True), numbers):
-        found = Routing(rule.topk, rule.num_groups, rule.topk_groups, rule.softmax, normalize, scaling)
+        found = ExpertChoice(rule.topk, rule.num_groups, rule.topk_groups, rule.softmax, normalize, scaling)
         if all(torch.allclose(_chosen(found, draw)[0], draw.weights, rtol=1e-5, atol=0) for draw in draws):
             return found
     return None
 
 
-def _chosen(rule: Routing, draw: _Draw) -> tuple[Tensor, Tensor]:
+def _chosen(rule: ExpertChoice, draw: _Draw) -> tuple[Tensor, Tensor]:
     return _in_order(*choose_experts(draw.logits, draw.bias, *astuple(rule)))
 
 
