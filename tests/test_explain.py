@@ -84,6 +84,7 @@ def test_dynamic_sizes_are_numbered_and_come_with_the_calls_sizes() -> None:
     assert "s0" in text and "dynamic sizes, as they were in this call: s0 = " in text
 
 
+@pytest.mark.long
 def test_the_speculative_step_shows_what_the_gather_left_at_all_tokens() -> None:
     text = str(inspect_step(tiny_model(torch.float32), num_speculative_tokens=3, rows=2))
     assert "model.layers.0-1.self_attn: 2 calls, all the same" in text

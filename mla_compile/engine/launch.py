@@ -204,7 +204,7 @@ class Launcher:
                 num_stop_ids=num_stop_ids,
                 penalised_vocab=self._model.vocab_size if variant.penalised else None,
                 num_logprobs=num_logprobs,
-                history_len=max(2, pages * self._config.page_size) if has_history else None,
+                history_len=pages * self._config.page_size if has_history else None,
                 device=self._device,
             )
         return self._states[key]

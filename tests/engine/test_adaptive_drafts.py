@@ -75,6 +75,7 @@ def serve(
     return generations
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("all_drafts")
 @pytest.mark.parametrize(
     ("kind", "few_pages", "seed"),
@@ -155,6 +156,7 @@ def test_each_row_may_have_its_own_number_of_drafts(
     assert texts == expected[:4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_row_makes_as_many_drafts_as_its_own_acceptance_pays_for(
     model: MLAForCausalLM, oracle: FromScratch, kind: str
@@ -351,6 +353,7 @@ def test_lengths_of_look_ups_in_sampled_and_penalised_texts_are_compiled_once_to
     check_that_lengths_compile_once("ngram", KINDS["penalised"])
 
 
+@pytest.mark.long
 def test_an_adaptive_engine_stops_drafting_where_nothing_is_accepted(
     model: MLAForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def arrive(of: Engine, **settings: object) -> list[list[int]]:
     return [request.completion.token_ids for request in requests]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_every_step_is_compiled_and_few_graphs_serve_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """With prompts and without, in halves too: no sizes of prompts, chunks or rows make another graph."""

@@ -294,6 +294,7 @@ def test_chunks_are_padded_to_few_numbers_of_chunks(num_chunks: int) -> None:
         assert len(rows) == padded["num_chunks"] in (4, 16, 64, 256)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
 @pytest.mark.parametrize("longest", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longest: int) -> None:

@@ -28,6 +28,7 @@ def by_number_of_tokens(call: Callable[..., torch.Tensor]) -> Callable[..., torc
     return run
 
 
+@pytest.mark.long
 def test_none_is_named_where_none_differs(model: torch.nn.Module) -> None:
     found = first_different_op(model, PROMPTS, 4)
     assert found == "none by itself: look at what the compiler fuses"

@@ -215,6 +215,7 @@ def test_min_p_and_penalties_change_what_a_grammars_row_says() -> None:
     assert ids(run(0, one, SamplingParams(temperature=2, seed=5, min_p=1))) == greedy
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
@@ -235,6 +236,7 @@ def test_compiled_halves_of_a_step_give_the_tokens_and_logprobs_of_eager_ones(
             assert all(place[i].logprob == pytest.approx(other[i].logprob, abs=1e-4) for i in place)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling",
     [pytest.param(None, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow), TOLD],

@@ -48,6 +48,7 @@ def expansions(gm: fx.GraphModule, config: Any) -> list[str]:
     return [node.name for node in linears if shape(node)[-1] == expanded_width(config)]
 
 
+@pytest.mark.long
 def test_the_count_of_expansions_sees_those_of_the_stock_graph() -> None:
     config = CONFIGS["deepseek_v3"]
     capture = Capture([])
@@ -72,6 +73,7 @@ def decode(model: Any, capture: Capture) -> list[Tensor]:
     return logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -100,6 +102,7 @@ def test_a_decode_step_of_a_stock_model_attends_on_latents(
         assert f"for 2 query tokens over {MAX_LEN} keys, batch 2" in message
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_generate_with_a_static_cache_gives_the_same_tokens_and_every_layer_is_absorbed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

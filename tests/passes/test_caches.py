@@ -56,6 +56,7 @@ def compile_and_run(
     return out, {name: n for name, n in found.items() if "cache_" in name and "lookup" not in name}
 
 
+@pytest.mark.long
 def test_a_second_compile_hits_the_caches_and_none_is_bypassed() -> None:
     model, inputs = Tanh(), make_inputs(rows=2, q_len=2, chunks=(3,), unbacked=True)
     _, first = compile_and_run(model, inputs)
@@ -66,6 +67,7 @@ def test_a_second_compile_hits_the_caches_and_none_is_bypassed() -> None:
     torch.testing.assert_close(out, model(*inputs))
 
 
+@pytest.mark.long
 def test_a_users_pass_that_leaves_out_example_values_does_not_bypass_the_caches() -> None:
     def bounded(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
         for node in gm.graph.find_nodes(op="call_function", target=torch.tanh):

@@ -42,6 +42,7 @@ def test_a_router_with_one_group_does_not_choose_its_group(family: str) -> None:
     assert len(left) == (1 if family == "deepseek_v2" else 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [f if f == "deepseek_v2" else pytest.param(f, marks=pytest.mark.slow) for f in GROUPED],

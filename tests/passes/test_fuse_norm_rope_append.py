@@ -440,6 +440,7 @@ def test_a_gather_climbs_past_the_fused_op_as_past_an_append() -> None:
 # --- models
 
 
+@pytest.mark.long
 def test_every_append_of_a_speculative_step_is_fused_on_tensors_without_values() -> None:
     model = tiny_model(torch.bfloat16).to("meta")
     model.allocate_cache(9, 4)
@@ -485,6 +486,7 @@ FEW_LAYERS = {"longcat_flash": {"num_layers": 1}, "kimi_linear": {}}
 """Where two layers with MLA are not num_hidden_layers = 2."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=pytest.mark.slow) if f in LIKE_V3 else f for f in (*FUSED, *LEFT)]
 )

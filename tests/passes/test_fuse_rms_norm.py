@@ -414,6 +414,7 @@ def test_drawn_norms(seed: int) -> None:
     run(drawn(random.Random(seed)), draw(9, K), draw(3, 3 * K).view(9, K))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "alone"), [("glm4_moe_lite", 3), ("minicpm3", 3)])
 def test_every_norm_of_a_step_of_transformers_models_is_one_op_and_logits_are_those_of_stock(
     family: str, alone: int, monkeypatch: pytest.MonkeyPatch

@@ -190,6 +190,7 @@ PASSES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["glm4_moe_lite", "deepseek_v2", "deepseek_v3"])
 def test_steps_of_transformers_models_that_are_fused_give_the_stock_logits(
     family: str, monkeypatch: pytest.MonkeyPatch

@@ -439,6 +439,7 @@ def test_reduced_nodes_keep_their_provenance_and_carry_example_values() -> None:
 # --- the step that it is for
 
 
+@pytest.mark.long
 def test_in_a_speculative_step_only_the_latents_of_the_mtp_layer_are_made_for_all_tokens() -> None:
     model = tiny_model(torch.float32)
     model.allocate_cache(9, 4)

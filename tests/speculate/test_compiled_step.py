@@ -60,6 +60,7 @@ def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
     assert sources == [metadata[0]] * 2 + metadata[1:], "two trunk layers share theirs"
 
 
+@pytest.mark.long
 def test_compiled_layers_read_the_same_metadata() -> None:
     """As plain torch, Inductor computed it anew for every layer."""
 

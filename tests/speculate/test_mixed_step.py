@@ -544,6 +544,7 @@ def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> 
     assert compile_counters()["graphs"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalLM, k: int) -> None:
     runner = Runner(model, k, 2)
@@ -596,6 +597,7 @@ def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAF
     assert all(layer is not None and layer.isnan().all() for layer in model.caches())
 
 
+@pytest.mark.long
 def test_torch_can_compare_the_strides_of_all_that_a_mixed_step_is_given(model: MLAForCausalLM) -> None:
     """As torch 2.11 does with a CUDA graph's inputs; what it cannot compare is an error."""
     compared = []

@@ -167,6 +167,7 @@ def test_tokens_chosen_on_the_host_are_looked_up_too() -> None:
     assert all(completion.acceptance_length > 3 for completion in out)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_compiled_steps_give_the_tokens_of_eager_ones_in_one_graph() -> None:
     torch._dynamo.utils.counters.clear()
@@ -211,11 +212,6 @@ def test_the_drafter_is_the_mtp_layer_where_there_is_one() -> None:
     assert ngram_engine(tiny_model(), 3, drafter=None).config.drafter.name == "mtp"
     assert ngram_engine(without_mtp(), 3, drafter=None).config.drafter.name == "ngram"
     assert ngram_engine(without_mtp(), 0, drafter="mtp").config.num_speculative_tokens == 0
-
-
-def test_requests_of_one_token_have_a_history_of_two_places() -> None:
-    one = ngram_engine(without_mtp(), 1, drafter="ngram", max_model_len=1, page_size=1, num_pages=None)
-    assert one.warm_up().why_not == "compile=False"
 
 
 def test_what_cannot_draft_is_refused_by_name() -> None:

@@ -354,6 +354,7 @@ def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding
     assert "sampled, penalties, 5 logprobs" in steps
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_greedy_rows_with_penalties_compile_without_noise_or_sorting() -> None:
     model = one_layer_model(torch.float32)

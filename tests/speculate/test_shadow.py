@@ -61,6 +61,7 @@ def test_healthy_eager_steps_pass(k: int) -> None:
     run_checked_streams(tiny_model(), k, steps=40, every=1, compile=False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize(
     ("k", "dtype", "temperature"),
@@ -77,6 +78,7 @@ def test_healthy_compiled_steps_pass_and_checking_compiles_nothing_more(
     assert compile_counters()["graphs"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_what_nobody_reads_may_differ(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

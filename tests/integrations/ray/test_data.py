@@ -53,6 +53,7 @@ def params_of(row: dict[str, Any]) -> SamplingParams:
     return replace(SamplingParams(), **{name: value for name, value in given.items() if value is not None})
 
 
+@pytest.mark.long
 def test_a_batch_has_the_completions_of_generate_beside_its_own_columns(actor: EngineActor) -> None:
     rows = drawn_rows(seed=0, count=24)
     completed = actor(pa.Table.from_pylist(rows)).to_pylist()
