@@ -33,7 +33,7 @@ demo: $(VENV)/.runtime ## generate text with the shipped model, with and without
 test: $(VENV)/.dev ## run the tests that need no GPU, less than five minutes
 	@$(PYTEST) -m "not gpu and not slow and not long" --ignore=tests/serving $(ARGS)
 
-test-long: $(VENV)/.dev ## run those of them that take four seconds or more: compiled engines, Triton's interpreter
+test-long: $(VENV)/.dev ## run those of them that take a second or more, with all that Inductor compiles
 	@$(PYTEST) -m "long and not gpu and not slow" --ignore=tests/serving $(ARGS)
 
 test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser

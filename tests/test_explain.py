@@ -257,6 +257,7 @@ def test_a_picture_is_an_svg() -> None:
 # --- the command
 
 
+@pytest.mark.long
 def test_the_command_prints_the_explanation_and_saves_the_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_torch_will_find_an_entry_point_when_it_looks_for_backends():
     assert run(code) == f"['{VALUE}']\nFalse\n"
 
 
+@pytest.mark.long
 def test_torch_that_has_looked_already_is_told():
     code = f"{BACKENDS}, _BACKENDS\n_BACKENDS.pop('mla', None)\nimport sys, mla_compile\n"
     code += "print('mla_compile.backend' in sys.modules, lookup_backend('mla').__module__)"
@@ -113,6 +114,7 @@ def test_compile_knows_the_backend_from_a_source_tree_in_any_order_of_imports(im
     assert run(code) == "[2.0, 2.0]\n"
 
 
+@pytest.mark.long
 def test_ops_are_registered_at_once_where_torch_is_loaded():
     assert run("import torch, mla_compile; print(torch.ops.mla_compile.mla_decode.default)").startswith(
         "mla_compile."

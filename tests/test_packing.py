@@ -351,6 +351,7 @@ def test_any_batches_make_three_graphs(module: type[nn.Module], order: str) -> N
     assert sorted(graphs.kinds) == expected
 
 
+@pytest.mark.long
 def test_logits_of_the_last_tokens_alone_make_three_graphs_too() -> None:
     torch.compiler.reset()
     model, graphs = Model().requires_grad_(False), CountedGraphs()

@@ -47,6 +47,7 @@ def test_what_is_quick_says_nothing(caplog, capsys):
     assert not caplog.records and capsys.readouterr() == ("", "")
 
 
+@pytest.mark.long
 def test_a_compile_is_told_of_once(impatient, caplog, monkeypatch):
     def slow(gm, example_inputs, settings):
         time.sleep(0.3)

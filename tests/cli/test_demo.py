@@ -14,6 +14,7 @@ def demo(run, checkpoint):
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.long
 def test_the_demo_shows_each_text_twice_and_compares(demo):
     result = demo()
     assert result.exit_code == 0

@@ -26,6 +26,7 @@ def test_an_output_line_has_these_keys_and_types(complete):
     assert 1 <= line["acceptance_length"] <= 4
 
 
+@pytest.mark.long
 def test_output_lines_come_in_the_order_of_more_prompts_than_decode_at_once(complete):
     prompts = [{"prompt": "to be, or not"[:n]} for n in range(1, 12)]
     together = complete(prompts)
@@ -50,6 +51,7 @@ def test_a_prompt_is_streamed_to_stdout(complete, generate):
     assert (result.exit_code, result.stdout, result.stderr) == (0, line["text"] + "\n", "")
 
 
+@pytest.mark.long
 def test_a_completion_ends_before_a_stop_string(complete, generate):
     (whole,) = complete([{"prompt": "to be"}], "--max-new-tokens", 30)
     stop = whole["text"][6:8]
@@ -87,6 +89,7 @@ def test_without_a_tokenizer_token_ids_still_work_and_text_is_null(complete, che
     assert line["token_ids"] == complete([HELLO_IDS], "--model", checkpoint)[0]["token_ids"]
 
 
+@pytest.mark.long
 def test_the_tokens_are_the_same_whatever_the_number_of_drafts(complete):
     plain = complete(MIXED, "--num-speculative-tokens", 0)
     assert [line["acceptance_length"] for line in plain] == [1.0] * 3
@@ -116,6 +119,7 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_dr
     assert drafts == [3, 0, 3]
 
 
+@pytest.mark.long
 def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the_same(complete, monkeypatch):
     fixed, lengths, init = complete(MIXED), [], Engine.__init__
 
@@ -154,6 +158,7 @@ def test_the_mtp_drafter_without_an_mtp_layer_is_an_error(generate, without_mtp)
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_temperature_samples_and_the_seed_decides_what(complete):
     sample = ("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95)
     first, again, other = (complete(MIXED, *sample, "--seed", seed) for seed in (7, 7, 8))
@@ -163,12 +168,14 @@ def test_a_temperature_samples_and_the_seed_decides_what(complete):
     assert [line["token_ids"] for line in plain] == [line["token_ids"] for line in first]
 
 
+@pytest.mark.long
 def test_without_a_temperature_it_is_greedy(complete):
     greedy = complete(MIXED)
     assert complete(MIXED, "--seed", 3, "--top-k", 5) == greedy
     assert complete(MIXED, "--temperature", 0.7, "--top-k", 1) == greedy
 
 
+@pytest.mark.long
 def test_penalties_and_min_p_choose_tokens_and_logprobs_tell_of_them(complete):
     greedy = complete(MIXED)
     penalties = (

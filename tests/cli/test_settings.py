@@ -48,6 +48,7 @@ def settings_of_lines(draw) -> dict[str, object]:
     return {key: draw(values[key]) for key in keys}
 
 
+@pytest.mark.long
 @given(settings=settings_of_lines(), flags=settings_of_lines())
 def test_a_line_overrides_the_flags_by_the_names_of_sampling_params(tmp_path_factory, settings, flags):
     found = parse(tmp_path_factory, json.dumps(HELLO | settings), SamplingParams(**flags))
@@ -97,6 +98,7 @@ def test_help_names_every_setting(run):
     assert all(f" {name}" in own for name in _SETTINGS)
 
 
+@pytest.mark.long
 def test_each_line_gets_what_it_asks_for(complete, checkpoint):
     lines = [
         HELLO,
@@ -120,6 +122,7 @@ def test_each_line_gets_what_it_asks_for(complete, checkpoint):
     ]
 
 
+@pytest.mark.long
 def test_several_completions_of_a_prompt_are_one_line(complete, generate):
     hot = ("--temperature", 1.5)
     alone = [complete([HELLO], *hot, "--seed", seed)[0] for seed in (3, 4)]

@@ -92,6 +92,7 @@ def test_help_the_version_and_mistakes_in_flags_import_nothing_heavy(mistakes):
     assert done.stderr.count("\n") == len(mistakes), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("args", [["--help"], ["generate", "--prompt", "a", "--seed", "x"]])
 def test_they_come_at_once(args):
     times = []
@@ -146,6 +147,7 @@ def test_an_interrupt_at_any_time_is_one_line_and_130(checkpoint, tmp_path):
         assert sorted(p.name for p in tmp_path.iterdir() if p.name != "cache") == ["prompts.jsonl"], seen[-1]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["env"]], ids=" ".join)
 def test_a_full_disk_behind_stdout_is_one_line(args):

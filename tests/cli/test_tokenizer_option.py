@@ -39,6 +39,7 @@ def test_text_for_it_is_refused_before_weights_are_read(generate, with_code, mon
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_another_directorys_tokenizer_gives_the_same_text(complete, generate, with_code, tokenizer):
     prompts = [{"prompt": "hello"}, HELLO_IDS]
     assert complete(prompts, "--model", with_code, "--tokenizer", tokenizer) == complete(prompts)
@@ -46,6 +47,7 @@ def test_another_directorys_tokenizer_gives_the_same_text(complete, generate, wi
     assert one.stdout == generate("--prompt", "hello").stdout
 
 
+@pytest.mark.long
 def test_token_ids_need_no_tokenizer(complete, with_code):
     ((with_text,), (without,)) = complete([HELLO_IDS]), complete([HELLO_IDS], "--model", with_code)
     assert without == with_text | {"text": None}

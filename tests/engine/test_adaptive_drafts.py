@@ -126,6 +126,7 @@ def test_tokens_are_plain_ones_and_drafts_those_from_scratch_whatever_the_length
     assert (stats.num_preemptions > 0) == few_pages
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("all_drafts")
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_each_row_may_have_its_own_number_of_drafts(
@@ -212,6 +213,7 @@ def test_n_gram_drafts_are_those_of_the_whole_text_whatever_the_lengths(
     assert num_checked > 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_penalties_and_log_probabilities_do_not_depend_on_lengths(model: MLAForCausalLM, seed: int) -> None:
     of = adaptive(model, AnyLength(K, seed))

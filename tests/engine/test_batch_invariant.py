@@ -174,6 +174,7 @@ def test_a_second_turn_shares_what_the_first_prompt_filled_and_nothing_that_was_
         assert second.num_reused_tokens == length // 2 * 2, "the page that ends with the prompt too"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_chat_prefills_what_was_said(k: int) -> None:
@@ -275,6 +276,7 @@ def facts(completion: Completion) -> tuple[object, ...]:
     return c.token_ids, c.finish_reason, c.error, c.text, places, c.num_prefills
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("k", [0, 3])
@@ -311,6 +313,7 @@ def test_a_chooser_is_asked_again_with_what_its_row_has_said() -> None:
     assert few.stats.num_preemptions > 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_grammar_begins_anew_with_its_row(k: int) -> None:

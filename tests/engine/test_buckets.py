@@ -252,6 +252,7 @@ def test_torch_runs_the_compiled_code_itself_while_recording_is_off() -> None:
         assert cudagraph_trees.is_cudagraph_capture_sizes((2,))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_warming_up_reads_and_writes_no_page(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor needs it more pages than there are: two here, for 8 rows of 16."""

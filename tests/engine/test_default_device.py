@@ -124,6 +124,7 @@ def test_a_step_is_one_graph_whatever_the_default_device() -> None:
     assert graphs[0] == graphs[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use", USES)
 def test_a_default_device_without_values_changes_nothing(use: str) -> None:
     expected = USES[use]()

@@ -83,6 +83,7 @@ def test_drafts_that_are_only_good_at_first_are_kept_short() -> None:
     assert got > 0.95 * best_fixed(rates, rows=8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 8])
 def test_it_follows_a_text_that_changes(rows: int) -> None:
     device, policy = Device([0.9] * LONGEST, rows=rows), AdaptiveLength(LONGEST)
@@ -93,6 +94,7 @@ def test_it_follows_a_text_that_changes(rows: int) -> None:
         assert settled > 0.95 * best_fixed(device.rates, rows=rows), f"acceptance {rate}"
 
 
+@pytest.mark.long
 def test_it_follows_steps_whose_times_change() -> None:
     device, policy = Device([0.5] * LONGEST, rows=8, per_draft=0.5), AdaptiveLength(LONGEST)
     for per_draft in (0.5, 0.02, 0.5):

@@ -34,6 +34,7 @@ def test_a_steps_tokens_are_its_first_drafts_and_the_models_own(engine: Engine) 
         assert max(map(len, steps)) > 1, "no draft was ever accepted"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7])
 def test_a_request_has_at_most_its_own_number_of_drafts(engine: Engine, most: int) -> None:
     params = SamplingParams(max_tokens=30)

@@ -25,6 +25,7 @@ def tokens(of: Engine, **settings: object) -> list[list[int]]:
     return [c.token_ids for c in of.generate(PROMPTS, **{"max_new_tokens": 20, **settings})]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spare", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("k", [0, 3])
 def test_prompts_in_chunks_leave_the_tokens_and_the_drafts_of_whole_prompts(k: int, spare: int) -> None:
@@ -43,6 +44,7 @@ def test_a_page_whose_drafters_latents_are_not_final_is_not_shared() -> None:
     assert of.stats.num_reused_tokens == 0
 
 
+@pytest.mark.long
 def test_a_start_that_fails_leaves_no_row_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     of = engine(max_rows=2)
 
@@ -56,6 +58,7 @@ def test_a_start_that_fails_leaves_no_row_behind(monkeypatch: pytest.MonkeyPatch
     assert tokens(of) == tokens(engine())
 
 
+@pytest.mark.long
 def test_more_prompts_than_rows_wait_for_their_turn() -> None:
     assert tokens(engine(max_rows=2)) == tokens(engine())
 
@@ -191,6 +194,7 @@ def test_the_settings_that_an_engine_takes_are_those_of_its_config() -> None:
     assert list(EngineSettings.__annotations__) == [field.name for field in fields(EngineConfig)]
 
 
+@pytest.mark.long
 def test_an_engine_may_have_the_config_of_another() -> None:
     first = engine(2, max_rows=3)
     for config in (first.config, replace(first.config, max_rows=2)):
@@ -212,6 +216,7 @@ def test_a_config_that_is_none_is_refused(settings: dict[str, Any], message: str
         Engine(tiny_model(), **settings)
 
 
+@pytest.mark.long
 def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where mixed steps are captured; chunks of nobody write to no page, and poisoned ones show who reads."""
     prompts = [*PROMPTS, [1] * 20]
@@ -230,6 +235,7 @@ def test_prompts_that_are_padded_for_capture_give_the_same_tokens(monkeypatch: p
     assert sizes and set(sizes) == {16}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled_mixed_steps")
 @pytest.mark.parametrize("k", [0, 2])
 def test_texts_that_are_read_in_parts_have_the_tokens_of_plain_decoding(

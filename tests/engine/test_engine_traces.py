@@ -24,12 +24,14 @@ from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
 from tests.engine.toy_engine import Trace, batch_invariant_traces, check_traces, traces
 
 
+@pytest.mark.long
 def test_a_requests_tokens_are_the_same_alone_and_in_any_trace() -> None:
     met = check_traces(run, 20)
     others = ("tokens", "num_failed", "num_repeated_tokens")
     assert all(met[field.name] for field in fields(Outcome) if field.name not in others), met
 
 
+@pytest.mark.long
 def test_what_a_preempted_request_says_again_reaches_nobody() -> None:
     met = check_traces(run, 12, batch_invariant_traces())
     assert met["num_repeated_tokens"] > 1, met

@@ -34,6 +34,7 @@ def test_none_is_named_where_none_differs(model: torch.nn.Module) -> None:
     assert found == "none by itself: look at what the compiler fuses"
 
 
+@pytest.mark.long
 def test_experts_that_depend_on_the_batch_are_named_with_their_layer(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:

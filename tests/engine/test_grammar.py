@@ -295,6 +295,7 @@ def test_rows_of_different_grammars_and_tokenizers_share_a_batch() -> None:
     assert follows("regex", said(out[1])) and len(TOKENS) not in out[1].token_ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [None, MIXED], ids=["greedy", "mixed"])
 def test_a_tokenizer_may_have_far_fewer_ids_than_the_model(sampling: list[SamplingParams] | None) -> None:
     """Checkpoints pad their embeddings, by more than the 32 ids of a mask's word too."""
@@ -314,6 +315,7 @@ def test_a_grammar_of_one_text_forces_it(k: int) -> None:
         assert said(completion) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_grammar_of_nothing_but_the_empty_text_leaves_the_stop_id(k: int) -> None:
     nothing = Grammar.from_regex("", SMALL)
@@ -331,6 +333,7 @@ def test_a_text_that_is_cut_short_is_the_beginning_of_one(k: int) -> None:
     assert {c.finish_reason for c in cut} == {"length"}
 
 
+@pytest.mark.long
 def test_a_slow_grammar_changes_nobodys_tokens() -> None:
     slow = Grammar.from_ebnf(
         "start: x*\nx: /((a|b|c|d)*[ab](a|b|c|d){0,12}){0,40}/ | y\ny: x x | /[a-d]+/", SMALL

@@ -125,6 +125,7 @@ def test_prompts_with_nan_in_them_spoil_no_prompt_beside_them(seed: int) -> None
         assert (tokens, reason) == wanted, i
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, 3])
 def test_tokens_that_the_host_chooses_are_no_exception(k: int) -> None:
     def second_best(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:

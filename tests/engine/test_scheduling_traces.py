@@ -108,6 +108,7 @@ def test_the_toy_engine_notices(mistake: Callable[[ToyEngine], None]) -> None:
     check_that_it_is_noticed(mistake, traces())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", [shares_what_decode_wrote, prefills_what_was_said])
 def test_the_toy_engine_notices_who_wrote_a_latent(mistake: Callable[[ToyEngine], None]) -> None:
     check_that_it_is_noticed(mistake, batch_invariant_traces())

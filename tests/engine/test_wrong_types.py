@@ -80,6 +80,7 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SERVES)
 def test_a_wrong_type_is_refused_by_name_and_nothing_changes(name: str) -> None:
     call, right, others = SERVES[name]

@@ -45,6 +45,7 @@ def test_own_module_equals_eager_on_every_kind_of_batch(
     assert len(lines) == 10 and last == "10 batches, 3 graphs"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @runs("add_a_pass")
 def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
@@ -111,6 +112,7 @@ def test_plain_mla_gives_the_same_tokens_absorbed(
     assert ratio.startswith('backend="mla" is ')
 
 
+@pytest.mark.long
 @runs("transformers_accelerate")
 def test_an_accelerated_model_generates_the_tokens_of_stock(
     example: ModuleType, capsys: pytest.CaptureFixture[str]

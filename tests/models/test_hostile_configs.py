@@ -139,6 +139,7 @@ def assert_finite(model: MLAForCausalLM) -> None:
         assert model.logits(model.forward_mtp(torch.arange(5), hidden, positions, batch)).isfinite().all()
 
 
+@pytest.mark.long
 @runs(max_examples=400)
 @given(
     name=st.sampled_from(list(CONFIGS)),

@@ -130,6 +130,7 @@ def test_a_cache_of_no_size_is_refused(pages):
         random_model().allocate_cache(*pages)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config",
     [
@@ -164,6 +165,7 @@ def test_one_graph_without_breaks_serves_every_number_of_tokens(config):
     assert len(graphs) == 1
 
 
+@pytest.mark.long
 def test_importing_the_models_does_not_import_transformers():
     check = "import sys, mla_compile.models; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

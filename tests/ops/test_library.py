@@ -212,6 +212,7 @@ def test_the_checked_call_looks_like_its_declaration() -> None:
     assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope_append"
 
 
+@pytest.mark.long
 def test_inductor_copies_no_query_where_the_number_of_rows_is_unknown() -> None:
     """It would where strides must be those of the example: of n rows, n times and max(1, n) times are not the same."""
 

@@ -88,6 +88,7 @@ def expanded_tensors(gm: fx.GraphModule) -> list[str]:
 # --- what is recognised
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masked", ["none", "bool", "float"])
 @pytest.mark.parametrize("module", EXPLICIT + FUSED)
 def test_mla_is_absorbed_however_it_is_written(
@@ -117,6 +118,7 @@ def test_is_causal_is_kept() -> None:
     assert not expanded_tensors(gm)
 
 
+@pytest.mark.long
 def test_values_of_other_latents_than_the_keys_are_weighted_by_products() -> None:
     class Apart(CompactMLA):
         def forward(self, x: Tensor, kv_c: Tensor, k_pe: Tensor, of_values: Tensor) -> Tensor:
@@ -234,6 +236,7 @@ def test_any_mask_on_a_static_cache_is_kept(visible: Callable[[Tensor], Tensor],
 # --- any mask
 
 
+@pytest.mark.long
 @settings(max_examples=15)
 @given(st.data())
 def test_any_boolean_mask_gives_what_the_expanded_form_gives(data: st.DataObject) -> None:
@@ -463,6 +466,7 @@ def test_the_cost_model_knows_decode_from_prefill() -> None:
 # --- how it is rewritten
 
 
+@pytest.mark.long
 def test_sizes_may_be_dynamic_and_no_guard_is_added() -> None:
     """Batch and keys unknown to the compiler: one graph serves all."""
     capture = Capture([absorb_mla])

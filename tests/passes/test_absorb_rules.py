@@ -79,6 +79,7 @@ class LatentsOfOneRowSpelledOut(LatentsOfOneRow):
         return (q @ k.mT).softmax(-1) @ v
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module",
     [

@@ -87,6 +87,7 @@ def test_a_users_pass_that_leaves_out_example_values_does_not_bypass_the_caches(
     torch.testing.assert_close(out, torch.tanh(-plain.clamp(-0.5, 0.5)))
 
 
+@pytest.mark.long
 def test_another_decode_backend_does_not_get_the_entry_of_the_first() -> None:
     model, inputs = Tanh(), make_inputs(rows=2, q_len=2)
     before, _ = compile_and_run(model, inputs)
@@ -95,6 +96,7 @@ def test_another_decode_backend_does_not_get_the_entry_of_the_first() -> None:
     torch.testing.assert_close(before, after)
 
 
+@pytest.mark.long
 def test_an_edited_pass_does_not_get_the_entry_of_the_old_one() -> None:
     model, inputs = Tanh(), make_inputs(rows=2, q_len=2)
     before, _ = compile_and_run(model, inputs, passes=[*PASSES, replace_tanh(torch.sin)])

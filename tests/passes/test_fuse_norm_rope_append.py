@@ -159,6 +159,7 @@ def is_fused(gm: fx.GraphModule) -> bool:
     return "mla_norm_rope_append" in found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_norm_is_seen_however_it_is_written(norm: Callable, dtype: torch.dtype) -> None:
@@ -170,6 +171,7 @@ def test_a_norm_is_seen_however_it_is_written(norm: Callable, dtype: torch.dtype
     assert node.args[6] == EPS or norm not in (upcast, builtin, by_length), "the graph's own constant"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rope", ROPES)
 def test_a_rotation_is_seen_however_it_is_written(rope: Callable, dtype: torch.dtype) -> None:
@@ -344,6 +346,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_it_is_left_as_it_is_and_the_log_says_why(
     model: nn.Module, reason: str, caplog: pytest.LogCaptureFixture
@@ -360,6 +363,7 @@ def test_dropout_is_not_fused() -> None:
     assert found is not None and not is_fused(pipeline.run(*found, PASSES))
 
 
+@pytest.mark.long
 def test_a_norm_that_rounds_more_often_than_the_op_is_left(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
         assert not is_fused(compare(Author(in_half_precision, halves, torch.float16), DECODE, torch.float16))
@@ -401,6 +405,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_layers_that_are_alike_are_tried_once_and_the_graph_is_the_same_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

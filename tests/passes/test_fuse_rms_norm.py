@@ -409,6 +409,7 @@ def test_a_write_between_to_a_sum_that_an_earlier_norm_has_taken() -> None:
     assert "rsqrt" in run(call, draw(9, K), draw(3, 3 * K).view(9, K))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_norms(seed: int) -> None:
     run(drawn(random.Random(seed)), draw(9, K), draw(3, 3 * K).view(9, K))

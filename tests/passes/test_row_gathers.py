@@ -22,6 +22,7 @@ from tests.passes.row_gathers import Op, check
 CALLED = {name if isinstance(name, str) else name.__name__ for name in rowwise._RULES}
 
 
+@pytest.mark.long
 def test_a_gather_climbs_over_random_graphs_only_where_they_are_row_wise() -> None:
     number = int(os.environ.get("MLA_ROW_GATHERS", "200"))
     results = [check(seed) for seed in range(number)]
@@ -61,6 +62,7 @@ def any_labels_of_an_einsum_will_do(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(rowwise._RULES, torch.einsum, lambda node, rows: [node.args[1]])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mistake", "ops"),
     [

@@ -178,6 +178,7 @@ def run_over_shapes(
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.long
 def test_eleven_batch_shapes_compile_three_graphs_and_equal_the_unified_op() -> None:
     model, capture = Stack(2), Capture()
     compiled = torch.compile(copy.deepcopy(model), backend=capture, fullgraph=True)
@@ -207,6 +208,7 @@ def test_rows_with_fewer_valid_tokens_equal_the_unified_op(q_lens: list[int]) ->
     run_over_shapes(model, compiled, [{**DECODE, "q_lens": q_lens, **PREFILL}], unbacked=False)
 
 
+@pytest.mark.long
 def test_the_mla_backend_with_inductor_equals_the_unified_op_on_a_mixed_batch_of_unknown_sizes() -> None:
     model = Stack(1)
     compiled = torch.compile(copy.deepcopy(model), backend="mla", fullgraph=True)

@@ -83,6 +83,7 @@ def factorisations(number: int) -> list[tuple[int, ...]]:
     return [(number,), *pairs, *((a, 2, b // 2) for a, b in pairs if b % 2 == 0)]
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.data())
 def test_a_traced_view_reads_the_elements_that_the_chain_of_ops_reads(data: st.DataObject) -> None:

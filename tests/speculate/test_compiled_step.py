@@ -46,6 +46,7 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
     assert (report.num_bytes, report.capture_seconds) == (0, 0)
 
 
+@pytest.mark.long
 def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
     k, model = 2, tiny_model(torch.float32)
     model.allocate_cache(9, 4)

@@ -213,6 +213,7 @@ def test_prompts_in_chunks_beside_decode_rows_say_what_each_says_alone(
         assert said.text() == oracle.continuation(list(prompt), len(said.text()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_sampled_and_penalised_rows_with_log_probabilities_say_what_each_says_alone(
     model: MLAForCausalLM, k: int
@@ -323,6 +324,7 @@ def test_nothing_is_written_but_positions_of_the_rows_that_run(model: MLAForCaus
         assert not written[~own].any(), "row 3 never ran"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_preempted_row_prefills_what_it_has_said_and_goes_on_as_if_nothing_had_been(
     model: MLAForCausalLM, k: int
@@ -424,6 +426,7 @@ def mixes(draw: st.DrawFn) -> tuple[int, list[Request], list[list[Part]]]:
     return k, requests, calls
 
 
+@pytest.mark.long
 @settings(max_examples=20)
 @given(mixes())
 def test_any_mix_of_chunks_and_decode_rows_says_what_each_row_says_alone(

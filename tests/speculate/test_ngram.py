@@ -83,6 +83,7 @@ def test_the_longest_and_then_the_latest_match_is_followed(text: list[int], draf
     assert look_up(history, torch.tensor([len(text)]), 4).tolist() == [drafts]
 
 
+@pytest.mark.long
 def test_the_compiled_look_up_finds_the_same() -> None:
     k = 3
     history = torch.randint(5, (3, 40), dtype=torch.int32)
