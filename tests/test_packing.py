@@ -205,6 +205,7 @@ def test_padded_rows_on_a_uniform_backend_are_flattened_and_equal_the_definition
     assert decode_uniform.calls == [1]
 
 
+@pytest.mark.long
 @settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20), st.booleans()), min_size=1, max_size=6),

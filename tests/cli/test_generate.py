@@ -138,6 +138,7 @@ def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the
     assert lengths == [[0, 1, 2, 3], [0, 1, 2], [3]]
 
 
+@pytest.mark.long
 def test_drafts_without_an_mtp_layer_are_looked_up_in_the_text(complete, without_mtp):
     """The tiny model soon repeats itself, so what is looked up is mostly accepted."""
     flags = ([], ["--num-speculative-tokens", 2], ["--drafter", "ngram"])
@@ -232,6 +233,7 @@ def test_a_batch_invariant_run_needs_a_compiler(generate, monkeypatch):
     )
 
 
+@pytest.mark.long
 def test_a_batch_invariant_engine_serves_where_it_is_asked_for(complete, monkeypatch):
     expected, configs, init = complete(MIXED), [], Engine.__init__
 
@@ -268,6 +270,7 @@ def test_completions_follow_a_regex_or_a_json_schema(complete, tmp_path):
         assert line["finish_reason"] == "stop"
 
 
+@pytest.mark.long
 def test_a_grammar_goes_with_penalties_min_p_and_logprobs(complete):
     pytest.importorskip("llguidance")
     flags = ("--regex", "[a-c]{8}", "--temperature", 1, "--min-p", 0.1, "--logprobs", 1)

@@ -289,6 +289,7 @@ def test_launches_that_compile_or_record_have_no_time_nor_have_those_whose_repor
     assert len(launches) > 10 and untimed == expected
 
 
+@pytest.mark.long
 def test_a_token_chosen_on_the_host_is_asked_for_behind_the_drafts_of_this_step(
     model: MLAForCausalLM,
 ) -> None:

@@ -48,6 +48,7 @@ FACTORIES = {
 PACKAGE = Path(mla_compile.__file__).parent
 
 
+@pytest.mark.long
 def test_every_tensor_of_the_package_is_made_on_a_device_that_is_named() -> None:
     """But for parameters: modules are built where the caller wants them."""
     unnamed = []

@@ -108,6 +108,7 @@ def test_an_engine_whose_caches_a_newer_one_replaced_says_so() -> None:
         tokens(old)
 
 
+@pytest.mark.long
 def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
     mine = engine()
     expected = tokens(mine)
@@ -134,6 +135,7 @@ def reference_that_counts(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
 CALLS: list[tuple] = []
 
 
+@pytest.mark.long
 def test_the_decode_backend_that_was_asked_for_runs_and_gives_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -290,6 +292,7 @@ def test_streams_side_by_side_have_the_tokens_of_one_list() -> None:
     assert [completion.token_ids for (completion,) in finals] == tokens(engine())
 
 
+@pytest.mark.long
 def test_an_engine_first_used_in_inference_mode_works_outside_it_too() -> None:
     with torch.inference_mode():
         mine = engine()
@@ -297,6 +300,7 @@ def test_an_engine_first_used_in_inference_mode_works_outside_it_too() -> None:
     assert tokens(mine) == inside
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 8, 9, 20])
 def test_any_number_of_stop_ids_may_be_given(count: int) -> None:
     plain = tokens(engine())

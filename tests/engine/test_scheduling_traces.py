@@ -24,6 +24,7 @@ def test_random_traces() -> None:
         assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"
 
 
+@pytest.mark.long
 def test_random_batch_invariant_traces() -> None:
     met = check_traces(run, NUM_TRACES // 2, batch_invariant_traces())
     for name in ("preemptions", "reused_tokens", "repeated_tokens"):

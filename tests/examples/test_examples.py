@@ -59,6 +59,7 @@ def test_an_added_pass_changes_decode_segments_and_leaves_prefill_alone(
     assert prompt < 1e-4 < decode and both > 1e-4
 
 
+@pytest.mark.long
 @runs("add_a_drafter")
 def test_a_drafter_of_ones_own_takes_fewer_steps_to_the_same_tokens(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -79,6 +80,7 @@ def test_the_split_pass_is_shown_step_by_step(
     assert "[3, 2, 8]    mla_decode_default_1 " in hoisted and "[12, 8]      kv_c " in hoisted
 
 
+@pytest.mark.long
 @runs("mtp_generation")
 def test_generation_with_and_without_drafts_prints_the_same_text(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -99,6 +101,7 @@ def test_requests_over_time_are_served_side_by_side(
     assert "of them mixed" in out
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @runs("absorb_plain_mla")
 def test_plain_mla_gives_the_same_tokens_absorbed(

@@ -54,6 +54,7 @@ def assert_same_weights(got: torch.nn.Module, expected: torch.nn.Module) -> None
         assert torch.equal(got_state[name], weight), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", IN_TRANSFORMERS)
 def test_the_first_draft_is_the_one_that_transformers_own_generation_takes(family, tmp_path, proposals):
     model = stock_model(family)

@@ -230,6 +230,7 @@ def sampled(model: Any, seed: int, **kwargs: Any) -> Tensor:
     return out
 
 
+@pytest.mark.long
 def test_a_sampled_text_depends_on_the_seed_alone(model: Any, parts: Any) -> None:
     accelerate(model, compile=False)
     plain, other = sampled(model, 1), sampled(model, 2)
@@ -245,6 +246,7 @@ ALL = torch.ones_like(MASK)
 """No padding: transformers' repetition penalty counts it, so padded batches go to the host."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -322,6 +324,7 @@ def test_processors_of_ones_own_act_beside_those_of_the_config(model: Any, proce
     assert set(share.nonzero().flatten().tolist()) <= set(allowed.nonzero().flatten().tolist())
 
 
+@pytest.mark.long
 def test_sampling_follows_the_distribution_of_stock(model: Any) -> None:
     """First tokens of many samples, against the probabilities that stock's processors leave."""
     stock = model.generate(
@@ -434,6 +437,7 @@ def test_a_streamer_that_fails_leaves_the_model_usable(model: Any) -> None:
     assert torch.equal(generate(model), expected)
 
 
+@pytest.mark.long
 def test_calls_from_several_threads_take_turns(model: Any) -> None:
     expected = generate(model)
     accelerate(model, compile=False)

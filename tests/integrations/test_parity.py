@@ -11,6 +11,7 @@ from tests.integrations.families import FAMILIES, prompts, stock_model
 from tests.integrations.mtp import MTP_FAMILIES, STEPS, save_checkpoint, with_mtp
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_stock(family):
     model, steps = stock_model(family), STEPS // 2

@@ -7,6 +7,7 @@ from mla_compile import MLAError
 from tests.kernel_cases import decode_case
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "q_lens"])
 @pytest.mark.parametrize(
     ("rows", "heads", "q_len", "page_size", "name"),

@@ -47,6 +47,7 @@ def test_nothing_may_be_asked_and_nothing_be_there(size: str) -> None:
     assert out.shape == case.q_latent.shape and not out.any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masked", MASKED)
 def test_the_op_keeps_its_contract(masked: str) -> None:
     opcheck(masked_decode_op, masked_case([3, 70], masked=masked, q_len=2).args())

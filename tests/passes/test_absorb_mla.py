@@ -175,6 +175,7 @@ def filled(positions: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, float("-inf"))
 
 
+@pytest.mark.long
 def test_a_mask_to_add_is_kept_as_it_is() -> None:
     model = StaticCacheMLA(lambda positions: torch.where(batched(positions), 0.0, -torch.inf)).float()
     gm = run(model, torch.randn(BATCH, 2, HIDDEN), torch.tensor([3, 9]), atol=1e-5)
@@ -393,6 +394,7 @@ NEAR_MISSES: dict[type[nn.Module], str] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", NEAR_MISSES)
 def test_what_nearly_is_mla_is_left_untouched_and_the_log_says_why(
     module: type[nn.Module], said: Callable[[], list[str]]

@@ -192,6 +192,7 @@ class MaskWrittenAfterwards(PositionsWrittenAfterTheMask):
         return mask
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "module",
     [

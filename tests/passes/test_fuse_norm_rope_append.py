@@ -426,6 +426,7 @@ def test_layers_that_are_alike_are_tried_once_and_the_graph_is_the_same_each_tim
     assert graphs[0] == graphs[1] and len(tried) == 2 * 2
 
 
+@pytest.mark.long
 def test_a_gather_climbs_past_the_fused_op_as_past_an_append() -> None:
     class Picked(Layers):
         def forward(self, x: Tensor, batch: MLABatch) -> Tensor:

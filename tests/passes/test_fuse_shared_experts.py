@@ -94,6 +94,7 @@ def by_sigmoid(layer: Layer, x: Tensor) -> Tensor:
     return layer.down_proj(layer.up_proj(x) * (gate * torch.sigmoid(gate)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [mlp, by_sigmoid])
 @pytest.mark.parametrize("kind", [Layer, InThreeDimensions])

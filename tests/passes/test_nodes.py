@@ -192,6 +192,7 @@ def test_an_append_by_keywords_writes_to_its_cache_and_to_nothing_else() -> None
     assert appended_cache(node) is given["kv_cache"] and may_write(node) == [given["kv_cache"]]
 
 
+@pytest.mark.long
 def test_layers_are_explained_the_same_however_their_calls_are_spelled() -> None:
     model, inputs = Stack(2), make_inputs(rows=2, q_len=3, chunks=(4,))
     expected = explain(model, *inputs).layers

@@ -110,6 +110,7 @@ def test_neutral_penalties_leave_every_bit(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     temperature=st.floats(0.25, 3, width=32),
@@ -157,6 +158,7 @@ def test_min_p_comes_before_top_p() -> None:
     assert set(drawn[0].tolist()) == {3}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", range(4))
 def test_tokens_are_those_of_the_definitions_from_scratch(model: MLAForCausalLM, k: int) -> None:
     """Each expected token comes from a whole new forward and a text that is a Python list."""
@@ -307,6 +309,7 @@ def with_logprobs(mixed: list[SamplingParams]) -> list[SamplingParams]:
     return [SamplingParams(**{**vars(p), "logprobs": n}) for p, n in zip(mixed, WANTED, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", range(4))
 def test_logprobs_are_those_of_a_forward_from_scratch_per_token(model: MLAForCausalLM, k: int) -> None:
     out = eight_rows(k, model).generate(

@@ -85,6 +85,7 @@ def test_the_tiny_models_tokens_depend_on_its_attention(
     assert sum(x == y for x, y in pairs) < len(pairs) / 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("k", range(6))
 def test_greedy_tokens_are_those_of_a_forward_from_scratch_per_token(
     model: MLAForCausalLM, continuations: list[list[int]], k: int
