@@ -153,7 +153,7 @@ class TestOnTheGpu(DecodeConformance):
 
 
 class TestBatchInvariantOnTheGpu(DecodeInvariance):
-    borders: tuple[int, ...] = (1, 64, 256, 512, 4096)
+    borders: tuple[int, ...] = (1, 64, 128, 512, 1024, 4096)
 
     @pytest.fixture(params=INVARIANT, ids=lambda backend: backend.name)
     def subject(self, request: pytest.FixtureRequest) -> Subject:

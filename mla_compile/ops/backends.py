@@ -133,6 +133,21 @@ DECODE_BACKENDS = (
         },
     ),
     DecodeBackend(
+        name="gluon_invariant",
+        description="the kernels for Hopper over splits that follow from a key's place",
+        function="mla_compile.ops.kernels.gluon.decode:decode_gluon_invariant",
+        device_types=("cuda",),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        packages=("triton",),
+        takes={
+            "dtype": (torch.bfloat16,),
+            "kv_lora_rank": range(512, 513),
+            "qk_rope_head_dim": range(64, 65),
+        },
+        batch_invariant=True,
+    ),
+    DecodeBackend(
         name="triton",
         description="portable split-KV kernel without a plan",
         function="mla_compile.ops.kernels.decode:decode_triton",
@@ -143,7 +158,7 @@ DECODE_BACKENDS = (
     ),
     DecodeBackend(
         name="triton_invariant",
-        description="the portable kernel over splits of one size",
+        description="the portable kernel over splits that follow from a key's place",
         function="mla_compile.ops.kernels.decode:decode_triton_invariant",
         device_types=("cuda",),
         min_capability=(8, 0),

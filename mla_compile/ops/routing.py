@@ -40,6 +40,14 @@ _KERNEL = triton(
 MOE_ROUTER = (
     _KERNEL,
     # With many tokens, cuBLAS makes better use of the weights.
+    replace(
+        _KERNEL,
+        name="product",
+        description="scores by cuBLAS, then a choice by program of one token",
+        function="mla_compile.ops.kernels.routing:router_product",
+        takes=_TAKES | {"tokens": SOME},
+        batch_invariant=False,
+    ),
     reference("mla_compile.ops.routing:router_torch"),
     replace(
         _KERNEL,

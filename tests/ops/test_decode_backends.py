@@ -22,9 +22,7 @@ from mla_compile.ops.backends import (
 from tests.cases import make_case
 from tests.kernel_cases import BACKENDS, check_decode, decode_case
 
-FLASHINFER, GLUON, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = (
-    BACKENDS[name] for name in ("flashinfer", "gluon", "triton", "triton_invariant", "reference", "by_token")
-)
+FLASHINFER, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
 
 GLM = DecodeCall(
     device_type="cuda",
@@ -94,6 +92,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (GLUON, {}, None),
         (GLUON, {"capability": (10, 0)}, "runs on SM 90, got SM 100"),
         (GLUON, {"batch_invariant": True}, "gives a token bits that depend on what is computed beside it"),
+        (GLUON_INVARIANT, {"batch_invariant": True}, None),
         (TRITON_INVARIANT, {"batch_invariant": True}, None),
         (BY_TOKEN, {"batch_invariant": True, "dtype": torch.float64}, None),
     ],
@@ -142,11 +141,12 @@ def test_some_backend_serves_every_call_and_may_be_captured(
 @pytest.mark.parametrize("dtype", REFERENCE.takes["dtype"], ids=str)
 @pytest.mark.parametrize("rank", [512, 40])
 @pytest.mark.parametrize("device", [("cuda", (9, 0)), ("cuda", (7, 5)), ("cpu", None)], ids=str)
-def test_the_batch_invariant_kernel_serves_where_the_portable_one_does_and_plain_torch_all_else(
+def test_batch_invariant_kernels_serve_where_the_others_do_and_plain_torch_all_else(
     device: tuple[str, Any], rank: int, dtype: torch.dtype
 ) -> None:
     call = glm(device_type=device[0], capability=device[1], kv_lora_rank=rank, dtype=dtype)
-    expected = TRITON_INVARIANT if TRITON.why_not(call) is None else BY_TOKEN
+    twins = ((GLUON, GLUON_INVARIANT), (TRITON, TRITON_INVARIANT), (REFERENCE, BY_TOKEN))
+    expected = next(invariant for backend, invariant in twins if backend.why_not(call) is None)
     assert select_backend(replace(call, batch_invariant=True)).chosen is expected
 
 

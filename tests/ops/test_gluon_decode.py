@@ -1,10 +1,33 @@
 """The Hopper decode kernels as far as a CPU goes: compiled for a GPU that is not there."""
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from mla_compile import MLAError
-from tests.kernel_cases import decode_case
+from tests.kernel_cases import DecodeCase, decode_case
+
+if TYPE_CHECKING:
+    from tests.triton_compile import Compiled
+
+
+def compiled(decode: str, case: DecodeCase) -> "list[Compiled]":
+    """The kernels that a function of the launching module compiles for a call."""
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.gluon import decode as launching
+    from tests.triton_compile import compiled_for
+
+    with compiled_for(90) as kernels:
+        getattr(launching, decode)(*case.args())
+    return kernels
+
+
+def check_resources(decode: "Compiled", join: "Compiled", page_size: int) -> None:
+    assert decode.shared_memory <= 232_448
+    assert decode.spilled_bytes == join.spilled_bytes == 0
+    assert "wgmma.mma_async" in decode.text and "cp.async.cg" in decode.text
+    assert ("cp.async.bulk.tensor" in decode.text) == (decode.name == "wide_kernel" and page_size > 1)
 
 
 @pytest.mark.long
@@ -24,30 +47,29 @@ from tests.kernel_cases import decode_case
 def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
     rows: int, heads: int, q_len: int, page_size: int, name: str, ragged: bool
 ) -> None:
-    pytest.importorskip("triton")
-    from mla_compile.ops.kernels.gluon.decode import decode_gluon
-    from tests.triton_compile import compiled_for
-
-    q_lens = [q_len, *[0] * (rows - 1)] if ragged else None
-    case = decode_case(
-        [1] * rows,
-        heads=heads,
-        rank=512,
-        rope=64,
-        q_len=q_len,
-        q_lens=q_lens,
-        page_size=page_size,
-        dtype=torch.bfloat16,
-    )
-    with compiled_for(90) as kernels:
-        decode_gluon(*case.args())
-    assert [kernel.name for kernel in kernels] == [name, "join_kernel"]
-    decode, join = kernels
-    assert decode.shared_memory <= 232_448
-    assert decode.spilled_bytes == join.spilled_bytes == 0
-    assert "wgmma.mma_async" in decode.text and "cp.async.cg" in decode.text
-    assert ("cp.async.bulk.tensor" in decode.text) == (name == "wide_kernel" and page_size > 1)
+    decode, join = compiled("decode_gluon", case_of(rows, heads, q_len, page_size, ragged))
+    assert (decode.name, join.name) == (name, "join_kernel")
+    check_resources(decode, join, page_size)
     assert "griddepcontrol.wait" in join.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "q_lens"])
+@pytest.mark.parametrize(
+    ("heads", "q_len", "name"),
+    [(16, 1, "narrow_kernel"), (20, 1, "narrow_kernel"), (20, 6, "narrow_kernel"), (128, 4, "wide_kernel")],
+)
+def test_compiled_code_over_fixed_splits_fits_too(heads: int, q_len: int, name: str, ragged: bool) -> None:
+    """Of few heads the narrow kernel, however many query tokens: the wide one adds in another order."""
+    decode, join = compiled("decode_gluon_invariant", case_of(2, heads, q_len, 64, ragged))
+    assert (decode.name, join.name) == (name, "join_kernel")
+    check_resources(decode, join, 64)
+
+
+def case_of(rows: int, heads: int, q_len: int, page_size: int, ragged: bool) -> DecodeCase:
+    q_lens = [q_len, *[0] * (rows - 1)] if ragged else None
+    sizes = {"heads": heads, "rank": 512, "rope": 64, "page_size": page_size}
+    return decode_case([1] * rows, q_len=q_len, q_lens=q_lens, dtype=torch.bfloat16, **sizes)
 
 
 def test_a_cache_at_an_odd_address_is_refused_by_name() -> None:

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from mla_compile.ops.kernels import plan
-from mla_compile.ops.kernels.plan import H200, MIN_KEYS, Device, decode_tiles, num_splits, rows_at_once
+from mla_compile.ops.kernels.plan import (
+    H200,
+    MIN_KEYS,
+    Device,
+    decode_tiles,
+    num_fixed_splits,
+    num_splits,
+    rows_at_once,
+)
 from tests.kernel_cases import decode_case
 
 GPUS = {
@@ -92,6 +100,13 @@ def test_splits_fill_the_gpu_without_flooding_it(programs: int, max_keys: int) -
     if max_keys >= 132 * MIN_KEYS:
         waves = programs * splits / H200.multiprocessors
         assert waves / -(-waves // 1) > 0.75, f"{waves} waves leave much of the GPU idle"
+
+
+def test_splits_of_batch_invariant_decode_get_longer_with_their_place() -> None:
+    ends = [keys for keys in range(1, 8193) if num_fixed_splits(keys + 1, 128) > num_fixed_splits(keys, 128)]
+    lengths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
+    assert lengths == [128] * 4 + [256] * 2 + [512] * 6 + [1024] * 4
+    assert num_fixed_splits(0, 128) == 1
 
 
 def test_the_workspace_of_batch_invariant_decode_is_bounded_whatever_the_table() -> None:

@@ -7,10 +7,8 @@ cores want 64 rows, which keys always fill and 16 or 20 heads never do.
 Which keys a program reads follows from shapes and from its own row's length, so the grid can be captured, lengths
 may change at replay, and a row's bits do not depend on its neighbours.
 
-`decode_triton_invariant` gives a token the same bits in every call that has the same keys. Its splits begin at the same
-keys wherever a row ends, a tile is as high whatever `q_len` is, a token's splits are joined in order and those that it
-does not see are not read. Keys of a tile that it does not see weigh 0. One compiled kernel serves all its
-calls: no size that changes from call to call is a constant of it.
+`decode_triton_invariant` attends to the splits of `fixed_splits.py`. A tile is as high whatever `q_len` is, and one
+compiled kernel serves all calls: no size that changes from call to call is a constant of it.
 """
 
 import torch
@@ -18,25 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.kernels.fixed_splits import decode_by_fixed_splits, first_key_of, splits_of, visible
 from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
-    NARROW_SPLITS,
     SPLIT_BLOCK,
-    SPLIT_KEYS,
+    SPLIT_UNIT,
     DecodeTiles,
     decode_tiles,
     device_of,
     num_fixed_splits,
     num_splits,
     power_of_two,
-    rows_at_once,
 )
 from mla_compile.ops.kernels.softmax import (
     LOG2_E,
     attend_latents,
-    columns_at_once,
     combine,
-    join_splits,
     split_of,
     split_results,
     store_split,
@@ -47,32 +42,6 @@ from mla_compile.ops.kernels.softmax import (
 def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
     """Page of each key, int64; 0 from `stop` on, where table entries are never followed."""
     return tl.load(table + key // PAGE_SIZE, mask=key < stop, other=0).to(tl.int64)
-
-
-@triton.jit
-def _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys):
-    """`visible_keys` of query tokens of a row, below 0 for some that see none, and how many of its keys are read."""
-    length = tl.load(seq_lens + row)
-    valid = tl.load(q_lens + row, mask=has_q_lens != 0, other=q_len)
-    stored = tl.minimum(length, most_keys)
-    bounds = tl.where(token < valid, tl.minimum(length - (valid - 1 - token), stored), 0)
-    return bounds, tl.where(valid > 0, stored, 0)
-
-
-_NARROW = tl.constexpr(NARROW_SPLITS)
-
-
-@triton.jit
-def first_key_of(split, SPLIT_KEYS: tl.constexpr):
-    """Where a split of batch-invariant decode begins."""
-    return (split + tl.maximum(split - _NARROW, 0)) * (SPLIT_KEYS // 2)
-
-
-@triton.jit
-def splits_of(keys, SPLIT_KEYS: tl.constexpr):
-    """Into how many splits batch-invariant decode cuts so many keys."""
-    halves = tl.cdiv(tl.maximum(keys, 0), SPLIT_KEYS // 2)
-    return tl.minimum(halves, _NARROW) + tl.cdiv(tl.maximum(halves - _NARROW, 0), 2)
 
 
 @triton.jit
@@ -148,7 +117,7 @@ def split_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,  # of a split, of which a program may have several; 0 for a program's share of its row
+    SPLIT_UNIT: tl.constexpr,  # of the splits, of which a program may have several; 0 for a program's share of its row
 ):
     """Attention of one block of query rows over splits of a row's keys; grid `[rows * row blocks, programs]`."""
     R = q_len * HEADS
@@ -159,11 +128,11 @@ def split_kernel(
     programs = tl.num_programs(1)
 
     token = r // HEADS
-    bounds, keys = _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
+    bounds, keys = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
     bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
     query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
-    if SPLIT_KEYS > 0:
-        start, stop = first_key_of(program, SPLIT_KEYS), keys
+    if SPLIT_UNIT > 0:
+        start, stop = first_key_of(program, SPLIT_UNIT), keys
         idle = start >= stop
     else:
         start, stop = split_of(keys, program, programs, BLOCK_N, MIN_KEYS)
@@ -186,10 +155,10 @@ def split_kernel(
 
     scale = softmax_scale * LOG2_E
     table = block_table + row.to(tl.int64) * table_stride
-    if SPLIT_KEYS > 0:
-        for split in range(program, splits_of(keys, SPLIT_KEYS), programs):
-            start = first_key_of(split, SPLIT_KEYS)
-            stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_KEYS))
+    if SPLIT_UNIT > 0:
+        for split in range(program, splits_of(keys, SPLIT_UNIT), programs):
+            start = first_key_of(split, SPLIT_UNIT)
+            stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_UNIT))
             _attend_split(
                 q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
                 RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
@@ -199,33 +168,6 @@ def split_kernel(
             q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
             RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "most_keys", "total"])
-def join_kernel(
-    part_out,  # see `join_splits`
-    part_lse,
-    out,
-    lse,
-    seq_lens,
-    q_lens,
-    has_q_lens,
-    q_len,
-    most_keys,
-    total,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
-    i = tl.program_id(0)
-    row = i // (q_len * HEADS)
-    token = i // HEADS % q_len
-    keys, _ = _visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
-    splits = splits_of(keys, SPLIT_KEYS)
-    join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
 def _launch(
@@ -243,7 +185,7 @@ def _launch(
     tiles: DecodeTiles,
     programs: int,
     min_keys: int = MIN_KEYS,
-    split_keys: int = 0,
+    split_unit: int = 0,
 ) -> None:
     """`split_kernel` with so many programs for each block of query rows."""
     (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
@@ -272,7 +214,7 @@ def _launch(
         BLOCK_R=tiles.rows,
         BLOCK_N=tiles.keys,
         MIN_KEYS=min_keys,
-        SPLIT_KEYS=split_keys,
+        SPLIT_UNIT=split_unit,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -343,65 +285,61 @@ def decode_triton_invariant(
     *,
     tiles: DecodeTiles | None = None,
     programs: int | None = None,
-    split_keys: int = SPLIT_KEYS,
+    split_unit: int = SPLIT_UNIT,
     split_block: int = SPLIT_BLOCK,
     at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`decode_triton` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
 
-    programs: for each block of query rows; at_once: how many rows share the workspace. Both are chosen by `plan.py`
-    unless given, and neither changes a bit. `tiles`, `split_keys` and `split_block`, the splits that are summed at a
-    time, do.
+    programs: for each block of query rows, chosen by `plan.py` unless given; it changes no bit. `tiles` do. The others
+    are those of `decode_by_fixed_splits`.
     """
-    tokens, heads, rank = q_latent.shape
-    (rows, columns), page_size = block_table.shape, kv_cache.shape[1]
+    heads, rank = q_latent.shape[1:]
+    max_keys = block_table.shape[1] * kv_cache.shape[1]
     device = device_of(q_latent)
     tiles = tiles or decode_tiles(heads, rank, q_latent.dtype, device)
-    splits = num_fixed_splits(columns * page_size, split_keys)
-    at_once = min(rows, at_once or rows_at_once(splits * q_len * heads * rank))
-    blocks = at_once * triton.cdiv(q_len * heads, tiles.rows)
-    programs = programs or min(splits, num_splits(blocks, columns * page_size, device))
 
-    out = q_latent.new_empty(q_latent.shape)
-    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
-    part_out = lse.new_empty((splits, at_once * q_len * heads, rank))
-    part_lse = lse.new_empty((splits, at_once * q_len * heads))
-    q_latent, q_pe = map(_aligned, (q_latent, q_pe))
-    block_table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-    seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
-    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        for first in range(0, rows, at_once):
-            mine = slice(first, first + at_once)
-            tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
-            lens = seq_lens[mine], None if q_lens is None else q_lens[mine]
-            queries = q_latent[tokens_of_mine], q_pe[tokens_of_mine]
-            _launch(
-                *(*queries, kv_cache, block_table[mine], *lens, q_len, softmax_scale, part_out, part_lse),
-                tiles=tiles,
-                programs=programs,
-                split_keys=split_keys,
-            )
-            total = queries[0].shape[0] * heads
-            columns_of_out = columns_at_once(rank, split_block)
-            join_kernel[(total, triton.cdiv(rank, columns_of_out))](
+    def launch(
+        q_latent: Tensor,
+        q_pe: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        q_lens: Tensor | None,
+        part_out: Tensor,
+        part_lse: Tensor,
+    ) -> None:
+        blocks = seq_lens.shape[0] * triton.cdiv(q_len * heads, tiles.rows)
+        splits = num_fixed_splits(max_keys, split_unit)
+        _launch(
+            *(
+                q_latent,
+                q_pe,
+                kv_cache,
+                block_table,
+                seq_lens,
+                q_lens,
+                q_len,
+                softmax_scale,
                 part_out,
                 part_lse,
-                out[tokens_of_mine],
-                lse[tokens_of_mine],
-                lens[0],
-                lens[0] if lens[1] is None else lens[1],
-                int(q_lens is not None),
-                q_len,
-                columns * page_size,
-                total,
-                HEADS=heads,
-                RANK=rank,
-                SPLIT_KEYS=split_keys,
-                SPLIT_BLOCK=split_block,
-                BLOCK_C=columns_of_out,
-                num_warps=4,
-            )
-    return out, lse
+            ),
+            tiles=tiles,
+            programs=programs or min(splits, num_splits(blocks, max_keys, device)),
+            split_unit=split_unit,
+        )
+
+    return decode_by_fixed_splits(
+        launch,
+        *map(_aligned, (q_latent, q_pe)),
+        block_table,
+        seq_lens,
+        q_lens,
+        q_len,
+        kv_cache.shape[1],
+        split_unit=split_unit,
+        split_block=split_block,
+        at_once=at_once,
+    )
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -498,8 +498,8 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    gate_up = gate_up or moe_tiles(pairs, experts, 2, intermediate, x.dtype, device)
-    down = down or moe_tiles(pairs, experts, 1, hidden, x.dtype, device)
+    gate_up = gate_up or moe_tiles(pairs, experts, 2, x.dtype, device)
+    down = down or moe_tiles(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
     padding, padded = _padding(topk_ids, row_lens, q_len)
     padded["SHARED"] = shared

@@ -12,15 +12,16 @@ from torch import Tensor
 MIN_KEYS = 128
 """Keys of a row under which a further split is not worth its start and its share of the sum."""
 
-SPLIT_KEYS = 256
-"""Keys of a split of batch-invariant decode, after NARROW_SPLITS of half as many; rows, heads and lengths do not count,
-as other splits are other bits. Few keys leave most of a GPU idle: 1000 of one row are read in 13 us by splits of 128,
-in 18 by splits of 256 (H200). For many keys, narrow splits would write and read more partial results than latents."""
+SPLIT_UNIT = 128
+"""Keys of the first splits of batch-invariant decode. They get longer as DOUBLED says, by a key's place alone: rows,
+heads and lengths do not count, as other splits are other bits. Few keys leave most of a GPU idle unless splits are
+short; for many keys, short splits would write and read more partial results than latents."""
 
-NARROW_SPLITS = 8
+DOUBLED = (4, 6, 12)
+"""The splits from which on they are twice as long as before: from keys 512, 1024 and 4096 on."""
 
 SPLIT_BLOCK = 16
-"""Splits whose results are summed at a time: the first 3072 keys, then 4096."""
+"""Splits whose results are summed at a time."""
 
 _MOST_PARTIAL = 2**26
 """Elements, 256 MB, of all partial results of batch-invariant decode. Its splits are as many as fit the block table."""
@@ -134,10 +135,13 @@ def num_splits(programs: int, max_keys: int, device: Device) -> int:
     return next(s for s in range(1, most + 1) if cost(s) <= 1.05 * best)
 
 
-def num_fixed_splits(max_keys: int, split_keys: int) -> int:
-    """Splits of so many keys in batch-invariant decode, at least one."""
-    halves = -(-max_keys // (split_keys // 2))
-    return max(1, min(halves, NARROW_SPLITS) + -(-max(halves - NARROW_SPLITS, 0) // 2))
+def num_fixed_splits(max_keys: int, split_unit: int) -> int:
+    """Splits of batch-invariant decode, at least one: `splits_of` of `kernels/fixed_splits.py`."""
+    units = -(-max_keys // split_unit)
+    splits = units
+    for first in DOUBLED:
+        splits = min(splits, first) + -(-max(splits - first, 0) // 2)
+    return max(1, splits)
 
 
 def rows_at_once(partial: int) -> int:
@@ -224,10 +228,8 @@ MOST_NARROW_PAIRS = 128
 """Pairs an expert up to which Hopper gets narrow tiles. On an H200 those won at 68 pairs, the wide ones at 256."""
 
 
-def moe_tiles(
-    pairs: int, experts: int, products: int, columns: int, dtype: torch.dtype, device: Device
-) -> MoeTiles:
-    """For few pairs, wide tiles read more at a time, and narrow ones make enough programs to fill the GPU.
+def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
+    """For few pairs, tiles of 32 columns, of which every multiprocessor has several under way.
 
     For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores. On
     Hopper four warps hold that product, at most 64 x 128 of gate and up; eight hold 128 x 256 where experts have enough
@@ -249,9 +251,7 @@ def moe_tiles(
         warps = 4 if hopper else tokens // 16
         return MoeTiles(tokens, columns=128 // products, depth=64, warps=warps, stages=3)
     tokens = 16 if pairs <= 8 * experts else 32
-    if min(pairs, experts) * columns < 4 * 32 * device.multiprocessors:
-        return MoeTiles(tokens, columns=16, depth=256, warps=2, stages=4)
-    return MoeTiles(tokens, columns=32, depth=128, warps=4, stages=4)
+    return MoeTiles(tokens, columns=32, depth=128, warps=2 * products, stages=4)
 
 
 @dataclass(frozen=True)

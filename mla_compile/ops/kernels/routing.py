@@ -1,4 +1,4 @@
-"""The router of a MoE layer in two launches: the experts' scores, then each token's choice.
+"""The router of a MoE layer: the experts' scores, then each token's choice.
 
 Few tokens: the time is that of reading the router's weights once, so experts are divided among programs, and a program
 keeps to the plain cores, on which products of bfloat16 are exact in float32. Many tokens are divided too.
@@ -7,11 +7,15 @@ A token gets the same bits in any batch: an expert's product with it is added up
 token alone. The lowest id wins among equal scores.
 """
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.implementations import HALF
 from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
 
 _EXPERTS = 4
@@ -152,11 +156,8 @@ def router_triton(
     """What `moe_router` computes, with its arguments, on the GPU or in Triton's interpreter."""
     x, stride = aligned_rows(x)
     (tokens, hidden), experts = x.shape, weight.shape[0]
-    per_group = experts // num_groups
     block_t = 1 if tokens <= _FEW else _TOKENS
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
-    weights = x.new_empty(tokens, topk, dtype=torch.float32)
-    ids = x.new_empty(tokens, topk, dtype=torch.int64)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         logits_kernel[(triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, block_t))](
             x,
@@ -171,6 +172,34 @@ def router_triton(
             BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
             num_warps=4,
         )
+    return _choose(logits, bias, topk, num_groups, topk_groups, softmax, normalize, scaling)
+
+
+def router_product(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
+    """`router_triton` with scores by cuBLAS, whose order of a sum depends on how many tokens there are."""
+    if x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF:
+        logits = torch.mm(x, weight.T, out_dtype=torch.float32)  # products are exact, and added in float32
+    else:
+        logits = F.linear(x.float(), weight.float())
+    return _choose(logits, bias, *rule)
+
+
+def _choose(
+    logits: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """`choose_experts` of float32 `[tokens, experts]`, contiguous."""
+    tokens, experts = logits.shape
+    per_group = experts // num_groups
+    weights = logits.new_empty(tokens, topk)
+    ids = logits.new_empty(tokens, topk, dtype=torch.int64)
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
         choice_kernel[(tokens,)](
             logits,
             logits if bias is None else bias.contiguous(),

@@ -35,14 +35,14 @@ class TestTriton(DecodeConformance):
     pass
 
 
-in_small_splits = partial(decode_triton_invariant, tiles=SMALL, split_keys=32, split_block=2)
+in_small_splits = partial(decode_triton_invariant, tiles=SMALL, split_unit=16, split_block=2)
 """So that short texts have splits enough for some blocks of them, and programs some splits."""
 in_turn = partial(in_small_splits, programs=2, at_once=1)
 
 
 @slow
 class TestBatchInvariant(DecodeInvariance):
-    borders: tuple[int, ...] = (1, 16, 32, 128, 160, 192)
+    borders: tuple[int, ...] = (1, 16, 64, 96, 128, 192)
 
     @pytest.fixture(params=["in_small_splits", "in_turn"])
     def subject(self, request: pytest.FixtureRequest) -> Subject:
@@ -71,7 +71,7 @@ in_shares = partial(decode_triton, tiles=SMALL, splits=3, min_keys=16)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)], ids=str)
 def test_neither_programs_nor_rows_at_a_time_change_a_bit(dtype: torch.dtype) -> None:
     case = decode_case([150, 0, 33, 65, 20], q_len=3, q_lens=[3, 0, 2, 3, 1], heads=6, dtype=dtype)
-    run = partial(decode_triton_invariant, *case.args(), tiles=SMALL, split_keys=32, split_block=4)
+    run = partial(decode_triton_invariant, *case.args(), tiles=SMALL, split_unit=16, split_block=4)
     first = run(programs=1, at_once=5)
     check_decode(case, first)
     for programs, at_once in ((1, 1), (2, 5), (9, 3)):

@@ -7,7 +7,7 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.routing import router_triton  # noqa: E402
+from mla_compile.ops.kernels.routing import router_product, router_triton  # noqa: E402
 from tests.ops.routing import ROUTINGS, check, check_bits, router_args  # noqa: E402
 
 SLOW = ("v3", "v2")
@@ -19,6 +19,7 @@ def test_the_kernels(name: str) -> None:
         args = router_args(name, tokens, hidden, dtype)
         check(router_triton, args)
         check_bits(router_triton, args)
+        check(router_product, args)
 
 
 def test_equal_scores_choose_the_lowest_ids_and_nan_chooses_experts_that_exist() -> None:

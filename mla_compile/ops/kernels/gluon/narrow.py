@@ -1,4 +1,4 @@
-"""Decode with up to 32 query rows at a time: keys are the rows of both products.
+"""Decode with up to 64 query rows at a time: keys are the rows of both products.
 
 `S^T = K Q^T` and `O^T += K_c^T P^T`, as in `ops/kernels/decode.py`: 16 query rows cost a quarter of what 64 cost. Four
 warps gather tiles through the block table with `cp.async`, two ahead, any page size; zeros past a row's end.
@@ -17,8 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
-MOST_ROWS = 32
-"""Query rows that `narrow_kernel` takes; with more, `wide_kernel` is quicker."""
+MOST_ROWS = 64
+"""Query rows of a unit."""
+MOST_UNSPLIT_ROWS = 32
+"""Query rows of a row of the batch from which on `wide_kernel` is quicker."""
 STAGES = gl.constexpr(2)
 """Tiles of 72 KB in shared memory."""
 
@@ -27,6 +29,7 @@ STAGES = gl.constexpr(2)
 def _load(
     args,
     HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """Bring the program's tiles to shared memory; `unit` begins at `begin` on the line, the program at `at`."""
@@ -54,8 +57,8 @@ def _load(
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
     i = 0
     while at < end:
-        row, _, _, stored, first, last, _, next_begin = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
         table = block_table + row.to(gl.int64) * table_stride
         for tile in range(first, last):
@@ -74,21 +77,22 @@ def _load(
             )
             async_copy.mbarrier_arrive(loaded.index(stage), increment_count=False)
             i += 1
-        at = gl.minimum(end, next_begin)
-        begin = next_begin
-        unit += 1
 
 
 @gluon.jit
 def _attend(
     args,
     HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,
     Q_LEN: gl.constexpr,
     HEADS: gl.constexpr,
     BLOCK_R: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts."""
+    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts.
+
+    If FIXED, to its place among the splits of all rows.
+    """
     (
         q_latent,
         q_pe,
@@ -130,25 +134,31 @@ def _attend(
     o_c = gl.arange(0, RANK, layout=gl.SliceLayout(1, o_layout))
     scale = softmax_scale * LOG2_E
     i = 0
+    held = -1  # the unit whose queries are in shared memory
     while at < end:
-        row, _, length, stored, first, last, tiles, next_begin = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        current = unit
+        row, block, length, stored, first, last, tiles, split, unit, begin, at = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
+        first_r = block * BLOCK_R
         valid = Q_LEN
         if HAS_Q_LENS:
             valid = gl.load(q_lens + row)
 
-        r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, q_layout))
-        token = (row * Q_LEN + r // HEADS).to(gl.int64)
-        q_at = token * q_token_stride + r % HEADS * q_head_stride
-        pe_at = token * pe_token_stride + r % HEADS * pe_head_stride
-        inside = (r < R)[:, None]
-        queries.store(gl.load(q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0))
-        queries_pe.store(gl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
-        fence_async_shared()
-        barrier()
+        if current != held:  # the splits of a unit share its queries
+            r = first_r + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, q_layout))
+            token = (row * Q_LEN + r // HEADS).to(gl.int64)
+            q_at = token * q_token_stride + r % HEADS * q_head_stride
+            pe_at = token * pe_token_stride + r % HEADS * pe_head_stride
+            inside = (r < R)[:, None]
+            queries.store(gl.load(q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0))
+            queries_pe.store(gl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
+            fence_async_shared()
+            barrier()
+        held = current
 
-        r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
+        s_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
+        r = first_r + s_r
         # `visible_keys`, for each query row; none for the rows that only fill the block.
         bounds = gl.minimum(length - (valid - 1 - r // HEADS), stored)
         bounds = gl.where((r // HEADS < valid) & (r < R), bounds, 0)
@@ -188,10 +198,14 @@ def _attend(
         log_sum = (top + gl.log2(sums)) * LN_2
         acc = acc * gl.convert_layout(1.0 / filled, gl.SliceLayout(0, o_layout))[None, :]
         o_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, o_layout))
-        s_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
-        live = (o_r < R)[None, :]
-        if (first == 0) & (last == tiles):
-            target = row.to(gl.int64) * R
+        live = (first_r + o_r < R)[None, :]
+        if FIXED:
+            target = (split * rows + row).to(gl.int64) * R + first_r
+            at_part = part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
+            gl.store(at_part, acc, mask=live & (first < last))
+            gl.store(part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
+        elif (first == 0) & (last == tiles):
+            target = row.to(gl.int64) * R + first_r
             at_out = out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
             gl.store(at_out, acc.to(gl.bfloat16), mask=live)
             gl.store(lse + target + s_r, log_sum, mask=r < R)
@@ -200,9 +214,6 @@ def _attend(
             at_part = part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
             gl.store(at_part, acc, mask=live)
             gl.store(part_lse + target + s_r, log_sum)
-        at = gl.minimum(end, next_begin)
-        begin = next_begin
-        unit += 1
 
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
@@ -215,8 +226,8 @@ def narrow_kernel(
     q_lens,  # int32 [rows], unread unless HAS_Q_LENS
     out,  # [rows * R, RANK], contiguous
     lse,  # float32 [rows * R]
-    part_out,  # float32 [2 * programs, BLOCK_R, RANK]
-    part_lse,  # float32 [2 * programs, BLOCK_R]
+    part_out,  # float32 [2 * programs, BLOCK_R, RANK]; if FIXED [splits, rows * R, RANK]
+    part_lse,  # float32 [2 * programs, BLOCK_R]; if FIXED [splits, rows * R]
     pieces,  # int32 [units, 2], for `join_kernel`
     softmax_scale,
     rows,
@@ -227,16 +238,18 @@ def narrow_kernel(
     pe_head_stride,
     table_stride,
     HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,  # over the splits of `kernels/fixed_splits.py`
     Q_LEN: gl.constexpr,
     HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    BLOCK_R: gl.constexpr,  # at least Q_LEN * HEADS
+    BLOCK_R: gl.constexpr,
+    Q_BLOCKS: gl.constexpr,  # of BLOCK_R query rows that cover Q_LEN * HEADS
     UNITS_BLOCK: gl.constexpr,  # see `plan`
     num_warps: gl.constexpr,  # that compute
 ):
     """Attention of every row, or of its pieces; one program a multiprocessor."""
     unit, begin, at, end, piece = plan(
-        seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, 1, UNITS_BLOCK, num_warps
+        seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps
     )
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     kv_c = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, RANK], swizzled)
@@ -302,8 +315,8 @@ def narrow_kernel(
     )
     gl.warp_specialize(
         [
-            (_attend, (attend_args, HAS_Q_LENS, Q_LEN, HEADS, BLOCK_R, num_warps)),
-            (_load, (load_args, HAS_Q_LENS, PAGE_SIZE)),
+            (_attend, (attend_args, HAS_Q_LENS, FIXED, Q_LEN, HEADS, BLOCK_R, num_warps)),
+            (_load, (load_args, HAS_Q_LENS, FIXED, PAGE_SIZE)),
         ],
         [4],
         [64],

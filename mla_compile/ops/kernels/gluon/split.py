@@ -6,6 +6,10 @@ program reads (`plan`): whole units or equal parts of them, so that a program ha
 unless lengths differ so much that an even cut through all tiles is quicker. So the grid can be captured, but unlike
 `decode.py`'s a row's bits depend on the other rows' lengths.
 
+FIXED, for batch-invariant decode: a program's part begins and ends where the nearest of the splits of
+`kernels/fixed_splits.py` begin, and each split is a piece of its own. So the plan decides who attends to a split, and
+changes no bit.
+
 All rows' first blocks come before all second ones: programs that share a row's keys then read them at about the same
 time, once from memory and otherwise from the L2 cache.
 """
@@ -16,10 +20,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from mla_compile.ops.kernels.fixed_splits import first_key_of, splits_of
+from mla_compile.ops.kernels.plan import SPLIT_UNIT
+
 RANK = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 TILE = gl.constexpr(64)
 """Keys that a matrix instruction takes."""
+_UNIT = gl.constexpr(SPLIT_UNIT)
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 
@@ -106,19 +114,59 @@ def plan(
 
 
 @gluon.jit
-def piece_of(seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr):
-    """The program's piece of a unit: `row, block, length, stored, first, last, tiles, next_begin`.
+def _split_at(tile):
+    """The split that has a tile, and the tiles where this split and the next one begin."""
+    split = splits_of(tile * TILE + 1, _UNIT) - 1
+    return split, first_key_of(split, _UNIT) // TILE, first_key_of(split + 1, _UNIT) // TILE
 
-    `stored` of the row's `length` keys are in its pages. The piece's tiles are those from `first` to `last` of the
-    unit's `tiles`; the next unit begins at `next_begin`.
+
+@gluon.jit
+def _nearest_split(tile):
+    """The tile where the nearest split begins."""
+    _, before, after = _split_at(tile)
+    return gl.where(tile - before < after - tile, before, after)
+
+
+@gluon.jit
+def piece_of(
+    seq_lens,
+    q_lens,
+    rows,
+    most_keys,
+    unit,
+    begin,
+    at,
+    end,
+    piece,
+    HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,
+):
+    """The program's next piece, and where it goes on.
+
+    Returns `row, block, length, stored, first, last, tiles, split, next_unit, next_begin, next_at`. `stored` of the
+    row's `length` keys are in its pages. The piece's tiles are those from `first` to `last` of the unit's `tiles`; if
+    FIXED they are `split`, or none. After it the program goes on at `next_at`, in `next_unit`.
     """
     row = unit % rows
     length = _length(seq_lens, q_lens, row, True, HAS_Q_LENS)
     stored = gl.minimum(length, most_keys)
     tiles = (stored + (TILE - 1)) // TILE
+    next_unit = unit + 1
     next_begin = begin + _span(stored, piece)
-    last = gl.minimum(gl.minimum(end, next_begin) - begin, tiles)
-    return row, unit // rows, length, stored, at - begin, last, tiles, next_begin
+    next_at = gl.minimum(end, next_begin)
+    first = at - begin
+    last = gl.minimum(next_at - begin, tiles)
+    split = 0
+    if FIXED:
+        stop = gl.where(last < tiles, gl.minimum(_nearest_split(last), tiles), tiles)
+        first = gl.minimum(_nearest_split(first), tiles)
+        split, _, after = _split_at(first)
+        last = gl.minimum(after, stop)
+        goes_on = last < stop
+        next_unit = gl.where(goes_on, unit, next_unit)
+        next_begin = gl.where(goes_on, begin, next_begin)
+        next_at = gl.where(goes_on, begin + last, next_at)
+    return row, unit // rows, length, stored, first, last, tiles, split, next_unit, next_begin, next_at
 
 
 @triton.jit

@@ -124,6 +124,7 @@ def _load_half(
 def _load(
     args,
     HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BOX: gl.constexpr,
 ):
@@ -150,8 +151,8 @@ def _load(
     ) = args
     i = 0
     while at < end:
-        row, _, _, stored, first, last, _, next_begin = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
         table = block_table + row.to(gl.int64) * table_stride
         for tile in range(first, last, 2):
@@ -177,9 +178,6 @@ def _load(
                         BOX,
                     )
             i += 1
-        at = gl.minimum(end, next_begin)
-        begin = next_begin
-        unit += 1
 
 
 @gluon.jit
@@ -187,10 +185,14 @@ def _attend(
     args,
     W: gl.constexpr,
     HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,
     Q_LEN: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts."""
+    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts.
+
+    If FIXED, to its place among the splits of all rows.
+    """
     (
         q_latent,
         q_pe,
@@ -237,8 +239,8 @@ def _attend(
     i = 0  # pairs of tiles so far
     n = 0  # pieces so far
     while at < end:
-        row, block, length, stored, first, last, tiles, next_begin = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS
+        row, block, length, stored, first, last, tiles, split, unit, begin, at = piece_of(
+            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
         first_r = block * ROWS
         valid = Q_LEN
@@ -354,7 +356,13 @@ def _attend(
         acc = acc * gl.convert_layout(1.0 / filled, o_rows)[:, None]
         o_r = gl.arange(0, ROWS, layout=o_rows)
         live = (first_r + o_r < R)[:, None]
-        if (first == 0) & (last == tiles):
+        if FIXED:
+            target = (split * rows + row).to(gl.int64) * R + first_r
+            at_part = part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
+            gl.store(at_part, acc, mask=live & (first < last))
+            if W == 0:
+                gl.store(part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
+        elif (first == 0) & (last == tiles):
             target = row.to(gl.int64) * R + first_r
             at_out = out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
             gl.store(at_out, acc.to(gl.bfloat16), mask=live)
@@ -366,9 +374,6 @@ def _attend(
             gl.store(at_part, acc, mask=live)
             if W == 0:
                 gl.store(part_lse + target + s_r, log_sum)
-        at = gl.minimum(end, next_begin)
-        begin = next_begin
-        unit += 1
 
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
@@ -383,8 +388,8 @@ def wide_kernel(
     q_lens,  # int32 [rows], unread unless HAS_Q_LENS
     out,  # [rows * R, RANK], contiguous
     lse,  # float32 [rows * R]
-    part_out,  # float32 [2 * programs, ROWS, RANK]
-    part_lse,  # float32 [2 * programs, ROWS]
+    part_out,  # float32 [2 * programs, ROWS, RANK]; if FIXED [splits, rows * R, RANK]
+    part_lse,  # float32 [2 * programs, ROWS]; if FIXED [splits, rows * R]
     pieces,  # int32 [units, 2], for `join_kernel`
     softmax_scale,
     rows,
@@ -395,6 +400,7 @@ def wide_kernel(
     pe_head_stride,
     table_stride,
     HAS_Q_LENS: gl.constexpr,
+    FIXED: gl.constexpr,  # over the splits of `kernels/fixed_splits.py`
     Q_LEN: gl.constexpr,
     HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -486,9 +492,9 @@ def wide_kernel(
     )
     gl.warp_specialize(
         [
-            (_load, (load_args, HAS_Q_LENS, PAGE_SIZE, BOX)),
-            (_attend, (attend_args, 0, HAS_Q_LENS, Q_LEN, HEADS)),
-            (_attend, (attend_args, 1, HAS_Q_LENS, Q_LEN, HEADS)),
+            (_load, (load_args, HAS_Q_LENS, FIXED, PAGE_SIZE, BOX)),
+            (_attend, (attend_args, 0, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
+            (_attend, (attend_args, 1, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
         ],
         [4, 4],
         [224, 224],  # registers: the rest, 56, is what loading needs

@@ -1,0 +1,158 @@
+"""What batch-invariant decode kernels share: where a row's splits begin, and how a token's are joined.
+
+A token gets the same bits in every call that has the same keys: splits begin at the same keys wherever a row ends, each
+is attended to from its first key on, and the token's splits are joined in order. Those that it does not see are not
+read, and keys of a split that it does not see weigh 0. Which program attends to which split changes nothing.
+"""
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.plan import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
+from mla_compile.ops.kernels.softmax import columns_at_once, join_splits
+
+_SECOND, _THIRD, _FOURTH = (tl.constexpr(first) for first in DOUBLED)
+
+
+@triton.jit
+def _doubled_from(place, first):
+    return place + tl.maximum(place - first, 0)
+
+
+@triton.jit
+def _halved_from(count, first):
+    return tl.minimum(count, first) + (tl.maximum(count - first, 0) + 1) // 2
+
+
+@triton.jit
+def first_key_of(split, SPLIT_UNIT: tl.constexpr):
+    """Where a split begins."""
+    return _doubled_from(_doubled_from(_doubled_from(split, _FOURTH), _THIRD), _SECOND) * SPLIT_UNIT
+
+
+@triton.jit
+def splits_of(keys, SPLIT_UNIT: tl.constexpr):
+    """Into how many splits so many keys are cut."""
+    units = (tl.maximum(keys, 0) + SPLIT_UNIT - 1) // SPLIT_UNIT
+    return _halved_from(_halved_from(_halved_from(units, _SECOND), _THIRD), _FOURTH)
+
+
+@triton.jit
+def visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys):
+    """`visible_keys` of query tokens of a row, below 0 for some that see none, and how many of its keys are read."""
+    length = tl.load(seq_lens + row)
+    valid = tl.load(q_lens + row, mask=has_q_lens != 0, other=q_len)
+    stored = tl.minimum(length, most_keys)
+    bounds = tl.where(token < valid, tl.minimum(length - (valid - 1 - token), stored), 0)
+    return bounds, tl.where(valid > 0, stored, 0)
+
+
+@triton.jit(do_not_specialize=["seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "most_keys", "total"])
+def join_kernel(
+    part_out,  # see `join_splits`
+    part_lse,
+    out,
+    lse,
+    seq_lens,
+    q_lens,
+    has_q_lens,
+    q_len,
+    most_keys,
+    total,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLIT_UNIT: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
+    i = tl.program_id(0)
+    row = i // (q_len * HEADS)
+    token = i // HEADS % q_len
+    keys, _ = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
+    splits = splits_of(keys, SPLIT_UNIT)
+    join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
+
+
+class Launch(Protocol):
+    """Launches a kernel that attends to each split of each row by itself."""
+
+    def __call__(
+        self,
+        q_latent: Tensor,
+        q_pe: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        q_lens: Tensor | None,
+        part_out: Tensor,
+        part_lse: Tensor,
+    ) -> None:
+        """Arguments are those of `mla_decode`, of some of its rows, and where the results go.
+
+        part_out: float32 `[splits, rows * q_len * heads, kv_lora_rank]`, sums that are divided by their weights;
+        part_lse: float32 `[splits, rows * q_len * heads]`, natural log, -inf for a query row that sees no key of the
+        split. What a query row does not see any key of may stay unwritten from the split after its last one on.
+        """
+
+
+def decode_by_fixed_splits(
+    launch: Launch,
+    q_latent: Tensor,
+    q_pe: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    page_size: int,
+    *,
+    split_unit: int = SPLIT_UNIT,
+    split_block: int = SPLIT_BLOCK,
+    at_once: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `mla_decode` computes, with its arguments, over splits that `launch` attends to.
+
+    at_once: how many rows share the workspace, chosen by `plan.py` unless given; it changes no bit. `split_unit` and
+    `split_block`, the splits that are summed at a time, do.
+    """
+    tokens, heads, rank = q_latent.shape
+    rows, columns = block_table.shape
+    splits = num_fixed_splits(columns * page_size, split_unit)
+    at_once = min(rows, at_once or rows_at_once(splits * q_len * heads * rank))
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    part_out = lse.new_empty((splits, at_once * q_len * heads, rank))
+    part_lse = lse.new_empty((splits, at_once * q_len * heads))
+    block_table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
+    seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
+    columns_of_out = columns_at_once(rank, split_block)
+    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
+        for first in range(0, rows, at_once):
+            mine = slice(first, first + at_once)
+            tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
+            lens = seq_lens[mine], None if q_lens is None else q_lens[mine]
+            queries = q_latent[tokens_of_mine], q_pe[tokens_of_mine]
+            launch(*queries, block_table[mine], *lens, part_out, part_lse)
+            total = queries[0].shape[0] * heads
+            join_kernel[(total, triton.cdiv(rank, columns_of_out))](
+                part_out,
+                part_lse,
+                out[tokens_of_mine],
+                lse[tokens_of_mine],
+                lens[0],
+                lens[0] if lens[1] is None else lens[1],
+                int(q_lens is not None),
+                q_len,
+                columns * page_size,
+                total,
+                HEADS=heads,
+                RANK=rank,
+                SPLIT_UNIT=split_unit,
+                SPLIT_BLOCK=split_block,
+                BLOCK_C=columns_of_out,
+                num_warps=4,
+            )
+    return out, lse
