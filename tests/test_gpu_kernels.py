@@ -24,6 +24,7 @@ from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
 from mla_compile.ops.routing import moe_router
+from mla_compile.ops.row_argmax import row_argmax, row_argmax_op
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -45,6 +46,7 @@ from tests.kernel_cases import (
     prefill_args,
     prefill_metadata_args,
 )
+from tests.ops import row_argmax as argmax_rows
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
 from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
@@ -521,6 +523,34 @@ def test_a_router_in_two_launches(name: str, dtype: torch.dtype) -> None:
         invariant = partial(moe_router, batch_invariant=True)
         check(invariant, args)
         check_bits(invariant, args)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *((rows, columns) for rows in (1, 6, 40) for columns in (1, 7, 1000, *argmax_rows.VOCABULARIES)),
+        (2200, 3001),  # so many that a program takes a whole row
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_largest_of_each_row(dtype: torch.dtype, rows: int, columns: int) -> None:
+    x = argmax_rows.rows_of(rows, columns, dtype).cuda()
+    assert is_triton("row_argmax", x)
+    argmax_rows.check(row_argmax, x)
+
+
+def test_a_captured_argmax_serves_other_numbers_at_replay() -> None:
+    x = torch.empty(4, argmax_rows.VOCABULARIES[0], dtype=torch.bfloat16, device="cuda").zero_()
+    row_argmax_op(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = row_argmax_op(x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, x.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64])

@@ -39,7 +39,8 @@ def run_interpreted(marks: str) -> None:
 
 @cache
 def mend_interpreter() -> None:
-    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, and bfloat16 products.
+    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, bfloat16 products, and
+    float32 of the smallest bfloat16 numbers.
 
     And some speed, without which it takes three times as long.
     """
@@ -48,6 +49,7 @@ def mend_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    cast = interpreter.InterpreterBuilder.cast_impl
 
     def patched(tensor, scope):
         patch(tensor, scope)
@@ -59,7 +61,12 @@ def mend_interpreter() -> None:
         bits = operand.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
+    def converted(self, operand, dtype):
+        is_wider = operand.dtype.scalar == tl.bfloat16 and dtype.scalar == tl.float32
+        return widened(operand) if is_wider else cast(self, operand, dtype)
+
     interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.cast_impl = converted
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(
         self, widened(a), widened(b), *rest
     )

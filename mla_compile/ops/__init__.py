@@ -12,6 +12,7 @@ from mla_compile.ops.prefill import mla_prefill
 from mla_compile.ops.prefill_metadata import mla_prefill_metadata
 from mla_compile.ops.rms_norm import fused_add_rms_norm, fused_rms_norm
 from mla_compile.ops.routing import moe_router
+from mla_compile.ops.row_argmax import row_argmax
 from mla_compile.ops.row_sums import batch_invariant_sum
 from mla_compile.ops.segments import decode_segment, prefill_segment
 
@@ -32,4 +33,5 @@ __all__ = [
     "moe_experts",
     "moe_router",
     "prefill_segment",
+    "row_argmax",
 ]

@@ -47,7 +47,8 @@ def choose_backend(
     return call, select_backend(call, backend).chosen
 
 
-@define_op(table=DECODE_BACKENDS, run=_run, returns=("out", "lse"))
+# Queries of any strides, or each would be copied: absorbing leaves heads outermost.
+@define_op(table=DECODE_BACKENDS, run=_run, returns=("out", "lse"), layout=torch.Tag.flexible_layout)
 def mla_decode(
     q_latent: Tensor,
     q_pe: Tensor,

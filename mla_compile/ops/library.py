@@ -60,6 +60,7 @@ def define_op(
     mutates: str = "",
     static: str = "",
     returns: tuple[str, ...] = (),
+    layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
     tags: tuple[torch.Tag, ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Define the op `mla_compile::<name>` by the decorated function, which becomes its checked call.
@@ -73,7 +74,10 @@ def define_op(
             silently.
         static: the integer argument that a graph is compiled for; others may be symbols.
         returns: names for the tensors of a tuple.
-        tags: beside `pt2_compliant_tag`.
+        layout: which strides of arguments Inductor keeps. By default their order, which is all that an op may rely on;
+            `flexible_layout` for an op that takes any. What torch would do by default is to keep them as they are, and
+            copy what has others or may have: of unknown rows, n times and max(1, n) times are not the same.
+        tags: beside this and `pt2_compliant_tag`.
     """
 
     def declare(declaration: Callable[P, R]) -> Callable[P, R]:
@@ -103,9 +107,6 @@ def define_op(
             wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
             _facts_of[op] = lambda args: facts(*(args[i] for i in wanted))
         schema = schema_of(op, declaration, mutates=mutates, static=static, returns=returns)
-        # Inductor keeps the order of strides, which is all that an op may rely on. By default it would keep them as
-        # they are, and copy what has others or may have: of unknown rows, n times and max(1, n) times are not the same.
-        layout = torch.Tag.needs_fixed_stride_order
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout, *tags))
         lib.impl(op, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mla_compile::{op}", fake, lib=lib)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_compile.speculate.sampling import penalise_after, sample
+from mla_compile.speculate.sampling import argmax, penalise_after, sample
 from mla_compile.speculate.state import DecodeState
 
 NO_TOKEN = -1
@@ -40,7 +40,7 @@ def choose_tokens(
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     if not sampled:
-        return logits.argmax(dim=-1)  # the lowest id of equal ones
+        return argmax(logits)
     return sample(
         logits,
         position,

@@ -14,6 +14,8 @@ how a kernel breaks ties: probabilities are summed as integers, and of equal log
 import torch
 from torch import Tensor
 
+from mla_compile.ops.row_argmax import row_argmax
+
 _MASK = 0xFFFFFFFF
 
 
@@ -154,7 +156,13 @@ def sample(
     n = logits.shape[1]
     scores = _keep_top(scores, top_k[:, None].expand(-1, n), top_p[:, None].expand(-1, n))
     noise = gumbel_noise(seed[:, None], position, logits.shape[-1])
-    return torch.where(greedy[:, None], logits.argmax(dim=-1), (scores + noise).argmax(dim=-1))
+    # `row_argmax` reads this from memory. To write it costs less than the sort above, however many rows there are.
+    return argmax(torch.where(greedy[:, None, None], logits, scores + noise))
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The id of the largest of scores `[rows, n, vocab]`, float, the lowest of equal ones: int64 `[rows, n]`."""
+    return row_argmax(scores.flatten(0, 1)).view(scores.shape[:2])
 
 
 def _likeliest(logits: Tensor, n: int) -> Tensor:

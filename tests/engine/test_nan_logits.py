@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
 from mla_compile.integrations.transformers import accelerate
+from mla_compile.ops import row_argmax
 from mla_compile.speculate.choice import can_choose
 from mla_compile.speculate.state import ACTIVE, COUNT
 from tests.engine.engine_traces import POISONS, poisoned
@@ -64,7 +65,7 @@ def test_a_token_can_be_chosen_where_the_largest_logit_is_a_number(compiled: boo
     """In Inductor's vectors, and in what is left over behind them, too."""
 
     def both(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return can_choose(logits), logits.argmax(dim=-1)
+        return can_choose(logits), row_argmax(logits)
 
     run = torch.compile(both) if compiled else both
     g = torch.Generator().manual_seed(0)

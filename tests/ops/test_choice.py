@@ -71,6 +71,8 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         x, weight, *others = router_args("glm", mostly(draw, [count], [300]), 32, dtype)
         weight = mostly(draw, [weight, weight.float()], [weight.double(), weight[:1].expand(1025, -1)])
         return strided(x), weight, None, *others[1:], False
+    if op == "row_argmax":
+        return (strided(torch.empty(count, mostly(draw, [1, 7, 3000], [2**30]), device="meta", dtype=dtype)),)
     if op == "mla_prefill_metadata":
         lens, bounds, table, *rest = prefill_metadata_args(draw)
         return lens, bounds, mostly(draw, [table], [table[:0], table[:, :0]]), *rest
@@ -89,6 +91,7 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
     ),
     "mla_norm_rope_append": lambda kv_a, *_: runs(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1,
     "moe_router": lambda x, weight, *_: runs(x) and runs(weight) and len(x) > 0 and len(weight) <= 1024,
+    "row_argmax": lambda x: runs(x) and len(x) > 0 and x.shape[1] < 2**30 and (x.stride(1) == 1),
     "mla_masked_decode": lambda q_latent, q_pe, kv_c, k_pe, *_: (
         runs(q_latent)
         and q_latent.numel() * kv_c.shape[1] > 0
@@ -184,6 +187,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     ),
     "moe_experts": lambda dtype: (*moe_case(4, 2, dtype=dtype).all_args(), False),
     "moe_router": lambda dtype: (*router_args("v3", 3, 32, dtype), False),
+    "row_argmax": lambda dtype: (torch.empty(4, 1000, dtype=dtype),),
     "mla_decode_metadata": lambda dtype: metadata_args(2, 4, ragged=True),
     "mla_prefill_metadata": lambda dtype: prefill_metadata_args(random.Random(0)),
 }

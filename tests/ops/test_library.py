@@ -60,6 +60,7 @@ SCHEMAS = {
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
+    "row_argmax": "(Tensor x) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",
     "mla_attention": (
@@ -177,9 +178,10 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
         ("moe_router", tuple(router_args("v3", 4, 32, torch.float32)), {0: 0}),
         ("mla_norm_rope_append", norm_rope_append_case(4).args(), {0: 0, 2: 0, 3: 0, 5: 0}),
+        ("row_argmax", (torch.randn(3, 8),), {0: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
     ],
-    ids=["decode", "experts", "router", "norm_rope_append", "metadata"],
+    ids=["decode", "experts", "router", "norm_rope_append", "row_argmax", "metadata"],
 )
 def test_checks_of_unbacked_sizes_add_no_guard(
     op: str, args: tuple[Any, ...], varying: dict[int, int]
