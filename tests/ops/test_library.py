@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import mla_compile.passes.pipeline  # noqa: F401 - it imports the ops that passes alone emit
 from mla_compile import MLAError, mla_decode
 from mla_compile.ops import library, validate
 from mla_compile.ops.library import define_op, empty, implementations, schema_of
