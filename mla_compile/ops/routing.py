@@ -28,7 +28,7 @@ from mla_compile.torch_internals import statically_known_true
 _TAKES: dict[str, Taken] = {
     "dtype": FLOATS,
     "weight's dtype": FLOATS,
-    "tokens": range(1, 257),
+    "tokens": range(1, 33),
     "experts": range(1, 1025),
 }
 _KERNEL = triton(
@@ -39,7 +39,7 @@ _KERNEL = triton(
 )
 MOE_ROUTER = (
     _KERNEL,
-    # With many tokens, cuBLAS makes better use of the weights.
+    # For 64 tokens or more cuBLAS is quicker: 8 us against 20 for 544 of GLM's (H200).
     replace(
         _KERNEL,
         name="product",

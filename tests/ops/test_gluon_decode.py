@@ -28,6 +28,7 @@ def check_resources(decode: "Compiled", join: "Compiled", page_size: int) -> Non
     assert decode.spilled_bytes == join.spilled_bytes == 0
     assert "wgmma.mma_async" in decode.text and "cp.async.cg" in decode.text
     assert ("cp.async.bulk.tensor" in decode.text) == (decode.name == "wide_kernel" and page_size > 1)
+    assert "griddepcontrol.wait" in join.text
 
 
 @pytest.mark.long
@@ -50,7 +51,6 @@ def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
     decode, join = compiled("decode_gluon", case_of(rows, heads, q_len, page_size, ragged))
     assert (decode.name, join.name) == (name, "join_kernel")
     check_resources(decode, join, page_size)
-    assert "griddepcontrol.wait" in join.text
 
 
 @pytest.mark.long

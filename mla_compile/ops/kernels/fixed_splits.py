@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from mla_compile.ops.kernels.plan import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
 from mla_compile.ops.kernels.softmax import columns_at_once, join_splits
@@ -68,6 +69,7 @@ def join_kernel(
     SPLIT_UNIT: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
     i = tl.program_id(0)
@@ -75,6 +77,8 @@ def join_kernel(
     token = i // HEADS % q_len
     keys, _ = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
     splits = splits_of(keys, SPLIT_UNIT)
+    if EARLY:
+        gdc_wait()  # for the kernel before
     join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
@@ -112,10 +116,12 @@ def decode_by_fixed_splits(
     split_unit: int = SPLIT_UNIT,
     split_block: int = SPLIT_BLOCK,
     at_once: int | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What `mla_decode` computes, with its arguments, over splits that `launch` attends to.
 
-    at_once: how many rows share the workspace, chosen by `plan.py` unless given; it changes no bit. `split_unit` and
+    at_once: how many rows share the workspace, chosen by `plan.py` unless given. early: start to join while the kernel
+    before still runs (programmatic dependent launch, from SM 90 on). Neither changes a bit. `split_unit` and
     `split_block`, the splits that are summed at a time, do.
     """
     tokens, heads, rank = q_latent.shape
@@ -153,6 +159,8 @@ def decode_by_fixed_splits(
                 SPLIT_UNIT=split_unit,
                 SPLIT_BLOCK=split_block,
                 BLOCK_C=columns_of_out,
+                EARLY=early,
                 num_warps=4,
+                launch_pdl=early,
             )
     return out, lse
