@@ -120,8 +120,8 @@ def decode_by_fixed_splits(
 ) -> tuple[Tensor, Tensor]:
     """What `mla_decode` computes, with its arguments, over splits that `launch` attends to.
 
-    at_once: how many rows share the workspace, chosen by `plan.py` unless given. early: start to join while the kernel
-    before still runs (programmatic dependent launch, from SM 90 on). Neither changes a bit. `split_unit` and
+    at_once: how many rows share the workspace, chosen by `plan.py` unless given. early: `starts_early` of the
+    kernel that joins. Neither changes a bit. `split_unit` and
     `split_block`, the splits that are summed at a time, do.
     """
     tokens, heads, rank = q_latent.shape

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps, starts_early
 
 
 @triton.jit
@@ -22,21 +23,25 @@ def rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Grid `[rows]`."""
+    """Grid `[rows]`. EARLY: see `starts_early`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     dtype = normed.dtype.element_ty
+    factor = 1.0
+    if HAS_WEIGHT:  # asked for before the sum is waited for
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(dtype)
         tl.store(total + row * COLUMNS + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    factor = 1.0
-    if HAS_WEIGHT:  # asked for before the sum is waited for
-        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / COLUMNS + eps)
     # Rounded before the weight multiplies, as in the models.
     out = (value * scale).to(dtype).to(tl.float32) * factor
@@ -77,6 +82,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: floa
             HAS_WEIGHT=weight is not None,
             COLUMNS=columns,
             BLOCK=block,
+            EARLY=starts_early(x),
             num_warps=row_warps(block),
+            launch_pdl=starts_early(x),
         )
     return normed, total
