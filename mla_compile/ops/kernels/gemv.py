@@ -55,7 +55,7 @@ def linear_gemv(x: Tensor, weight: Tensor, *, tiles: tuple[int, int, int] | None
     """`x` `[1 or 2 tokens, k]` times `weight` `[columns, k]`, contiguous, transposed: `[tokens, columns]`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     (tokens, k), columns = x.shape, weight.shape[0]
-    block_c, block_k, warps = tiles or ((2, 2048, 4) if k < 2048 else (1, 2048, 2))
+    block_c, block_k, warps = tiles or (4 if tokens > 1 or k <= 2048 else 2, 1024, 4)
     out = x.new_empty(tokens, columns)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         gemv_kernel[(triton.cdiv(columns, block_c),)](
