@@ -13,6 +13,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.models.layout import lay_apart
 from mla_compile.speculate.drafter import DrafterKind, known_drafter
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def accelerate(
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
     accelerated = Accelerated(TransformersTarget(model, layer), config)
-    restore(model)
+    _take_off(model)
     own = type(model)
     # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.
     model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
@@ -95,5 +96,15 @@ def accelerate(
 
 def restore(model: PreTrainedModel) -> None:
     """Give `model` its own `generate` back and free the caches; a model that was not accelerated stays as it is."""
-    if isinstance(model, AcceleratedGeneration):
-        model.__class__ = vars(model).pop("mla").own_class
+    accelerated = _take_off(model)
+    if accelerated is not None:
+        lay_apart(accelerated.target)
+
+
+def _take_off(model: PreTrainedModel) -> Accelerated | None:
+    """Give `model` its own class back, and return what it had beside."""
+    if not isinstance(model, AcceleratedGeneration):
+        return None
+    accelerated: Accelerated = vars(model).pop("mla")
+    model.__class__ = accelerated.own_class  # type: ignore[assignment]
+    return accelerated
