@@ -1,4 +1,4 @@
-"""`joined_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's: `tests/test_gpu_kernels.py`."""
+"""`joined_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's are in `test_gpu_kernels`."""
 
 from collections.abc import Callable
 

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -102,7 +101,15 @@ def into_products(m: Two, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "call",
-    [gate_and_up, the_second_first, in_three_dimensions, by_heads, flattened, into_an_op_of_ours, into_products],
+    [
+        gate_and_up,
+        the_second_first,
+        in_three_dimensions,
+        by_heads,
+        flattened,
+        into_an_op_of_ours,
+        into_products,
+    ],
 )
 def test_products_of_one_input_are_joined(call: Callable) -> None:
     gm = run(Two(call))
@@ -142,7 +149,9 @@ def test_of_three_that_lie_side_by_side_two_are_joined() -> None:
     assert (found.count("joined_linear"), found.count("linear")) == (1, 1)
 
 
-def test_no_guard_is_added() -> None:
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked])
+@pytest.mark.parametrize("call", [gate_and_up, by_heads, flattened])
+def test_no_guard_is_added(call: Callable, mark: Callable) -> None:
     seen = []
 
     def look(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
@@ -150,17 +159,10 @@ def test_no_guard_is_added() -> None:
         seen.append(len(size.node.shape_env.guards))
         return gm
 
-    for call, mark in (
-        (call, mark)
-        for call in (gate_and_up, by_heads, flattened)
-        for mark in (torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked)
-    ):
-        x, model = torch.randn(5, K), Two(call)
-        mark(x, 0)
-        capture = Capture([look, JOIN, look])
-        torch.compile(model, backend=capture, fullgraph=True)(x)
-        assert is_joined(capture.after[0])
-    assert seen[::2] == seen[1::2]
+    x, capture = torch.randn(5, K), Capture([look, JOIN, look])
+    mark(x, 0)
+    torch.compile(Two(call), backend=capture, fullgraph=True)(x)
+    assert is_joined(capture.after[0]) and seen[0] == seen[1]
 
 
 # --- what must be left
@@ -284,6 +286,7 @@ def test_weights_that_do_not_lie_side_by_side_are_left() -> None:
     assert not is_joined(run(apart))
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_wanted_is_computed() -> None:
     model, x = Two(gate_and_up).requires_grad_(), torch.randn(5, K)
     capture = Capture([JOIN])
@@ -341,12 +344,11 @@ def test_inductor_passes_columns_to_ops_of_ours_without_a_copy() -> None:
 
     x, model = torch.randn(5, K), Two(into_an_op_of_ours)
     torch._dynamo.decorators.mark_unbacked(x, 0)
-    compiled = torch.compile(
-        model, backend="mla", fullgraph=True, options={"passes": [JOIN], "force_disable_caches": True}
-    )
-    _, codes = run_and_get_code(compiled, x)
+    compiled = torch.compile(model, backend="mla", fullgraph=True, options={"passes": [JOIN]})
+    with torch.compiler.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(compiled, x)
     (code,) = codes
-    assert f"fused_rms_norm.default(reinterpret_tensor(buf" in code
+    assert "fused_rms_norm.default(reinterpret_tensor(buf" in code
     assert code.count("empty_strided_cpu(") == 1, "for what is added"
 
 
@@ -371,11 +373,8 @@ def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.M
     monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
     for _ in range(2):
         reader.assert_as_stock(reader.decode(1))
-    joined = nodes_of(capture.after[0], "joined_linear")
     # Queries and latents of two layers; gate and up of one MLP, and of the other layer's shared experts.
-    assert len(joined) == 4
-    columns = {user for node in joined for user in node.users if user.target is operator.getitem}
-    assert len(columns) == 8
+    assert len(nodes_of(capture.after[0], "joined_linear")) == 4
 
 
 @pytest.mark.long
@@ -396,7 +395,8 @@ def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
             engine.step()
         while engine.has_work():
             engine.step()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) >= 6 and all(line.startswith("joined: ") for line in said), said
+    said = [r.getMessage() for r in caplog.records if r.name == join_products.__module__]
+    assert len(said) >= 7, said
+    assert all(line.startswith("joined: ") for line in said), said
     plain = Engine(model, compile=False, **settings).generate(prompts, max_new_tokens=12)
     assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain]

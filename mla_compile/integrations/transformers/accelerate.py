@@ -35,7 +35,8 @@ def accelerate(
 ) -> Model:
     """Let `model.generate` run on paged latents through the `mla` backend, with speculation where asked for.
 
-    The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Greedy
+    The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Weights
+    that are multiplied by together move in memory, and stay the same parameters with the same values. Greedy
     and sampled generation, batches padded on the left, streamers, stopping criteria and logits processors work;
     anything else (beams, `past_key_values`, ...) raises an `MLAError` that names it. `torch.manual_seed` repeats a
     sampled text: not that of stock `generate` with the same seed, but the same one for any number of drafts.
@@ -95,7 +96,10 @@ def accelerate(
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Give `model` its own `generate` back and free the caches; a model that was not accelerated stays as it is."""
+    """Give `model` its own `generate` back, and free the caches; a model that was not accelerated stays as it is.
+
+    Weights that `accelerate` moved, two in one tensor, get memory of their own.
+    """
     accelerated = _take_off(model)
     if accelerated is not None:
         lay_apart(accelerated.target)
