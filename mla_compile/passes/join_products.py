@@ -136,8 +136,10 @@ def _join(first: _Product, second: _Product) -> str | None:
 
 
 def _views(product: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
-    """The views that are taken of a product, each behind what it is a view of, if they still are views when it is a
-    part of a wider one; else a node that cannot do with that."""
+    """The views of a product, each behind what it is a view of, if they would be views of `part` of a wider one too.
+
+    Else a node that takes the product and may give something else for `part`.
+    """
     values: dict[fx.Node, Any] = {product: part}
     pending = [product]
     while pending:
@@ -145,7 +147,7 @@ def _views(product: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
             if not _takes_any_strides(user):
                 return user
             if memory([user]).isdisjoint(memory([product])):
-                continue  # a result of its own, or an op of ours
+                continue  # a result of its own
             try:
                 value = example_value(user, fake_mode_of(user), values)
             except Exception:  # whatever torch says of strides
@@ -158,9 +160,11 @@ def _views(product: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
 
 
 def _takes_any_strides(node: fx.Node) -> bool:
-    """Whether a node gives the same for any strides of what it is given, a few errors of torch's apart."""
-    if namespace_of(overload_of(node.target)) == "mla_compile":
+    """Whether a node computes the same of tensors with any strides, or fails: ops of ours do, and functions of torch
+    that write nothing."""
+    namespace = namespace_of(overload_of(node.target))
+    if namespace == "mla_compile":
         return True
     name = function_name(node)
-    ours_to_know = namespace_of(overload_of(node.target)) in (None, "aten", "prims")
-    return bool(name) and ours_to_know and not mutates(node) and not name.startswith("as_strided")
+    of_torch = bool(name) and namespace in (None, "aten", "prims")
+    return of_torch and not mutates(node) and not name.startswith("as_strided")
