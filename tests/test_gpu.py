@@ -20,7 +20,11 @@ from mla_compile.defaults import DrafterName
 from mla_compile.engine import Engine, capture
 from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.ops import matmul
+from mla_compile.ops.matmul import lies_before
 from mla_compile.ops.reference import mla_attention_reference
+from mla_compile.passes import pipeline
+from mla_compile.passes.join_products import join_products
 from mla_compile.torch_internals import (
     compile_counters,
     last_cuda_graph,
@@ -315,6 +319,31 @@ def test_weights_that_moved_between_streams_are_noticed() -> None:
         for engine in (captured, plain):
             for parameter in engine.model.parameters():
                 parameter.data = parameter.data * 0.9  # elsewhere, while a recorded graph knows the old place
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_captured_engine_multiplies_once_by_weights_that_lie_side_by_side(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
+    settings = {"max_rows": 4, "max_model_len": 128, "batch_invariant": batch_invariant}
+    plain = [p for p in pipeline.PASSES if p is not join_products]
+    seen = []
+
+    def noted(first: torch.Tensor, second: torch.Tensor) -> bool:
+        seen.append(lies_before(first, second))
+        return seen[-1]
+
+    monkeypatch.setattr(matmul, "lies_before", noted)
+    joined = generate(Engine(model, num_speculative_tokens=1, **settings), 4, GREEDY, 40)
+    assert seen and all(seen) and compile_counters()["cudagraph_skips"] == 0
+    seen.clear()
+    monkeypatch.setattr(pipeline, "PASSES", plain)
+    torch.compiler.reset()
+    assert joined == generate(Engine(model, num_speculative_tokens=1, **settings), 4, GREEDY, 40)
+    assert not seen
 
 
 def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(

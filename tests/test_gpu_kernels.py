@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_compile import MLAError, mla_append, mla_decode
-from mla_compile.ops import batch_invariant_matmul, cublas
+from mla_compile.ops import batch_invariant_matmul, cublas, joined_linear
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, describe_device
 from mla_compile.ops.by_row import product_by_row
@@ -828,3 +828,34 @@ def test_experts_by_token_on_the_gpu() -> None:
         whole = moe_by_token(*case.args(), row_lens, q_len)
         check_padded_moe(case, whole, runs)
         assert torch.equal(moe_by_token(*(arg[-3:] for arg in case.args()[:3]), *case.args()[3:]), whole[-3:])
+
+
+@pytest.mark.parametrize(
+    ("n_first", "n_second", "k"), [(768, 576, 2048), (1536, 576, 7168), (10240, 10240, 2048)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_joined_product_is_two_products(dtype: torch.dtype, n_first: int, n_second: int, k: int) -> None:
+    both = torch.randn(n_first + n_second, k, device="cuda", dtype=dtype)
+    first, second = both.split([n_first, n_second])
+    for tokens in (1, 2, 7, 64, 300, 2048):
+        x = torch.randn(tokens, k, device="cuda", dtype=dtype) / k**0.5
+        expected = torch.cat([x.double() @ w.double().T for w in (first, second)], dim=1)
+        for other in (second, second.clone()):
+            out = joined_linear(x, first, other).double()
+            torch.testing.assert_close(out, expected, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("n_first", "n_second", "k"), [(768, 576, 2048), (1536, 1536, 2048)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_joined_product_has_the_bits_of_each(
+    dtype: torch.dtype, n_first: int, n_second: int, k: int
+) -> None:
+    first, second = torch.randn(n_first + n_second, k, device="cuda").to(dtype).split([n_first, n_second])
+    x = torch.randn(TOKENS[-1], k, device="cuda").to(dtype)
+    expected = torch.cat(
+        [batch_invariant_matmul(x[:, None], w.T[None]).squeeze(1) for w in (first, second)], dim=1
+    )
+    for tokens in TOKENS:
+        for other in (second, second.clone()):
+            out = joined_linear(x[:tokens], first, other, batch_invariant=True)
+            assert torch.equal(out, expected[:tokens]), tokens

@@ -10,6 +10,7 @@ from mla_compile.models import fp8
 from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.files import first_line, read_object
+from mla_compile.models.layout import lay_side_by_side
 from mla_compile.models.names import (
     destinations,
     is_past_trunk,
@@ -71,6 +72,7 @@ def load_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
+    lay_side_by_side(model)  # before they have values
     for name, destination in destinations(model, files.entries).items():
         tensor = files.read(name).to(device)
         if block is not None and files.entries[name].dtype == _FLOAT8:

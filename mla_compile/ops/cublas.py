@@ -56,6 +56,7 @@ class Weights(NamedTuple):
 
 _fewest: dict[Weights, int | None] = {}
 _as_contiguous: dict[tuple[Weights, tuple[int, int]], bool] = {}
+_as_parts: dict[tuple[Weights, int], bool] = {}
 _probing = threading.Lock()
 
 
@@ -91,6 +92,19 @@ def fewest_tokens(x: Tensor, w: Tensor) -> int | None:
     if fewest is not None:
         _takes_as_is(weights, x)  # so that it is known when a graph is recorded
     return fewest
+
+
+def parts_agree(x: Tensor, w: Tensor, columns: int) -> bool:
+    """Whether cuBLAS may serve `x @ w`, and its first so many columns and the others by themselves, with the same bits.
+
+    As `fewest_tokens`, it is not known, so False, while a CUDA graph is recorded and nothing was tried before.
+    """
+    if any(fewest_tokens(x, part) is None for part in (w, w[..., :columns], w[..., columns:])):
+        return False
+    weights = weights_of(x, w)
+    assert weights is not None
+    key = weights, columns
+    return _known(_as_parts, key, lambda: _try_parts(*key)) is True
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
@@ -165,6 +179,14 @@ def _try_strides(weights: Weights, strides: tuple[int, int]) -> bool:
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, (*strides, 1)))
     x = x.new_empty(size).as_strided(x.shape, (*strides, 1)).copy_(x)
     return fewest is not None and all(_agrees(x, w, expected, n) for n in NUMBERS if fewest <= n <= len(x))
+
+
+def _try_parts(weights: Weights, columns: int) -> bool:
+    """All numbers of tokens give the same bits, so one number is tried: the most."""
+    x, w = _draw(weights)
+    expected = _product(x, w)
+    parts = slice(columns), slice(columns, None)
+    return all(torch.equal(_product(x, w[..., part]), expected[..., part]) for part in parts)
 
 
 def _agrees(x: Tensor, w: Tensor, expected: Tensor, tokens: int) -> bool:

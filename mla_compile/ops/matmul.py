@@ -1,12 +1,15 @@
-"""`batch_invariant_matmul`: a product of which a token's row has the same bits whatever other rows there are."""
+"""Products with weights: `batch_invariant_matmul`, of which a token's row has the same bits whatever other rows there
+are, and `joined_linear`, two products of one input."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.ops import cublas, validate
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, triton
 from mla_compile.ops.library import define_op, empty
+from mla_compile.torch_internals import storage_key
 
 # Who serves a call depends on the weights alone, not on x: two rows of the table need not give the same bits.
 BATCH_INVARIANT_MATMUL = (
@@ -79,3 +82,97 @@ def matmul_cublas(x: Tensor, w: Tensor) -> Tensor:
 def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
     """`batch_invariant_matmul` in plain torch: every device and dtype."""
     return product_by_row(x, w)
+
+
+JOINED_LINEAR = (
+    Implementation(
+        "reference",
+        "plain torch, any device: one product where the weights lie side by side, else two",
+        "mla_compile.ops.matmul:linear_joined",
+    ),
+    Implementation(
+        "each_matmul",
+        "batch_invariant_matmul by each weight; by both at once where cuBLAS was seen to give the same bits",
+        "mla_compile.ops.matmul:linear_by_each",
+        batch_invariant=True,
+    ),
+)
+
+
+@define_op(table=JOINED_LINEAR, facts=lambda x: {"dtype": x.dtype, "tokens": x.shape[0]})
+def joined_linear(x: Tensor, first: Tensor, second: Tensor, batch_invariant: bool = False) -> Tensor:
+    """`[x @ first.T | x @ second.T]`, one product where the weights lie side by side (see `lies_before`).
+
+    Weights may be moved between calls: where they lie is looked up in each.
+
+    Args:
+        x: `[tokens, k]`, float; rows may lie apart.
+        first, second: `[n_first, k]` and `[n_second, k]`, the dtype of `x`.
+        batch_invariant: whether a token's bits may depend on its row of `x` and the weights alone: those of
+            `batch_invariant_matmul` by each of them, wherever they lie.
+
+    Returns:
+        `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    sizes = validate.Layouts()
+    sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
+    if batch_invariant:  # now, while nothing is recorded
+        for weight in (first, second):
+            cublas.fewest_tokens(x.unsqueeze(1), _as_matrix(weight))
+        _has_bits_of_each(x.unsqueeze(1), first, second)
+    return empty(x, (x.shape[0], first.shape[0] + second.shape[0]))
+
+
+joined_linear_op = torch.ops.mla_compile.joined_linear.default
+
+
+def lies_before(first: Tensor, second: Tensor) -> bool:
+    """Whether matrices with equally many columns are the rows of one: `second` begins in memory where `first` ends.
+
+    Of fake tensors too, which share a storage where the tensors do that they stand for.
+    """
+    return (
+        storage_key(first) == storage_key(second)
+        and first.dtype == second.dtype
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and second.storage_offset() == first.storage_offset() + first.numel()
+    )
+
+
+def linear_joined(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """`joined_linear` in plain torch: every device and dtype."""
+    if lies_before(first, second):
+        return F.linear(x, _both(first, second))
+    return torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
+
+
+def linear_by_each(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """`joined_linear` with the bits of `batch_invariant_matmul`."""
+    x = x.unsqueeze(1)
+    if _has_bits_of_each(x, first, second):
+        return cublas.multiply(x, _as_matrix(_both(first, second))).squeeze(1)
+    products = [batch_invariant_matmul_op(x, _as_matrix(weight)) for weight in (first, second)]
+    return torch.cat(products, dim=2).squeeze(1)
+
+
+def _has_bits_of_each(x: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Whether cuBLAS is known to give each column the same bits in one product by both weights as in two, for x
+    `[tokens, 1, k]`."""
+    if not lies_before(first, second):
+        return False
+    return cublas.parts_agree(x, _as_matrix(_both(first, second)), first.shape[0])
+
+
+def _both(first: Tensor, second: Tensor) -> Tensor:
+    """`[n_first + n_second, k]`, of weights that lie side by side."""
+    k = first.shape[1]
+    return first.as_strided((first.shape[0] + second.shape[0], k), (k, 1))
+
+
+def _as_matrix(weight: Tensor) -> Tensor:
+    """A weight `[n, k]` as `batch_invariant_matmul` takes it, `[1, k, n]`."""
+    return weight.t().unsqueeze(0)

@@ -90,6 +90,17 @@ def writer_between(
     return None
 
 
+def at_once(first: fx.Node, last: fx.Node, read: Iterable[fx.Node]) -> bool:
+    """Whether `last` can be computed with `first`, given what the nodes of `read` hold: nothing between them writes to
+    it, or is called for its effect alone, which may be that gradients are wanted from there on."""
+    node = first.next
+    while node is not last:
+        if mutates(node) and not memory(node.all_input_nodes):
+            return False
+        node = node.next
+    return writer_between(first, last, read) is None
+
+
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that outputs, inputs or effects need. Dynamo leaves others in, such as keys expanded for nobody.
 

@@ -1,7 +1,8 @@
 """Writing graph nodes by calling ordinary functions: run a torch function on proxies and its calls become nodes."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,14 +83,24 @@ def copy_provenance(source: fx.Node, node: fx.Node) -> None:
 
 def set_example_value(node: fx.Node, fake_mode: Any) -> None:
     """Compute `node.meta["example_value"]`; without it AOTAutograd bypasses its cache."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    node.meta["example_value"] = example_value(node, fake_mode)
+
+
+def example_value(
+    node: fx.Node, fake_mode: Any, instead: Mapping[fx.Node, Any] = MappingProxyType({})
+) -> Any:
+    """What a node gives for the example values of its arguments.
+
+    instead: other values for some of them.
+    """
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs), lambda n: instead[n] if n in instead else n.meta["example_value"]
+    )
     with fake_mode:
         if node.op == "call_method":
-            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            assert callable(node.target), f"cannot run {node.format_node()}"
-            value = node.target(*args, **kwargs)
-    node.meta["example_value"] = value
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target), f"cannot run {node.format_node()}"
+        return node.target(*args, **kwargs)
 
 
 def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:

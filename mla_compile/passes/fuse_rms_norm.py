@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
-from mla_compile.passes.effects import memory, mutates, writer_between
+from mla_compile.passes.effects import at_once, mutates
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import (
     arguments,
@@ -142,7 +142,7 @@ def _written_out(mean: fx.Node) -> _Norm | None:
     steps = [wide, square, mean, add, rsqrt, product, normed]
     nodes = tuple(dict.fromkeys(step for step in steps if step is not source))
     # Others may use the cast and the square, and write to them. A step itself writes to its `out`.
-    if any(map(mutates, nodes)) or not _at_once(nodes[0], nodes[-1], [wide, square]):
+    if any(map(mutates, nodes)) or not at_once(nodes[0], nodes[-1], [wide, square]):
         return None
     return _Norm(source, None, eps[0], nodes)
 
@@ -164,7 +164,7 @@ def _weighted(norm: _Norm) -> _Norm:
     if len(user.args) != 2 or user.kwargs or len(others) != 1 or not is_tensor(others[0]):
         return norm
     (weight,) = others
-    if not weight < begin or not _fits(weight, tensor_of(end)) or not _at_once(begin, user, [weight]):
+    if not weight < begin or not _fits(weight, tensor_of(end)) or not at_once(begin, user, [weight]):
         return norm
     return _Norm(norm.source, weight, norm.eps, (*norm.nodes, user))
 
@@ -198,18 +198,7 @@ def _addition_before(norm: _Norm) -> fx.Node | None:
         read.append(norm.weight)
         if not norm.weight < add:
             return None
-    return add if _at_once(add, norm.nodes[0], read) else None
-
-
-def _at_once(first: fx.Node, last: fx.Node, read: Sequence[fx.Node]) -> bool:
-    """Whether `last` can be computed with `first`, given what the nodes of `read` hold: nothing between them writes to
-    it, or is called for its effect alone, which may be that gradients are wanted from there on."""
-    node = first.next
-    while node is not last:
-        if mutates(node) and not memory(node.all_input_nodes):
-            return False
-        node = node.next
-    return writer_between(first, last, read) is None
+    return add if at_once(add, norm.nodes[0], read) else None
 
 
 def _replace(norm: _Norm, add: fx.Node | None) -> None:

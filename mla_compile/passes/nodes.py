@@ -113,11 +113,12 @@ def value_of(node: fx.Node) -> Any:
 
 def values_of(node: fx.Node) -> list[Any]:
     """The example value, or every element of a tuple."""
-    return _flat(value_of(node))
+    return flat(value_of(node))
 
 
-def _flat(value: Any) -> list[Any]:
-    return [v for part in value for v in _flat(part)] if isinstance(value, (tuple, list)) else [value]
+def flat(value: Any) -> list[Any]:
+    """A value, or every element of a tuple and of those in it."""
+    return [v for part in value for v in flat(part)] if isinstance(value, (tuple, list)) else [value]
 
 
 def is_tuple(node: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
+from mla_compile.passes.join_products import join_products
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
@@ -44,6 +45,7 @@ PASSES: list[Pass] = [
     fuse_router,  # after it: of what is left
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
+    join_products,  # last: the others look for single products, and gathers part what reads one input
 ]
 
 

@@ -13,6 +13,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.models.layout import lay_apart
 from mla_compile.speculate.drafter import DrafterKind, known_drafter
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ def accelerate(
 ) -> Model:
     """Let `model.generate` run on paged latents through the `mla` backend, with speculation where asked for.
 
-    The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Greedy
+    The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Weights
+    that are multiplied by together move in memory, and stay the same parameters with the same values. Greedy
     and sampled generation, batches padded on the left, streamers, stopping criteria and logits processors work;
     anything else (beams, `past_key_values`, ...) raises an `MLAError` that names it. `torch.manual_seed` repeats a
     sampled text: not that of stock `generate` with the same seed, but the same one for any number of drafts.
@@ -84,7 +86,7 @@ def accelerate(
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
     accelerated = Accelerated(TransformersTarget(model, layer), config)
-    restore(model)
+    _take_off(model)
     own = type(model)
     # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.
     model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
@@ -94,6 +96,19 @@ def accelerate(
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Give `model` its own `generate` back and free the caches; a model that was not accelerated stays as it is."""
-    if isinstance(model, AcceleratedGeneration):
-        model.__class__ = vars(model).pop("mla").own_class
+    """Give `model` its own `generate` back, and free the caches; a model that was not accelerated stays as it is.
+
+    Weights that `accelerate` moved, two in one tensor, get memory of their own.
+    """
+    accelerated = _take_off(model)
+    if accelerated is not None:
+        lay_apart(accelerated.target)
+
+
+def _take_off(model: PreTrainedModel) -> Accelerated | None:
+    """Give `model` its own class back, and return what it had beside."""
+    if not isinstance(model, AcceleratedGeneration):
+        return None
+    accelerated: Accelerated = vars(model).pop("mla")
+    model.__class__ = accelerated.own_class  # type: ignore[assignment]
+    return accelerated

@@ -8,6 +8,7 @@ from mla_compile.engine import CaptureReport, Completion, Engine, EngineConfig
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generate_call import GenerateCall
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.models.layout import lay_side_by_side
 
 
 class Accelerated:
@@ -24,7 +25,7 @@ class Accelerated:
         self.completions: list[Completion] = []
         self._drafts = config.num_speculative_tokens
         self._config = config
-        self._engine: Engine | None = Engine(target, config)
+        self._engine: Engine | None = self._made(config)
 
     def capture_report(self) -> CaptureReport | None:
         """`Engine.capture_report` of the engine that serves now; None where there was no memory for one."""
@@ -49,6 +50,12 @@ class Accelerated:
         config = replace(self._config, num_speculative_tokens=drafts, max_rows=rows, max_model_len=length)
         if self._engine is None or config != self._config or not self.target.fits_its_caches():
             self._engine = None  # where there is no memory for a new one, the next call tries again
-            self._engine = Engine(self.target, config)
+            self._engine = self._made(config)
             self._config = config
         return self._engine
+
+    def _made(self, config: EngineConfig) -> Engine:
+        """An engine, and weights that lie as it likes them; `model.to` lays them elsewhere."""
+        engine = Engine(self.target, config)
+        lay_side_by_side(self.target)
+        return engine

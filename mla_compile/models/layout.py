@@ -1,0 +1,73 @@
+"""Weights of layers that read the same input, side by side in memory, so that the pass `join_products` may join them.
+
+A parameter stays the same object, with its name, values and gradient. It becomes a view of one tensor of both.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mla_compile.ops.matmul import lies_before
+from mla_compile.torch_internals import storage_key
+
+SIDE_BY_SIDE = (
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
+"""Names of two linear layers of a module that read the same input."""
+
+_ALIGNMENT = 16
+"""Bytes. Kernels for weights that begin elsewhere are slower."""
+
+
+def lay_side_by_side(model: nn.Module) -> None:
+    """Move the weights of those layers of `model` that `SIDE_BY_SIDE` names, two at a time.
+
+    Left where they are: layers with a bias or of a subclass of `nn.Linear` (quantised, parametrised), weights without
+    values, of other dtypes or devices than their neighbour's, and such as share memory. So a second call changes
+    nothing, unless `model.to` has parted them.
+    """
+    for first, second in _pairs(model):
+        alike = (first.shape[1], first.dtype, first.device) == (second.shape[1], second.dtype, second.device)
+        apart = all(w.is_contiguous() and w.untyped_storage().nbytes() == w.nbytes for w in (first, second))
+        if alike and apart and first.nbytes % _ALIGNMENT == 0:
+            with torch.inference_mode(False):  # an inference tensor could not be trained
+                both = torch.cat([first.data, second.data])
+                first.data, second.data = both.split([len(first), len(second)])
+
+
+def lay_apart(model: nn.Module) -> None:
+    """Give the weights that `lay_side_by_side` has moved memory of their own."""
+    for first, second in _pairs(model):
+        if lies_before(first, second):
+            with torch.inference_mode(False):
+                first.data, second.data = first.data.clone(), second.data.clone()
+
+
+def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Two weights in whose memory nothing else of the model lies."""
+    places = Counter(
+        storage_key(tensor)
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and type(tensor) in (nn.Parameter, torch.Tensor)
+    )
+    for module in model.modules():
+        for names in SIDE_BY_SIDE:
+            first, second = (_weight(getattr(module, name, None)) for name in names)
+            if first is None or second is None or first is second:
+                continue
+            if sum(places[key] for key in {storage_key(first), storage_key(second)}) == 2:
+                yield first, second
+
+
+def _weight(layer: object) -> nn.Parameter | None:
+    """The weight of a plain linear layer, if it may be moved; None of anything else."""
+    parameters = layer._parameters if type(layer) is nn.Linear else {}
+    weight = parameters.get("weight")
+    if type(weight) is not nn.Parameter or parameters.get("bias") is not None:
+        return None
+    movable = weight.is_floating_point() and not weight.is_meta and not weight.is_inference()
+    return weight if movable else None

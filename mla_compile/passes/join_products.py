@@ -1,0 +1,170 @@
+"""Multiply once by two weights that lie side by side in memory.
+
+    before                           after
+
+    x ─┬─> linear(a) ─> ...          x ─> joined_linear(a, b) ─┬─> [..., :n] ─> ...
+       └─> linear(b) ─> ...                                    └─> [..., n:] ─> ...
+
+At few tokens a product takes about as long with twice the columns. So what reads one input is joined: the compressed
+queries and latents of MLA, gate and up of an MLP. Only weights of which one begins where the other ends are joined, as
+`models/layout.py` lays them: nothing is copied. The op looks again when it runs, so weights may move afterwards.
+
+The products become columns of a wider result. That is left where somebody may count on how a product lies in memory: an
+op that is not torch's or ours, a view that would be a copy, a caller who gets it.
+
+Only on GPUs: on the CPU a call of an op costs more than a second product. The log, `TORCH_LOGS="+mla_compile"`, says
+what was joined, and which weights that lie side by side were not.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_compile.ops.matmul import joined_linear_op, lies_before
+from mla_compile.passes.effects import at_once, memory, mutates
+from mla_compile.passes.emit import example_value, fake_mode_of, inline, set_example_value
+from mla_compile.passes.nodes import (
+    arguments,
+    flat,
+    function_name,
+    is_tensor,
+    namespace_of,
+    op_name,
+    tensor_of,
+)
+from mla_compile.passes.provenance import where
+from mla_compile.torch_internals import is_wrapper, overload_of, storage_key
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """`node` is `x @ weight.T`."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+
+
+def join_products(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without weights that lie side by side is left untouched.
+
+    everywhere: also where it is no faster, on the CPU.
+    """
+    products = [product for node in gm.graph.nodes if (product := _match(node)) is not None]
+    for first, second in _pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda]):
+        names = f"{where(first.node)} and {where(second.node)}"
+        with torch.no_grad():  # the products need no gradient, whatever the mode is now
+            obstacle = _join(first, second)
+        log.info("joined: %s", names) if obstacle is None else log.info("not joined: %s: %s", names, obstacle)
+    return gm
+
+
+def _match(node: fx.Node) -> _Product | None:
+    """A product of at least one row, without bias, by a weight that is an input of the graph."""
+    if function_name(node) != "linear" or not is_tensor(node):
+        return None
+    given = arguments(node, ("input", "weight", "bias"))
+    if given is None or given.get("bias") is not None:
+        return None
+    x: Any = given.get("input")
+    weight: Any = given.get("weight")
+    if not (is_tensor(x) and is_tensor(weight)) or weight.op not in ("placeholder", "get_attr"):
+        return None
+    values = [tensor_of(n) for n in (node, x, weight)]
+    if any(map(is_wrapper, values)) or len({value.dtype for value in values}) != 1:  # autocast
+        return None
+    is_fixed = all(type(size) is int for size in (*values[2].shape, values[2].storage_offset()))
+    plain = values[1].dim() > 1 and values[2].dim() == 2 and is_fixed and not values[0].requires_grad
+    return _Product(node, x, weight) if plain else None
+
+
+def _pairs(products: Sequence[_Product]) -> Iterator[tuple[_Product, _Product]]:
+    """Those of one input whose weights lie side by side, in the order of the weights; each product once."""
+    waiting: dict[fx.Node, list[_Product]] = {}
+    for product in products:
+        others = waiting.setdefault(product.x, [])
+        for other in others:
+            pair = next((p for p in ((other, product), (product, other)) if _lie_side_by_side(*p)), None)
+            if pair is not None:
+                others.remove(other)
+                yield pair
+                break
+        else:
+            others.append(product)
+
+
+def _lie_side_by_side(first: _Product, second: _Product) -> bool:
+    return lies_before(tensor_of(first.weight), tensor_of(second.weight))
+
+
+def _join(first: _Product, second: _Product) -> str | None:
+    """Put one product in the place of two, or say why not."""
+    before, after = sorted((first.node, second.node))
+    read = [first.x, first.weight, second.weight]
+    if not max(read) < before or not at_once(before, after, read):
+        return "what they read may be written to or made on the way"
+    value = tensor_of(first.node)
+    columns = value.shape[-1], tensor_of(second.node).shape[-1]
+    wide = value.new_empty(*value.shape[:-1], sum(columns))
+    views: list[fx.Node] = []
+    for product, part in zip((first, second), wide.split(columns, dim=-1)):
+        found = _views(product.node, part)
+        if isinstance(found, fx.Node):
+            return f"`{op_name(found)}` may count on how a product lies in memory"
+        views += found
+
+    def emit(x: Any, *weights: Any) -> Any:
+        out = joined_linear_op(x if len(x.shape) == 2 else x.flatten(0, -2), *weights)
+        out = out if len(x.shape) == 2 else out.view(*x.shape[:-1], sum(columns))
+        return out[..., : columns[0]], out[..., columns[0] :]
+
+    parts = inline(before, emit, (first.x, first.weight, second.weight))
+    for product, part in zip((first, second), parts):
+        product.node.replace_all_uses_with(part)
+        product.node.graph.erase_node(product.node)
+    for view in views:
+        set_example_value(view, fake_mode_of(view))
+    return None
+
+
+def _views(product: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
+    """The views of a product, each behind what it is a view of, if they would be views of `part` of a wider one too.
+
+    Else a node that takes the product and may give something else for `part`.
+    """
+    values: dict[fx.Node, Any] = {product: part}
+    pending = [product]
+    while pending:
+        for user in pending.pop().users:
+            if not _takes_any_strides(user):
+                return user
+            if memory([user]).isdisjoint(memory([product])):
+                continue  # a result of its own
+            try:
+                value = example_value(user, fake_mode_of(user), values)
+            except Exception:  # whatever torch says of strides
+                return user
+            if {storage_key(x) for x in flat(value) if isinstance(x, Tensor)} != {storage_key(part)}:
+                return user
+            values[user] = value
+            pending.append(user)
+    return list(values)[1:]
+
+
+def _takes_any_strides(node: fx.Node) -> bool:
+    """Whether a node computes the same of tensors with any strides, or fails: ops of ours do, and functions of torch
+    that write nothing."""
+    namespace = namespace_of(overload_of(node.target))
+    if namespace == "mla_compile":
+        return True
+    name = function_name(node)
+    of_torch = bool(name) and namespace in (None, "aten", "prims")
+    return of_torch and not mutates(node) and not name.startswith("as_strided")

@@ -1,0 +1,205 @@
+"""`joined_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's are in `test_gpu_kernels`."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.library import opcheck
+
+from mla_compile import MLAError
+from mla_compile.ops import batch_invariant_matmul, cublas, joined_linear
+from mla_compile.ops.library import choose
+from mla_compile.ops.matmul import joined_linear_op, lies_before
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def weights(
+    n_first: int = 24, n_second: int = 10, k: int = 16, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Two that lie side by side."""
+    first, second = torch.randn(n_first + n_second, k).to(dtype).split([n_first, n_second])
+    return first, second
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of columns of every product that is computed."""
+    columns: list[int] = []
+    linear = F.linear
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        columns.append(len(weight))
+        return linear(x, weight)
+
+    monkeypatch.setattr(F, "linear", counted)
+    return columns
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_both_products_wherever_the_weights_lie(
+    dtype: torch.dtype, tokens: int, products: list[int]
+) -> None:
+    first, second = weights(dtype=dtype)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for x in (torch.randn(tokens, 16).to(dtype), torch.randn(tokens, 40).to(dtype)[:, 8:24]):
+        expected = torch.cat([x.double() @ first.double().T, x.double() @ second.double().T], dim=1)
+        for one, other in ((first, second), (first.clone(), second), (first, second.clone())):
+            products.clear()
+            out = joined_linear(x, one, other)
+            assert products == ([34] if one is first and other is second else [24, 10])
+            assert out.dtype == dtype and out.is_contiguous()
+            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_weights_that_are_moved_between_calls_are_noticed(products: list[int]) -> None:
+    first, second = map(torch.nn.Parameter, weights())
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        before = joined_linear(x, first, second)
+        second.data = second.data * 2
+        after = joined_linear(x, first, second)
+    assert products == [34, 24, 10]
+    torch.testing.assert_close(after, torch.cat([before[:, :24], 2 * before[:, 24:]], dim=1))
+
+
+def test_what_lies_side_by_side() -> None:
+    both = torch.randn(40, 16)
+    first, second = both[:24], both[24:34]
+    assert lies_before(first, second) and not lies_before(second, first)
+    for other in (both[25:34], both[23:34], second.clone(), both.view(-1)[384:].view(16, 16).T):
+        assert not lies_before(first, other)
+    assert not lies_before(both[:24, :8], both[24:, :8])
+    assert not lies_before(first, both.view(torch.int32)[24:])
+    mode = FakeTensorMode()
+    assert lies_before(*map(mode.from_tensor, (first, second)))
+    assert not lies_before(*map(mode.from_tensor, (first, second.clone())))
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_opcheck(batch_invariant: bool, side_by_side: bool) -> None:
+    first, second = weights()
+    second = second if side_by_side else second.clone()
+    opcheck(joined_linear_op, (torch.randn(5, 16), first, second, batch_invariant))
+    opcheck(joined_linear_op, (torch.randn(5, 20).bfloat16()[:, :16], *weights(dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "first", "second"),
+    [
+        ("x", torch.ones(2, 3, 4), torch.ones(5, 4), torch.ones(6, 4)),
+        ("first", torch.ones(3, 4), torch.ones(5), torch.ones(6, 4)),
+        ("first", torch.ones(3, 4), torch.ones(5, 3), torch.ones(6, 4)),
+        ("second", torch.ones(3, 4), torch.ones(5, 4), torch.ones(6, 5)),
+        ("second", torch.ones(3, 4), torch.ones(5, 4), torch.ones(6, 4).double()),
+        ("second", torch.ones(3, 4), torch.ones(5, 4), torch.ones(6, 4, device="meta")),
+        ("second", torch.ones(3, 4), torch.ones(5, 4), torch.ones(6, 4).requires_grad_()),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused(name: str, x: Tensor, first: Tensor, second: Tensor) -> None:
+    with pytest.raises(MLAError, match=f"^{name}"):
+        joined_linear(x, first, second)
+
+
+def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        x = torch.empty(shapes.create_unbacked_symint(), 16)
+        out = joined_linear_op(x, *torch.empty(34, 16).split([24, 10]))
+    assert out.shape[1] == 34 and out.stride() == (34, 1) and not shapes.guards
+
+
+# Bits.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tokens_bits_are_those_of_each_product_wherever_the_weights_lie(dtype: torch.dtype) -> None:
+    first, second = weights(50, 33, 100, dtype=dtype)
+    x = torch.randn(40, 100).to(dtype)
+    parts = [batch_invariant_matmul(x[:, None], w.T[None])[:, 0] for w in (first, second)]
+    expected = torch.cat(parts, dim=1)
+    for part in (slice(None), slice(1), slice(3, 20), slice(39, 40), slice(0)):
+        for other in (second, second.clone()):
+            assert torch.equal(joined_linear(x[part], first, other, batch_invariant=True), expected[part])
+
+
+def test_who_serves_a_call() -> None:
+    x, (first, second) = torch.randn(3, 16), weights()
+    assert choose("joined_linear", (x, first, second, False)).chosen.name == "reference"
+    assert choose("joined_linear", (x, first, second, True)).chosen.name == "each_matmul"
+
+
+class Library:
+    """A product that stands in for cuBLAS's, and gives other bits for `other_for` columns."""
+
+    def __init__(self) -> None:
+        self.other_for: set[int] = set()
+        self.columns: list[int] = []
+
+    def product(self, x: Tensor, w: Tensor) -> Tensor:
+        self.columns.append(w.shape[2])
+        exact = torch.einsum("tgk,gkn->tgn", x.double(), w.double())  # in any order
+        return (exact * (1.1 if w.shape[2] in self.other_for else 1)).to(x.dtype)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(cublas, "_product", made.product)
+    monkeypatch.setattr(cublas, "NUMBERS", (1, 2, 3, 64, 300))
+    for found in ("_fewest", "_as_contiguous", "_as_parts"):
+        monkeypatch.setattr(cublas, found, {})
+    monkeypatch.setattr(cublas, "_is_here", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return made
+
+
+def no_longer(*_: object) -> None:
+    raise AssertionError("tried while a graph is recorded")
+
+
+@pytest.mark.parametrize(
+    ("lay", "other_for", "multiplied"),
+    [
+        (lambda first, second: (first, second), set(), [40]),
+        (lambda first, second: (first, second), {40}, []),
+        (lambda first, second: (first, second), {16}, []),
+        (lambda first, second: (first, second.clone()), set(), []),
+    ],
+    ids=["the same bits", "other bits of both", "other bits of the second", "apart"],
+)
+def test_one_product_of_cublas_where_it_gives_each_column_the_same_bits(
+    lay: Callable[..., tuple[Tensor, Tensor]],
+    other_for: set[int],
+    multiplied: list[int],
+    library: Library,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library.other_for = other_for
+    first, second = lay(*weights(24, 16, 128, dtype=torch.bfloat16))
+    x = torch.randn(5, 128).bfloat16()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # as compiling does
+        joined_linear_op(*map(mode.from_tensor, (x, first, second)), True)
+    library.columns.clear()
+    for search in ("_try_numbers", "_try_strides", "_try_parts"):
+        monkeypatch.setattr(cublas, search, no_longer)
+    out = joined_linear_op(x, first, second, True)
+    # The CPU has no row for cuBLAS: what is not one product of it is two in plain torch.
+    assert library.columns == multiplied
+    expected = torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
+    torch.testing.assert_close(out, expected, atol=0.2, rtol=2e-2)
+
+
+def test_a_product_that_cublas_must_not_serve_is_not_joined(library: Library) -> None:
+    x, (first, second) = torch.randn(3, 128).bfloat16(), weights(24, 15, 128, dtype=torch.bfloat16)
+    both = torch.cat([first, second])
+    assert cublas.parts_agree(x[:, None], both.T[None], 24)
+    assert not cublas.parts_agree(x[:, None].float(), both.float().T[None], 24)
+    assert not cublas.parts_agree(x[:, None, :100], both[:, :100].T[None], 24), "rows begin anywhere"

@@ -1,0 +1,402 @@
+"""`join_products`: which products it joins, what it must leave, results, and weights that move afterwards."""
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from mla_compile.engine import Engine
+from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.models.layout import lay_side_by_side
+from mla_compile.ops import fused_rms_norm
+from mla_compile.ops.matmul import lies_before
+from mla_compile.passes import pipeline
+from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
+from mla_compile.passes.join_products import join_products
+from tests.integrations.test_logits import Reader
+from tests.models_for_tests import tiny_model
+from tests.passes.capture import Capture, nodes_of, ops
+
+K, FIRST, SECOND = 16, 24, 8
+JOIN = partial(join_products, everywhere=True)
+
+
+class Two(nn.Module):
+    """Two layers `a` and `b` that read one input; `call` says what becomes of them."""
+
+    def __init__(self, call: Callable[["Two", Tensor], Any], second: int = SECOND) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(K, FIRST, bias=False), nn.Linear(K, second, bias=False)
+        self.call = call
+        self.requires_grad_(False)
+        lay(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self, x)
+
+
+def lay(model: Two) -> None:
+    """`a` before `b` in memory."""
+    both = torch.cat([model.a.weight.data, model.b.weight.data])
+    model.a.weight.data, model.b.weight.data = both.split([len(model.a.weight), len(model.b.weight)])
+
+
+def run(model: nn.Module, x: Tensor | None = None) -> fx.GraphModule:
+    """The graph after the pass, whose results are those of the module run eagerly."""
+    x = torch.randn(5, K, dtype=next(model.parameters()).dtype) if x is None else x
+    capture, expected = Capture([JOIN]), copy.deepcopy(model)(x.clone())
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.testing.assert_close(torch.compile(model, backend=capture, fullgraph=True)(x), expected)
+    assert len(capture.after) == 1
+    return capture.after[0]
+
+
+def is_joined(gm: fx.GraphModule) -> bool:
+    found = ops(gm)
+    assert (found.count("joined_linear"), found.count("linear")) in ((1, 0), (0, 2))
+    return "joined_linear" in found
+
+
+# --- what is joined
+
+
+def gate_and_up(m: Two, x: Tensor) -> Tensor:
+    return F.silu(m.a(x)[..., :SECOND]) * m.b(x)
+
+
+def the_second_first(m: Two, x: Tensor) -> Tensor:
+    right = m.b(x) + 1
+    return right * m.a(x)[..., :SECOND]
+
+
+def in_three_dimensions(m: Two, x: Tensor) -> Tensor:
+    x = x[None]
+    return m.a(x)[..., :SECOND].float() + m.b(x)
+
+
+def by_heads(m: Two, x: Tensor) -> tuple[Tensor, ...]:
+    parts = m.b(x).split([2, SECOND - 2], dim=-1)
+    return m.a(x).view(-1, 3, SECOND).transpose(0, 1) * 2, parts[0] * 2, parts[1].unsqueeze(1) + 1
+
+
+def flattened(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x[None]
+    return m.a(x).flatten(0, -2) * 2, m.b(x).reshape(-1, SECOND) * 2
+
+
+def into_an_op_of_ours(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return fused_rms_norm(m.a(x), None, 1e-5), m.b(x) * 2
+
+
+def into_products(m: Two, x: Tensor) -> Tensor:
+    return m.a(x)[:, :K] @ m.a.weight.T + (m.b(x) @ m.b.weight).sum()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        gate_and_up,
+        the_second_first,
+        in_three_dimensions,
+        by_heads,
+        flattened,
+        into_an_op_of_ours,
+        into_products,
+    ],
+)
+def test_products_of_one_input_are_joined(call: Callable) -> None:
+    gm = run(Two(call))
+    assert is_joined(gm)
+    (node,) = nodes_of(gm, "joined_linear")
+    x, first, second = (argument.meta["example_value"] for argument in node.args)
+    assert x.dim() == 2 and (len(first), len(second)) == (FIRST, SECOND)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    assert is_joined(run(Two(gate_and_up).to(dtype).apply(lambda m: lay(m) if isinstance(m, Two) else None)))
+
+
+def test_views_have_the_strides_of_columns_after_the_pass() -> None:
+    gm = run(Two(by_heads))
+    (view,) = nodes_of(gm, "view")
+    assert view.meta["example_value"].stride() == (FIRST + SECOND, SECOND, 1)
+    shared = {
+        node.meta["example_value"].untyped_storage()._cdata
+        for node in (view, *nodes_of(gm, "joined_linear"), *nodes_of(gm, "unsqueeze"))
+    }
+    assert len(shared) == 1
+
+
+def test_of_three_that_lie_side_by_side_two_are_joined() -> None:
+    class Three(Two):
+        def __init__(self) -> None:
+            super().__init__(lambda m, x: (m.a(x) * 2, m.b(x) * 2, m.c(x) * 2))
+            self.c = nn.Linear(K, 3, bias=False).requires_grad_(False)
+            layers = self.a, self.b, self.c
+            parts = torch.cat([layer.weight for layer in layers]).split([FIRST, SECOND, 3])
+            for layer, part in zip(layers, parts):
+                layer.weight.data = part
+
+    found = ops(run(Three()))
+    assert (found.count("joined_linear"), found.count("linear")) == (1, 1)
+
+
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked])
+@pytest.mark.parametrize("call", [gate_and_up, by_heads, flattened])
+def test_no_guard_is_added(call: Callable, mark: Callable) -> None:
+    seen = []
+
+    def look(gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
+        size = next(value for value in example_inputs if isinstance(value, torch.SymInt))
+        seen.append(len(size.node.shape_env.guards))
+        return gm
+
+    x, capture = torch.randn(5, K), Capture([look, JOIN, look])
+    mark(x, 0)
+    torch.compile(Two(call), backend=capture, fullgraph=True)(x)
+    assert is_joined(capture.after[0]) and seen[0] == seen[1]
+
+
+# --- what must be left
+
+
+@torch.library.custom_op("join_products_test::first_element", mutates_args=())
+def first_element(x: Tensor) -> Tensor:
+    return x.as_strided((x.shape[0],), (FIRST,)).clone()  # it counts on contiguous memory
+
+
+@first_element.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0])
+
+
+def returned(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x), m.b(x) * 2
+
+
+def into_an_op_of_a_user(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return first_element(m.a(x)), m.b(x) * 2
+
+
+def restrided(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x).as_strided((2, 2), (FIRST, 1)) * 2, m.b(x) * 2
+
+
+def one_row(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x).view(-1) * 2, m.b(x) * 2
+
+
+def one_row_as_a_copy(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x).reshape(-1) * 2, m.b(x) * 2
+
+
+def written_to_afterwards(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    a = m.a(x)
+    a[:, 0].mul_(2)
+    return a * 2, m.b(x) * 2
+
+
+def input_written_between(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone()
+    a = m.a(x) * 2
+    x.mul_(3)
+    return a, m.b(x) * 2
+
+
+def weight_written_between(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    a = m.a(x) * 2
+    m.b.weight.mul_(0.5)
+    return a, m.b(x) * 2
+
+
+def of_other_inputs(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x) * 2, m.b(x + 1) * 2
+
+
+def of_one_row(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.a(x[0]) * 2, m.b(x[0]) * 2
+
+
+def with_a_bias(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, m.a.weight, x[0, :1].expand(FIRST)) * 2, m.b(x) * 2
+
+
+def by_computed_weights(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    both = torch.cat([m.a.weight, m.b.weight])
+    return F.linear(x, both[:FIRST]) * 2, F.linear(x, both[FIRST:]) * 2
+
+
+def under_autocast(m: Two, x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.a(x) * 2, m.b(x) * 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        returned,
+        into_an_op_of_a_user,
+        restrided,
+        one_row,
+        one_row_as_a_copy,
+        written_to_afterwards,
+        input_written_between,
+        weight_written_between,
+        of_other_inputs,
+        of_one_row,
+        with_a_bias,
+        by_computed_weights,
+        under_autocast,
+    ],
+)
+def test_what_a_joined_product_could_change_is_left(call: Callable) -> None:
+    assert not is_joined(run(Two(call)))
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (returned, "`output` may count on how a product lies in memory"),
+        (one_row, "`view` may count on how a product lies in memory"),
+        (input_written_between, "what they read may be written to or made on the way"),
+    ],
+)
+def test_the_log_says_what_was_joined_and_what_was_not(
+    call: Callable, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mla_compile.passes.join_products"):
+        run(Two(gate_and_up))
+        run(Two(call))
+    joined, left = (record.getMessage() for record in caplog.records)
+    assert joined.startswith("joined: a (test_join_products.py:") and " and b (" in joined
+    assert left.startswith("not joined: a (") and left.endswith(f": {reason}")
+
+
+def test_weights_that_do_not_lie_side_by_side_are_left() -> None:
+    apart = Two(gate_and_up)
+    apart.b.weight.data = apart.b.weight.data.clone()
+    assert not is_joined(run(apart))
+
+
+@pytest.mark.long
+def test_a_gradient_that_is_wanted_is_computed() -> None:
+    model, x = Two(gate_and_up).requires_grad_(), torch.randn(5, K)
+    capture = Capture([JOIN])
+    compiled = torch.compile(model, backend=capture, fullgraph=True)
+    compiled(x).sum().backward()
+    assert not is_joined(capture.after[0]) and model.b.weight.grad is not None
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert is_joined(capture.after[1])
+
+
+def test_it_is_the_last_of_the_passes_and_leaves_cpus_alone() -> None:
+    assert pipeline.PASSES[-1] is join_products
+    capture = Capture([join_products])
+    torch.compile(Two(gate_and_up), backend=capture, fullgraph=True)(torch.randn(5, K))
+    assert not is_joined(capture.after[0])
+
+
+# --- weights that move
+
+
+def test_a_compiled_graph_stays_right_when_weights_move() -> None:
+    model, x, capture = Two(gate_and_up), torch.randn(5, K), Capture([JOIN])
+    compiled = torch.compile(model, backend=capture, fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    for change in (
+        lambda: setattr(model.b.weight, "data", torch.randn(SECOND, K)),
+        lambda: setattr(model.a.weight, "data", torch.randn(FIRST, K)),
+        lambda: lay(model),
+        lambda: model.a.weight.data.mul_(2),
+    ):
+        change()
+        torch.testing.assert_close(compiled(x), model(x))
+    assert is_joined(capture.after[0])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_fake_weights_share_a_storage_where_the_weights_do(mode: Callable) -> None:
+    """The pass stands on what Dynamo's fake tensors say of memory."""
+    model = Two(gate_and_up)
+    with mode():
+        gm = run(model)
+        weights = [n.meta["example_value"] for n in gm.graph.nodes if "weight" in n.name]
+        first, second = sorted(weights, key=len, reverse=True)
+        assert lies_before(first, second) and type(second.storage_offset()) is int
+        model.b.weight.data = model.b.weight.data.clone()
+        torch.compiler.reset()
+        weights = [n.meta["example_value"] for n in run(model).graph.nodes if "weight" in n.name]
+    assert len({w.untyped_storage()._cdata for w in weights}) == 2
+
+
+@pytest.mark.long
+def test_inductor_passes_columns_to_ops_of_ours_without_a_copy() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    x, model = torch.randn(5, K), Two(into_an_op_of_ours)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    compiled = torch.compile(model, backend="mla", fullgraph=True, options={"passes": [JOIN]})
+    with torch.compiler.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(compiled, x)
+    (code,) = codes
+    assert "fused_rms_norm.default(reinterpret_tensor(buf" in code
+    assert code.count("empty_strided_cpu(") == 1, "for what is added"
+
+
+# --- models
+
+
+EVERYWHERE = [
+    partial(p, everywhere=True) if p in (fuse_norm_rope_append, fuse_rms_norm, join_products) else p
+    for p in pipeline.PASSES
+]
+
+
+@pytest.mark.long
+def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader("glm4_moe_lite", num_hidden_layers=2)
+    lay_side_by_side(reader.model)
+    reader.prefill([5, 1, 9, 2])
+    capture, stock_run = Capture(EVERYWHERE), TransformersTarget.forward
+    compiled = torch.compile(
+        lambda *inputs: stock_run(reader.target, *inputs), backend=capture, fullgraph=True
+    )
+    monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
+    for _ in range(2):
+        reader.assert_as_stock(reader.decode(1))
+    # Queries and latents of two layers; gate and up of one MLP, and of the other layer's shared experts.
+    assert len(nodes_of(capture.after[0], "joined_linear")) == 4
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("lowering")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline, "PASSES", EVERYWHERE)
+    settings = {"max_rows": 2, "max_model_len": 64, "page_size": 4}
+    model = tiny_model(torch.float32)
+    lay_side_by_side(model)
+    engine = Engine(model, num_speculative_tokens=2, batch_invariant=batch_invariant, **settings)
+    prompts, requests = [[1, 2, 3], [4, 5]], []
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes.join_products"):
+        for prompt in prompts:
+            requests.append(engine.add(prompt, max_new_tokens=12))
+            engine.step()
+        while engine.has_work():
+            engine.step()
+    said = [r.getMessage() for r in caplog.records if r.name == join_products.__module__]
+    assert len(said) >= 7, said
+    assert all(line.startswith("joined: ") for line in said), said
+    plain = Engine(model, compile=False, **settings).generate(prompts, max_new_tokens=12)
+    assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain]
