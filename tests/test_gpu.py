@@ -24,7 +24,7 @@ from mla_compile.ops import matmul
 from mla_compile.ops.matmul import lies_before
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.passes import pipeline
-from mla_compile.passes.join_products import join_products
+from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.torch_internals import (
     compile_counters,
     last_cuda_graph,
@@ -329,7 +329,7 @@ def test_a_captured_engine_multiplies_once_by_weights_that_lie_side_by_side(
     torch._dynamo.utils.counters.clear()
     model = load_model(SHIPPED_MODEL, dtype=torch.float32, device="cuda")
     settings = {"max_rows": 4, "max_model_len": 128, "batch_invariant": batch_invariant}
-    plain = [p for p in pipeline.PASSES if p is not join_products]
+    plain = [p for p in pipeline.PASSES if p is not fuse_linear]
     seen = []
 
     def noted(first: torch.Tensor, second: torch.Tensor) -> bool:

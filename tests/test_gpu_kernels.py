@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_compile import MLAError, mla_append, mla_decode
-from mla_compile.ops import batch_invariant_matmul, cublas, joined_linear
+from mla_compile.ops import batch_invariant_matmul, cublas, fused_add_rms_norm, fused_linear
 from mla_compile.ops.append import append_torch
 from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, describe_device
 from mla_compile.ops.by_row import product_by_row
@@ -841,8 +841,53 @@ def test_a_joined_product_is_two_products(dtype: torch.dtype, n_first: int, n_se
         x = torch.randn(tokens, k, device="cuda", dtype=dtype) / k**0.5
         expected = torch.cat([x.double() @ w.double().T for w in (first, second)], dim=1)
         for other in (second, second.clone()):
-            out = joined_linear(x, first, other).double()
+            out = fused_linear(x, first, other).double()
             torch.testing.assert_close(out, expected, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("columns", "k"), [(5120, 768), (2048, 5120), (154880, 2048), (2048, 10240), (7, 41)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_product_of_few_tokens(dtype: torch.dtype, columns: int, k: int) -> None:
+    weight = torch.randn(columns, k, device="cuda", dtype=dtype)
+    for tokens in (1, 2, 3, 64):
+        x = torch.randn(tokens, k + 8, device="cuda", dtype=dtype)[:, 8:] / k**0.5
+        is_half = dtype != torch.float32
+        name = {1: "triton", 2: "triton_two" if columns <= 8192 else "reference"}.get(tokens, "reference")
+        assert choose("fused_linear", (x, weight, None, False)).chosen.name == (
+            name if is_half else "reference"
+        )
+        expected = (x.double() @ weight.double().T).float()
+        torch.testing.assert_close(fused_linear(x, weight).float(), expected, atol=2e-2, rtol=1e-2)
+
+
+def test_products_and_norms_that_start_early_wait_for_each_other() -> None:
+    """Each starts while the one before runs: in a graph, on random inputs, they are what they are one by one."""
+    hidden, layers = 2048, 20
+    weights = [torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) * 0.03 for _ in range(layers)]
+    scale = torch.rand(hidden, device="cuda", dtype=torch.bfloat16)
+
+    def chain(x: torch.Tensor, *, alone: bool) -> torch.Tensor:
+        residual = x
+        for weight in weights:
+            x, residual = fused_add_rms_norm(x, residual, scale, 1e-6)
+            if alone:
+                torch.cuda.synchronize()
+            x = fused_linear(x, weight)
+            if alone:
+                torch.cuda.synchronize()
+        return x
+
+    x = torch.randn(1, hidden, device="cuda", dtype=torch.bfloat16)
+    chain(x, alone=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x, alone=False)
+    for seed in range(50):
+        x.copy_(torch.randn(1, hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(out, chain(x.clone(), alone=True))
 
 
 @pytest.mark.parametrize(("n_first", "n_second", "k"), [(768, 576, 2048), (1536, 1536, 2048)], ids=str)
@@ -857,5 +902,5 @@ def test_a_joined_product_has_the_bits_of_each(
     )
     for tokens in TOKENS:
         for other in (second, second.clone()):
-            out = joined_linear(x[:tokens], first, other, batch_invariant=True)
+            out = fused_linear(x[:tokens], first, other, batch_invariant=True)
             assert torch.equal(out, expected[:tokens]), tokens

@@ -1,4 +1,4 @@
-"""Weights of layers that read the same input, side by side in memory, so that the pass `join_products` may join them.
+"""Weights of layers that read the same input, side by side in memory, so that the pass `fuse_linear` may join them.
 
 A parameter stays the same object, with its name, values and gradient. It becomes a view of one tensor of both.
 """

@@ -5,7 +5,7 @@ from mla_compile.ops.attention import mla_attention
 from mla_compile.ops.decode import mla_decode
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.masked_decode import mla_masked_decode
-from mla_compile.ops.matmul import batch_invariant_matmul, joined_linear
+from mla_compile.ops.matmul import batch_invariant_matmul, fused_linear
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
@@ -21,8 +21,8 @@ __all__ = [
     "batch_invariant_sum",
     "decode_segment",
     "fused_add_rms_norm",
+    "fused_linear",
     "fused_rms_norm",
-    "joined_linear",
     "mla_append",
     "mla_attention",
     "mla_decode",

@@ -1,5 +1,7 @@
 """Products with weights: `batch_invariant_matmul`, of which a token's row has the same bits whatever other rows there
-are, and `joined_linear`, two products of one input."""
+are, and `fused_linear`, whose kernel is chosen by the number of tokens."""
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from mla_compile.ops import cublas, validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, triton
+from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementation, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import storage_key
 
@@ -84,11 +86,24 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
     return product_by_row(x, w)
 
 
-JOINED_LINEAR = (
+_GEMV = triton(
+    "a program reads a few rows of the weight, on the plain cores",
+    "mla_compile.ops.kernels.gemv:linear_gemv",
+    takes={"dtype": HALF, "tokens": UNIT, "k": SOME, "columns": SOME, "weights": ("one matrix",)},
+)
+FUSED_LINEAR = (
+    _GEMV,
+    # Wide products of two tokens, 20,480 columns of 2,048, took 24 us by cuBLAS and 25 so (H200); narrow ones 11 and 7.
+    replace(
+        _GEMV,
+        name="triton_two",
+        description="the same of two tokens",
+        takes={**_GEMV.takes, "tokens": range(2, 3), "columns": range(1, 8193)},
+    ),
     Implementation(
         "reference",
         "plain torch, any device: one product where the weights lie side by side, else two",
-        "mla_compile.ops.matmul:linear_joined",
+        "mla_compile.ops.matmul:linear_torch",
     ),
     Implementation(
         "each_matmul",
@@ -99,11 +114,23 @@ JOINED_LINEAR = (
 )
 
 
-@define_op(table=JOINED_LINEAR, facts=lambda x: {"dtype": x.dtype, "tokens": x.shape[0]})
-def joined_linear(x: Tensor, first: Tensor, second: Tensor, batch_invariant: bool = False) -> Tensor:
-    """`[x @ first.T | x @ second.T]`, one product where the weights lie side by side (see `lies_before`).
+@define_op(
+    table=FUSED_LINEAR,
+    facts=lambda x, first, second: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "k": x.shape[1],
+        "columns": first.shape[0] + (0 if second is None else second.shape[0]),
+        "weights": "one matrix" if is_one_matrix(first, second) else "two",
+    },
+)
+def fused_linear(
+    x: Tensor, first: Tensor, second: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor:
+    """`x @ first.T`, or `[x @ first.T | x @ second.T]`, one product where the weights lie side by side.
 
-    Weights may be moved between calls: where they lie is looked up in each.
+    Who computes it is chosen in each call, by the number of tokens and by where the weights lie (see `lies_before`), so
+    weights may be moved between calls.
 
     Args:
         x: `[tokens, k]`, float; rows may lie apart.
@@ -118,15 +145,20 @@ def joined_linear(x: Tensor, first: Tensor, second: Tensor, batch_invariant: boo
         MLAError: an argument that is not so, named.
     """
     sizes = validate.Layouts()
-    sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
+    if second is None:
+        sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"))
+    else:
+        sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
+    columns = first.shape[0] + (0 if second is None else second.shape[0])
     if batch_invariant:  # now, while nothing is recorded
         for weight in (first, second):
-            cublas.fewest_tokens(x.unsqueeze(1), _as_matrix(weight))
+            if weight is not None:
+                cublas.fewest_tokens(x.unsqueeze(1), _as_matrix(weight))
         _has_bits_of_each(x.unsqueeze(1), first, second)
-    return empty(x, (x.shape[0], first.shape[0] + second.shape[0]))
+    return empty(x, (x.shape[0], columns))
 
 
-joined_linear_op = torch.ops.mla_compile.joined_linear.default
+fused_linear_op = torch.ops.mla_compile.fused_linear.default
 
 
 def lies_before(first: Tensor, second: Tensor) -> bool:
@@ -143,32 +175,40 @@ def lies_before(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def linear_joined(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """`joined_linear` in plain torch: every device and dtype."""
-    if lies_before(first, second):
-        return F.linear(x, _both(first, second))
+def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:
+    """Whether the weights of a call are one matrix in memory, its rows one after the other."""
+    return first.is_contiguous() if second is None else lies_before(first, second)
+
+
+def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
+    """`fused_linear` in plain torch: every device and dtype."""
+    if second is None or lies_before(first, second):
+        return F.linear(x, one_matrix(first, second))
     return torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
 
 
-def linear_by_each(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """`joined_linear` with the bits of `batch_invariant_matmul`."""
+def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
+    """`fused_linear` with the bits of `batch_invariant_matmul`."""
     x = x.unsqueeze(1)
-    if _has_bits_of_each(x, first, second):
-        return cublas.multiply(x, _as_matrix(_both(first, second))).squeeze(1)
-    products = [batch_invariant_matmul_op(x, _as_matrix(weight)) for weight in (first, second)]
-    return torch.cat(products, dim=2).squeeze(1)
+    if second is not None and _has_bits_of_each(x, first, second):
+        return cublas.multiply(x, _as_matrix(one_matrix(first, second))).squeeze(1)
+    weights = [first] if second is None else [first, second]
+    products = [batch_invariant_matmul_op(x, _as_matrix(weight)) for weight in weights]
+    return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)
 
 
-def _has_bits_of_each(x: Tensor, first: Tensor, second: Tensor) -> bool:
+def _has_bits_of_each(x: Tensor, first: Tensor, second: Tensor | None) -> bool:
     """Whether cuBLAS is known to give each column the same bits in one product by both weights as in two, for x
     `[tokens, 1, k]`."""
-    if not lies_before(first, second):
+    if second is None or not lies_before(first, second):
         return False
-    return cublas.parts_agree(x, _as_matrix(_both(first, second)), first.shape[0])
+    return cublas.parts_agree(x, _as_matrix(one_matrix(first, second)), first.shape[0])
 
 
-def _both(first: Tensor, second: Tensor) -> Tensor:
+def one_matrix(first: Tensor, second: Tensor | None) -> Tensor:
     """`[n_first + n_second, k]`, of weights that lie side by side."""
+    if second is None:
+        return first
     k = first.shape[1]
     return first.as_strided((first.shape[0] + second.shape[0], k), (k, 1))
 

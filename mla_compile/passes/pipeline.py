@@ -21,12 +21,12 @@ from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
+from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
-from mla_compile.passes.join_products import join_products
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
@@ -45,7 +45,7 @@ PASSES: list[Pass] = [
     fuse_router,  # after it: of what is left
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
-    join_products,  # last: the others look for single products, and gathers part what reads one input
+    fuse_linear,  # last: the others look for single products, and gathers part what reads one input
 ]
 
 

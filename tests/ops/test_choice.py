@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from mla_compile.ops import backends, implementations, library
 from mla_compile.ops.implementations import Implementation
 from mla_compile.ops.library import choose, tables
+from mla_compile.ops.matmul import lies_before
 from tests.cases import make_case
 from tests.kernel_cases import (
     decode_case,
@@ -71,6 +72,10 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         x, weight, *others = router_args("glm", count, 32, dtype)
         weight = mostly(draw, [weight, weight.float()], [weight.double(), weight[:1].expand(1025, -1)])
         return strided(x), weight, None, *others[1:], False
+    if op == "fused_linear":
+        x, both = torch.empty(count, rank, dtype=dtype), torch.empty(9, rank, dtype=dtype)
+        first, second = both.split([5, 4])
+        return strided(x), *mostly(draw, [(first, second), (both, None)], [(first, second.clone())]), False
     if op == "row_argmax":
         return (strided(torch.empty(count, mostly(draw, [1, 7, 3000], [2**30]), device="meta", dtype=dtype)),)
     if op == "mla_prefill_metadata":
@@ -92,6 +97,12 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
     "mla_norm_rope_append": lambda kv_a, *_: runs(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1,
     "moe_router": lambda x, weight, *_: runs(x) and runs(weight) and len(x) > 0 and len(weight) <= 1024,
     "row_argmax": lambda x: runs(x) and len(x) > 0 and x.shape[1] < 2**30 and (x.stride(1) == 1),
+    "fused_linear": lambda x, first, second, *_: (
+        runs(x)
+        and x.dtype != torch.float32
+        and len(x) == 1
+        and (second is None or lies_before(first, second))
+    ),
     "mla_masked_decode": lambda q_latent, q_pe, kv_c, k_pe, *_: (
         runs(q_latent)
         and q_latent.numel() * kv_c.shape[1] > 0

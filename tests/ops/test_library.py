@@ -62,7 +62,7 @@ SCHEMAS = {
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
     "row_argmax": "(Tensor x) -> Tensor",
-    "joined_linear": "(Tensor x, Tensor first, Tensor second, bool batch_invariant=False) -> Tensor",
+    "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",
     "mla_attention": (

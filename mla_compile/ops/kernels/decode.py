@@ -330,7 +330,8 @@ def decode_triton_invariant(
 
     return decode_by_fixed_splits(
         launch,
-        *map(_aligned, (q_latent, q_pe)),
+        _aligned(q_latent),
+        _aligned(q_pe),
         block_table,
         seq_lens,
         q_lens,

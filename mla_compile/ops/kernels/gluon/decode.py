@@ -113,9 +113,9 @@ def decode_gluon_invariant(
             fixed=True,
         )
 
-    queries = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe))
+    q_latent, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe))
     return decode_by_fixed_splits(
-        launch, *queries, block_table, seq_lens, q_lens, q_len, kv_cache.shape[1], early=True
+        launch, q_latent, q_pe, block_table, seq_lens, q_lens, q_len, kv_cache.shape[1], early=True
     )
 
 

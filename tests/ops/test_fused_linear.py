@@ -1,4 +1,4 @@
-"""`joined_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's are in `test_gpu_kernels`."""
+"""`fused_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's are in `test_gpu_kernels`."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops import batch_invariant_matmul, cublas, joined_linear
+from mla_compile.ops import batch_invariant_matmul, cublas, fused_linear
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import joined_linear_op, lies_before
+from mla_compile.ops.matmul import fused_linear_op, lies_before
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,7 +51,7 @@ def test_it_is_both_products_wherever_the_weights_lie(
         expected = torch.cat([x.double() @ first.double().T, x.double() @ second.double().T], dim=1)
         for one, other in ((first, second), (first.clone(), second), (first, second.clone())):
             products.clear()
-            out = joined_linear(x, one, other)
+            out = fused_linear(x, one, other)
             assert products == ([34] if one is first and other is second else [24, 10])
             assert out.dtype == dtype and out.is_contiguous()
             torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -61,9 +61,9 @@ def test_weights_that_are_moved_between_calls_are_noticed(products: list[int]) -
     first, second = map(torch.nn.Parameter, weights())
     x = torch.randn(3, 16)
     with torch.no_grad():
-        before = joined_linear(x, first, second)
+        before = fused_linear(x, first, second)
         second.data = second.data * 2
-        after = joined_linear(x, first, second)
+        after = fused_linear(x, first, second)
     assert products == [34, 24, 10]
     torch.testing.assert_close(after, torch.cat([before[:, :24], 2 * before[:, 24:]], dim=1))
 
@@ -86,8 +86,8 @@ def test_what_lies_side_by_side() -> None:
 def test_opcheck(batch_invariant: bool, side_by_side: bool) -> None:
     first, second = weights()
     second = second if side_by_side else second.clone()
-    opcheck(joined_linear_op, (torch.randn(5, 16), first, second, batch_invariant))
-    opcheck(joined_linear_op, (torch.randn(5, 20).bfloat16()[:, :16], *weights(dtype=torch.bfloat16)))
+    opcheck(fused_linear_op, (torch.randn(5, 16), first, second, batch_invariant))
+    opcheck(fused_linear_op, (torch.randn(5, 20).bfloat16()[:, :16], *weights(dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_opcheck(batch_invariant: bool, side_by_side: bool) -> None:
 )
 def test_bad_input_is_refused(name: str, x: Tensor, first: Tensor, second: Tensor) -> None:
     with pytest.raises(MLAError, match=f"^{name}"):
-        joined_linear(x, first, second)
+        fused_linear(x, first, second)
 
 
 def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         x = torch.empty(shapes.create_unbacked_symint(), 16)
-        out = joined_linear_op(x, *torch.empty(34, 16).split([24, 10]))
+        out = fused_linear_op(x, *torch.empty(34, 16).split([24, 10]))
     assert out.shape[1] == 34 and out.stride() == (34, 1) and not shapes.guards
 
 
@@ -127,13 +127,13 @@ def test_a_tokens_bits_are_those_of_each_product_wherever_the_weights_lie(dtype:
     expected = torch.cat(parts, dim=1)
     for part in (slice(None), slice(1), slice(3, 20), slice(39, 40), slice(0)):
         for other in (second, second.clone()):
-            assert torch.equal(joined_linear(x[part], first, other, batch_invariant=True), expected[part])
+            assert torch.equal(fused_linear(x[part], first, other, batch_invariant=True), expected[part])
 
 
 def test_who_serves_a_call() -> None:
     x, (first, second) = torch.randn(3, 16), weights()
-    assert choose("joined_linear", (x, first, second, False)).chosen.name == "reference"
-    assert choose("joined_linear", (x, first, second, True)).chosen.name == "each_matmul"
+    assert choose("fused_linear", (x, first, second, False)).chosen.name == "reference"
+    assert choose("fused_linear", (x, first, second, True)).chosen.name == "each_matmul"
 
 
 class Library:
@@ -186,11 +186,11 @@ def test_one_product_of_cublas_where_it_gives_each_column_the_same_bits(
     first, second = lay(*weights(24, 16, 128, dtype=torch.bfloat16))
     x = torch.randn(5, 128).bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # as compiling does
-        joined_linear_op(*map(mode.from_tensor, (x, first, second)), True)
+        fused_linear_op(*map(mode.from_tensor, (x, first, second)), True)
     library.columns.clear()
     for search in ("_try_numbers", "_try_strides", "_try_parts"):
         monkeypatch.setattr(cublas, search, no_longer)
-    out = joined_linear_op(x, first, second, True)
+    out = fused_linear_op(x, first, second, True)
     # The CPU has no row for cuBLAS: what is not one product of it is two in plain torch.
     assert library.columns == multiplied
     expected = torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
@@ -203,3 +203,34 @@ def test_a_product_that_cublas_must_not_serve_is_not_joined(library: Library) ->
     assert cublas.parts_agree(x[:, None], both.T[None], 24)
     assert not cublas.parts_agree(x[:, None].float(), both.float().T[None], 24)
     assert not cublas.parts_agree(x[:, None, :100], both[:, :100].T[None], 24), "rows begin anywhere"
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_weight_is_one_product(dtype: torch.dtype, batch_invariant: bool, tokens: int) -> None:
+    weight = torch.randn(24, 16).to(dtype)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)
+    for one in (weight, weight.T.contiguous().T):
+        x = torch.randn(tokens, 16).to(dtype)
+        out = fused_linear(x, one, batch_invariant=batch_invariant)
+        assert out.dtype == dtype and out.is_contiguous()
+        torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=tolerance, rtol=1e-2)
+
+
+def test_the_contract_of_one_weight() -> None:
+    for batch_invariant in (False, True):
+        opcheck(fused_linear_op, (torch.randn(5, 16), torch.randn(24, 16), None, batch_invariant))
+
+
+def test_the_kernel_spills_nothing() -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.gemv import linear_gemv
+    from tests.triton_compile import compiled_for
+
+    with compiled_for(90) as kernels:
+        for k in (768, 2048, 5120, 16384):
+            for tokens in (1, 2):
+                linear_gemv(*(torch.zeros(n, k, dtype=torch.bfloat16) for n in (tokens, 64)))
+    assert len(kernels) == 8 and all(kernel.spilled_bytes == 0 for kernel in kernels)
+    assert all("ld.global.v4" in kernel.text for kernel in kernels)

@@ -1,4 +1,4 @@
-"""`join_products`: which products it joins, what it must leave, results, and weights that move afterwards."""
+"""`fuse_linear`: which products it joins, what it must leave, results, and weights that move afterwards."""
 
 import copy
 import logging
@@ -17,15 +17,15 @@ from mla_compile.models.layout import lay_side_by_side
 from mla_compile.ops import fused_rms_norm
 from mla_compile.ops.matmul import lies_before
 from mla_compile.passes import pipeline
+from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
-from mla_compile.passes.join_products import join_products
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import Capture, nodes_of, ops
 
 K, FIRST, SECOND = 16, 24, 8
-JOIN = partial(join_products, everywhere=True)
+JOIN = partial(fuse_linear, everywhere=True)
 
 
 class Two(nn.Module):
@@ -60,8 +60,22 @@ def run(model: nn.Module, x: Tensor | None = None) -> fx.GraphModule:
 
 def is_joined(gm: fx.GraphModule) -> bool:
     found = ops(gm)
-    assert (found.count("joined_linear"), found.count("linear")) in ((1, 0), (0, 2))
-    return "joined_linear" in found
+    assert (found.count("fused_linear"), found.count("linear")) in ((1, 0), (0, 2))
+    return "fused_linear" in found
+
+
+def test_a_product_of_its_own_chooses_its_kernel_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_compile.passes.fuse_linear.first_serves", lambda table, x: True)
+    model = nn.Sequential(
+        nn.Linear(K, 8, bias=False), nn.Linear(8, 5), nn.Linear(5, 3, bias=False)
+    ).requires_grad_(False)
+    for x in (torch.randn(5, K), torch.randn(1, 5, K), torch.randn(5, 2, K).transpose(0, 1)):
+        gm = run(model, x)
+        assert ops(gm).count("fused_linear") == 2 and ops(gm).count("linear") == 1, "not the one with a bias"
+
+
+def test_on_the_cpu_a_product_of_its_own_is_left() -> None:
+    assert "fused_linear" not in ops(run(nn.Linear(K, 8, bias=False).requires_grad_(False)))
 
 
 # --- what is joined
@@ -114,7 +128,7 @@ def into_products(m: Two, x: Tensor) -> Tensor:
 def test_products_of_one_input_are_joined(call: Callable) -> None:
     gm = run(Two(call))
     assert is_joined(gm)
-    (node,) = nodes_of(gm, "joined_linear")
+    (node,) = nodes_of(gm, "fused_linear")
     x, first, second = (argument.meta["example_value"] for argument in node.args)
     assert x.dim() == 2 and (len(first), len(second)) == (FIRST, SECOND)
 
@@ -130,7 +144,7 @@ def test_views_have_the_strides_of_columns_after_the_pass() -> None:
     assert view.meta["example_value"].stride() == (FIRST + SECOND, SECOND, 1)
     shared = {
         node.meta["example_value"].untyped_storage()._cdata
-        for node in (view, *nodes_of(gm, "joined_linear"), *nodes_of(gm, "unsqueeze"))
+        for node in (view, *nodes_of(gm, "fused_linear"), *nodes_of(gm, "unsqueeze"))
     }
     assert len(shared) == 1
 
@@ -146,7 +160,7 @@ def test_of_three_that_lie_side_by_side_two_are_joined() -> None:
                 layer.weight.data = part
 
     found = ops(run(Three()))
-    assert (found.count("joined_linear"), found.count("linear")) == (1, 1)
+    assert (found.count("fused_linear"), found.count("linear")) == (1, 1)
 
 
 @pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked])
@@ -168,7 +182,7 @@ def test_no_guard_is_added(call: Callable, mark: Callable) -> None:
 # --- what must be left
 
 
-@torch.library.custom_op("join_products_test::first_element", mutates_args=())
+@torch.library.custom_op("fuse_linear_test::first_element", mutates_args=())
 def first_element(x: Tensor) -> Tensor:
     return x.as_strided((x.shape[0],), (FIRST,)).clone()  # it counts on contiguous memory
 
@@ -272,11 +286,11 @@ def test_what_a_joined_product_could_change_is_left(call: Callable) -> None:
 def test_the_log_says_what_was_joined_and_what_was_not(
     call: Callable, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "mla_compile.passes.join_products"):
+    with caplog.at_level(logging.INFO, "mla_compile.passes.fuse_linear"):
         run(Two(gate_and_up))
         run(Two(call))
     joined, left = (record.getMessage() for record in caplog.records)
-    assert joined.startswith("joined: a (test_join_products.py:") and " and b (" in joined
+    assert joined.startswith("joined: a (test_fuse_linear.py:") and " and b (" in joined
     assert left.startswith("not joined: a (") and left.endswith(f": {reason}")
 
 
@@ -299,8 +313,8 @@ def test_a_gradient_that_is_wanted_is_computed() -> None:
 
 
 def test_it_is_the_last_of_the_passes_and_leaves_cpus_alone() -> None:
-    assert pipeline.PASSES[-1] is join_products
-    capture = Capture([join_products])
+    assert pipeline.PASSES[-1] is fuse_linear
+    capture = Capture([fuse_linear])
     torch.compile(Two(gate_and_up), backend=capture, fullgraph=True)(torch.randn(5, K))
     assert not is_joined(capture.after[0])
 
@@ -356,7 +370,7 @@ def test_inductor_passes_columns_to_ops_of_ours_without_a_copy() -> None:
 
 
 EVERYWHERE = [
-    partial(p, everywhere=True) if p in (fuse_norm_rope_append, fuse_rms_norm, join_products) else p
+    partial(p, everywhere=True) if p in (fuse_norm_rope_append, fuse_rms_norm, fuse_linear) else p
     for p in pipeline.PASSES
 ]
 
@@ -374,7 +388,7 @@ def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.M
     for _ in range(2):
         reader.assert_as_stock(reader.decode(1))
     # Queries and latents of two layers; gate and up of one MLP, and of the other layer's shared experts.
-    assert len(nodes_of(capture.after[0], "joined_linear")) == 4
+    assert len(nodes_of(capture.after[0], "fused_linear")) == 4
 
 
 @pytest.mark.long
@@ -389,13 +403,13 @@ def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
     lay_side_by_side(model)
     engine = Engine(model, num_speculative_tokens=2, batch_invariant=batch_invariant, **settings)
     prompts, requests = [[1, 2, 3], [4, 5]], []
-    with caplog.at_level(logging.INFO, logger="mla_compile.passes.join_products"):
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes.fuse_linear"):
         for prompt in prompts:
             requests.append(engine.add(prompt, max_new_tokens=12))
             engine.step()
         while engine.has_work():
             engine.step()
-    said = [r.getMessage() for r in caplog.records if r.name == join_products.__module__]
+    said = [r.getMessage() for r in caplog.records if r.name == fuse_linear.__module__]
     assert len(said) >= 7, said
     assert all(line.startswith("joined: ") for line in said), said
     plain = Engine(model, compile=False, **settings).generate(prompts, max_new_tokens=12)

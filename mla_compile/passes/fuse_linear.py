@@ -1,19 +1,21 @@
-"""Multiply once by two weights that lie side by side in memory.
+"""Products by weights choose their kernel when they run; two of one input become one.
 
     before                           after
 
-    x ─┬─> linear(a) ─> ...          x ─> joined_linear(a, b) ─┬─> [..., :n] ─> ...
-       └─> linear(b) ─> ...                                    └─> [..., n:] ─> ...
+    x ─┬─> linear(a) ─> ...          x ─> fused_linear(a, b) ─┬─> [..., :n] ─> ...
+       └─> linear(b) ─> ...                                   └─> [..., n:] ─> ...
+    y ───> linear(c) ─> ...          y ─> fused_linear(c) ─> ...
 
-At few tokens a product takes about as long with twice the columns. So what reads one input is joined: the compressed
-queries and latents of MLA, gate and up of an MLP. Only weights of which one begins where the other ends are joined, as
+One graph serves all numbers of tokens, and what is quickest for one token is not for many: the op looks. At few tokens
+a product takes about as long with twice the columns, so what reads one input is joined: the compressed queries and
+latents of MLA, gate and up of an MLP. Only weights of which one begins where the other ends are joined, as
 `models/layout.py` lays them: nothing is copied. The op looks again when it runs, so weights may move afterwards.
 
-The products become columns of a wider result. That is left where somebody may count on how a product lies in memory: an
-op that is not torch's or ours, a view that would be a copy, a caller who gets it.
+Joined products become columns of a wider result. They are left where somebody may count on how a product lies in
+memory: an op that is not torch's or ours, a view that would be a copy, a caller who gets it.
 
-Only on GPUs: on the CPU a call of an op costs more than a second product. The log, `TORCH_LOGS="+mla_compile"`, says
-what was joined, and which weights that lie side by side were not.
+Only on GPUs: on the CPU a product of few tokens takes the time of reading the weights, which stays. The log,
+`TORCH_LOGS="+mla_compile"`, says what was joined, and which weights that lie side by side were not.
 """
 
 import logging
@@ -24,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.ops.matmul import joined_linear_op, lies_before
+from mla_compile.ops.implementations import first_serves
+from mla_compile.ops.matmul import FUSED_LINEAR, fused_linear_op, lies_before
 from mla_compile.passes.effects import at_once, memory, mutates
 from mla_compile.passes.emit import example_value, fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
@@ -51,19 +54,27 @@ class _Product:
     weight: fx.Node
 
 
-def join_products(
+def fuse_linear(
     gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
 ) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without weights that lie side by side is left untouched.
+    """Rewrite `gm` in place and return it; a graph without products by weights is left untouched.
 
-    everywhere: also where it is no faster, on the CPU.
+    everywhere: join also where it is no faster, on the CPU.
     """
     products = [product for node in gm.graph.nodes if (product := _match(node)) is not None]
-    for first, second in _pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda]):
-        names = f"{where(first.node)} and {where(second.node)}"
-        with torch.no_grad():  # the products need no gradient, whatever the mode is now
+    joined: set[fx.Node] = set()
+    with torch.no_grad():  # the products need no gradient, whatever the mode is now
+        for first, second in _pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda]):
+            names = f"{where(first.node)} and {where(second.node)}"
             obstacle = _join(first, second)
-        log.info("joined: %s", names) if obstacle is None else log.info("not joined: %s: %s", names, obstacle)
+            if obstacle is None:
+                joined |= {first.node, second.node}
+                log.info("joined: %s", names)
+            else:
+                log.info("not joined: %s: %s", names, obstacle)
+        for product in products:
+            if product.node not in joined and first_serves(FUSED_LINEAR, tensor_of(product.x)):
+                _replace(product, inline(product.node, _product_of, (product.x, product.weight)))
     return gm
 
 
@@ -121,18 +132,29 @@ def _join(first: _Product, second: _Product) -> str | None:
             return f"`{op_name(found)}` may count on how a product lies in memory"
         views += found
 
-    def emit(x: Any, *weights: Any) -> Any:
-        out = joined_linear_op(x if len(x.shape) == 2 else x.flatten(0, -2), *weights)
-        out = out if len(x.shape) == 2 else out.view(*x.shape[:-1], sum(columns))
+    def parts_of(x: Any, *weights: Any) -> Any:
+        out = _product_of(x, *weights)
         return out[..., : columns[0]], out[..., columns[0] :]
 
-    parts = inline(before, emit, (first.x, first.weight, second.weight))
+    parts = inline(before, parts_of, (first.x, first.weight, second.weight))
     for product, part in zip((first, second), parts):
-        product.node.replace_all_uses_with(part)
-        product.node.graph.erase_node(product.node)
+        _replace(product, part)
     for view in views:
         set_example_value(view, fake_mode_of(view))
     return None
+
+
+def _product_of(x: Any, *weights: Any) -> Any:
+    """`fused_linear` of tokens in any number of dimensions."""
+    if len(x.shape) == 2:
+        return fused_linear_op(x, *weights)
+    out = fused_linear_op(x.flatten(0, -2), *weights)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _replace(product: _Product, result: Any) -> None:
+    product.node.replace_all_uses_with(result)
+    product.node.graph.erase_node(product.node)
 
 
 def _views(product: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
