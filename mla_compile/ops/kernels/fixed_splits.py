@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
+from mla_compile.ops.kernels.early import wait_for_kernel_before
 from mla_compile.ops.kernels.plan import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
 from mla_compile.ops.kernels.softmax import columns_at_once, join_splits
 
@@ -77,8 +77,7 @@ def join_kernel(
     token = i // HEADS % q_len
     keys, _ = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
     splits = splits_of(keys, SPLIT_UNIT)
-    if EARLY:
-        gdc_wait()  # for the kernel before
+    wait_for_kernel_before(EARLY)
     join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 

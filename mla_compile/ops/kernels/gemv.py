@@ -1,16 +1,19 @@
 """`x @ weight.T` of one or two tokens, on the plain cores: a program reads a few rows of the weight, whole.
 
 Tensor cores have nothing to do here, and what feeds them waits for whole tiles of weights. Products of GLM-4.7-Flash
-take an H200 3.0 to 6.7 us this way, and 5.0 to 11 by cuBLAS.
+take an H200 3.0 to 6.7 us this way, and 5.0 to 11 by cuBLAS. Its weights come to the cache while the kernel before it
+still runs (`early.py`).
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mla_compile.ops.kernels.plan import starts_early
+from mla_compile.ops.kernels.early import prefetch, starts_early, wait_for_kernel_before
+
+LINES = tl.constexpr(32)
+"""Cache lines of a row that are requested at once: as many for each of BLOCK_C rows as the threads that ask."""
 
 
 @triton.jit
@@ -26,27 +29,24 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_C columns of the result; grid `[blocks of columns]`.
-
-    EARLY: the first weights are requested while the kernel before, which has `x` to write, still runs.
-    """
+    """BLOCK_C columns of the result; grid `[blocks of columns]`."""
     c = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
-    t = tl.arange(0, TOKENS)
-    k = tl.arange(0, BLOCK_K)
-    weight_at = weight + c[:, None] * K + k[None, :]
-    x_at = x + t[:, None] * x_stride + k[None, :]
     in_columns = (c < columns)[:, None]
-    w = tl.load(weight_at, mask=in_columns & (k < K)[None, :], other=0.0)
+    row_at = weight + tl.minimum(c, columns - 1)[:, None] * K
     if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    h = tl.load(x_at, mask=(k < K)[None, :], other=0.0)
-    acc = h.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
-    for start in range(BLOCK_K, K, BLOCK_K):
-        inside = (start + k < K)[None, :]
-        w = tl.load(weight_at + start, mask=in_columns & inside, other=0.0)
-        h = tl.load(x_at + start, mask=inside, other=0.0)
-        acc += h.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        for start in tl.static_range(0, K, LINE * LINES):
+            line = start + LINE * tl.arange(0, LINES)
+            prefetch(row_at + tl.minimum(line, K - 1)[None, :])
+    wait_for_kernel_before(EARLY)
+    t = tl.arange(0, TOKENS)
+    acc = tl.zeros([TOKENS, BLOCK_C, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < K)[None, :]
+        w = tl.load(row_at + k[None, :], mask=in_columns & inside, other=0.0).to(tl.float32)
+        h = tl.load(x + t[:, None] * x_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        acc += h[:, None, :] * w[None, :, :]
     at = out + t[:, None] * columns + c[None, :]
     tl.store(at, tl.sum(acc, 2).to(out.dtype.element_ty), mask=(c < columns)[None, :])
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles, device_of, moe_tiles, power_of_two
 
 _MOST_AT_ONCE = 128
@@ -300,8 +301,10 @@ def gate_up_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
+    wait_for_kernel_before(EARLY)
     expert, shared, column, begin, end = _tile(
         tokens, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
         TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C,
@@ -361,8 +364,10 @@ def down_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The down projection of one `_tile`, BLOCK_C columns."""
+    wait_for_kernel_before(EARLY)
     expert, shared, column, begin, end = _tile(
         tokens, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
         TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, (HIDDEN + BLOCK_C - 1) // BLOCK_C,
@@ -407,11 +412,13 @@ def weighted_sum_kernel(
     SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`sum_k weight_k * out_k` of one token, in the order of k, then shared experts; 0 for padding.
 
     Grid `[tokens, column tiles]`.
     """
+    wait_for_kernel_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     result = tl.zeros([BLOCK_C], tl.float32)
@@ -514,6 +521,7 @@ def moe_triton(
         token_tiles += shared * triton.cdiv(tokens, tiles.tokens)
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
+    early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
@@ -526,11 +534,13 @@ def moe_triton(
         gate_up_kernel[programs(intermediate, gate_up)](
             *(x, w_gate_up, shared_gate, shared_up, activated, *sizes, order, *routing),
             **shapes,
+            **early,
             **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
             *(activated, w_down, shared_down, pair_outs, tokens, *routing),
             **shapes,
+            **early,
             **down.options(intermediate),
         )
         weighted_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
@@ -539,5 +549,6 @@ def moe_triton(
             HIDDEN=hidden,
             BLOCK_C=1024,
             num_warps=4,
+            **early,
         )
     return out

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import power_of_two
 
 
@@ -29,8 +30,10 @@ def norm_rope_append_kernel(
     INTERLEAVED_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`; grid `[tokens]`."""
+    wait_for_kernel_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     source = kv_a + token * kv_a_stride
@@ -98,5 +101,7 @@ def norm_rope_append_triton(
             INTERLEAVED_OUT=interleaved_out,
             BLOCK=power_of_two(rank),
             BLOCK_HALF=power_of_two(half),
+            EARLY=starts_early(kv_a),
             num_warps=4,
+            launch_pdl=starts_early(kv_a),
         )

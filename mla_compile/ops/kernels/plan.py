@@ -56,15 +56,6 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.device.index) if tensor.is_cuda else H200
 
 
-def starts_early(tensor: Tensor) -> bool:
-    """Whether kernels may start before the one before them ends (programmatic dependent launch): EARLY in kernels.
-
-    Such a kernel waits (`gdc_wait`) before it reads what others wrote, and then lets the next one start. Until then it
-    may request what nobody writes, such as weights.
-    """
-    return tensor.is_cuda and device_of(tensor).capability >= (9, 0)
-
-
 def power_of_two(n: int) -> int:
     """The least power of two that is not below `n` nor below 16, the least side of a tensor core's tile."""
     return max(16, 1 << (n - 1).bit_length())

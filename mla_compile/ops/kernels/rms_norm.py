@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps, starts_early
+from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
 
 
 @triton.jit
@@ -25,17 +25,15 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid `[rows]`. EARLY: see `starts_early`."""
+    """Grid `[rows]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     dtype = normed.dtype.element_ty
+    wait_for_kernel_before(EARLY)
     factor = 1.0
     if HAS_WEIGHT:  # asked for before the sum is waited for
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)

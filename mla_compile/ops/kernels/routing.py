@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.implementations import HALF
+from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
 
 _EXPERTS = 4
@@ -39,8 +40,10 @@ def logits_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid `[blocks of experts, blocks of tokens]`."""
+    wait_for_kernel_before(EARLY)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     first = tl.program_id(1).to(tl.int64) * BLOCK_T
     for token in range(first, tl.minimum(first + BLOCK_T, tokens)):
@@ -101,8 +104,10 @@ def choice_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`choose_experts` of one token; grid `[tokens]`."""
+    wait_for_kernel_before(EARLY)
     EXPERTS: tl.constexpr = GROUPS * PER_GROUP
     token = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, BLOCK_G)
@@ -170,7 +175,9 @@ def router_triton(
             BLOCK_T=block_t,
             BLOCK_E=_EXPERTS,
             BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
+            EARLY=starts_early(x),
             num_warps=4,
+            launch_pdl=starts_early(x),
         )
     return _choose(logits, bias, topk, num_groups, topk_groups, softmax, normalize, scaling)
 
@@ -216,6 +223,8 @@ def _choose(
             BLOCK_K=triton.next_power_of_2(topk),
             BLOCK_G=triton.next_power_of_2(num_groups),
             BLOCK_P=triton.next_power_of_2(per_group),
+            EARLY=starts_early(logits),
             num_warps=1,
+            launch_pdl=starts_early(logits),
         )
     return weights, ids

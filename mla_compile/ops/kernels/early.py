@@ -1,0 +1,40 @@
+"""Kernels that start before the one before them ends (programmatic dependent launch), and wait for it inside.
+
+Between two kernels of a CUDA graph a GPU otherwise drains and fills: about a microsecond, as long as many of a decode
+step's kernels take. A kernel that starts early may have weights brought to the L2 cache before it waits; it reads them
+afterwards, so it sees what was written last. All others are launched as ever, so an early kernel may stand between any
+two.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mla_compile.ops.kernels.plan import device_of
+
+
+def starts_early(tensor: Tensor) -> bool:
+    """Whether kernels on the device of a tensor can: their constant EARLY, and `launch_pdl` of their launch."""
+    return tensor.is_cuda and device_of(tensor).capability >= (9, 0)
+
+
+@triton.jit
+def wait_for_kernel_before(EARLY: tl.constexpr):
+    """Comes before all reads and writes. From here on the next kernel may start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Bring the cache lines of 128 bytes at these addresses to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

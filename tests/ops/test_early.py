@@ -1,0 +1,50 @@
+"""Kernels that start early: they wait before they read or write, which only the compiled code shows on a CPU."""
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.kernel_cases import moe_case, norm_rope_append_case
+from tests.ops.routing import router_args
+
+pytest.importorskip("triton")
+
+from mla_compile.ops.kernels import gemv, moe, norm_rope_append, rms_norm, routing
+
+BF16 = torch.bfloat16
+CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
+    "gemv": (
+        gemv,
+        lambda: gemv.linear_gemv(torch.zeros(1, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+    ),
+    "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
+    "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
+    "moe": (moe, lambda: moe.moe_triton(*moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).args())),
+    "append": (
+        norm_rope_append,
+        lambda: norm_rope_append.norm_rope_append_triton(
+            *norm_rope_append_case(2, 64, 16, dtype=BF16).args()
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_early_kernel_waits_before_it_reads_or_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.triton_compile import compiled_for
+
+    module, call = CALLS[name]
+    monkeypatch.setattr(module, "starts_early", lambda tensor: True)
+    with compiled_for(90) as kernels:
+        call()
+    assert kernels
+    for kernel in kernels:
+        found = re.findall(r"griddepcontrol\.\w+|\b(?:ld|st)\.global|cp\.async\.c|\bprefetch", kernel.text)
+        wait = found.index("griddepcontrol.wait")
+        assert set(found[:wait]) <= {"prefetch"}, kernel.name
+        assert found[wait + 1] == "griddepcontrol.launch_dependents", kernel.name
+        assert kernel.spilled_bytes == 0, kernel.name
+    assert ("prefetch" in kernels[0].text) == (name == "gemv")
