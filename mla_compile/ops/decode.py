@@ -21,6 +21,11 @@ from mla_compile.torch_internals import is_fake
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor]:
+    args = (
+        *args[:2],
+        args[2].contiguous(),
+        *args[3:],
+    )  # which a cache that a graph computes may not be, see below
     q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _, backend, batch_invariant = args
     call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend, batch_invariant)
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
@@ -47,7 +52,8 @@ def choose_backend(
     return call, select_backend(call, backend).chosen
 
 
-# Queries of any strides, or each would be copied: absorbing leaves heads outermost.
+# Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache
+# that a graph computes otherwise than it was told.
 @define_op(table=DECODE_BACKENDS, run=_run, returns=("out", "lse"), layout=torch.Tag.flexible_layout)
 def mla_decode(
     q_latent: Tensor,
@@ -94,7 +100,7 @@ def mla_decode(
     sizes.floats(
         q_latent=(q_latent, "tokens, heads, kv_lora_rank"),
         q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        kv_cache=(kv_cache, validate.PAGED),
+        kv_cache=(kv_cache.contiguous() if is_fake(kv_cache) else kv_cache, validate.PAGED),
     )
     sizes.rows(block_table, like=q_latent, seq_lens=seq_lens, q_lens=q_lens)
     validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])

@@ -120,7 +120,7 @@ FUSED_LINEAR = (
         "dtype": x.dtype,
         "tokens": x.shape[0],
         "k": x.shape[1],
-        "columns": first.shape[0] + (0 if second is None else second.shape[0]),
+        "columns": num_columns(first, second),
         "weights": "one matrix" if is_one_matrix(first, second) else "two",
     },
 )
@@ -149,13 +149,12 @@ def fused_linear(
         sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"))
     else:
         sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
-    columns = first.shape[0] + (0 if second is None else second.shape[0])
     if batch_invariant:  # now, while nothing is recorded
         for weight in (first, second):
             if weight is not None:
                 cublas.fewest_tokens(x.unsqueeze(1), _as_matrix(weight))
         _has_bits_of_each(x.unsqueeze(1), first, second)
-    return empty(x, (x.shape[0], columns))
+    return empty(x, (x.shape[0], num_columns(first, second)))
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
@@ -175,6 +174,11 @@ def lies_before(first: Tensor, second: Tensor) -> bool:
     )
 
 
+def num_columns(first: Tensor, second: Tensor | None) -> int:
+    """Of the result of a call with these weights."""
+    return first.shape[0] + (0 if second is None else second.shape[0])
+
+
 def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:
     """Whether the weights of a call are one matrix in memory, its rows one after the other."""
     return first.is_contiguous() if second is None else lies_before(first, second)
@@ -182,9 +186,10 @@ def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:
 
 def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     """`fused_linear` in plain torch: every device and dtype."""
-    if second is None or lies_before(first, second):
-        return F.linear(x, one_matrix(first, second))
-    return torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
+    with torch.autocast(x.device.type, enabled=False):
+        if second is None or lies_before(first, second):
+            return F.linear(x, one_matrix(first, second))
+        return torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
 
 
 def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:

@@ -47,11 +47,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Product:
-    """`node` is `x @ weight.T`."""
+    """`node` is `x @ weight.T`. What it is of is read when it is asked for: it may be a product that was replaced."""
 
     node: fx.Node
-    x: fx.Node
-    weight: fx.Node
+
+    @property
+    def x(self) -> Any:
+        return _arguments(self.node)["input"]
+
+    @property
+    def weight(self) -> Any:
+        return _arguments(self.node)["weight"]
 
 
 def fuse_linear(
@@ -64,7 +70,8 @@ def fuse_linear(
     products = [product for node in gm.graph.nodes if (product := _match(node)) is not None]
     joined: set[fx.Node] = set()
     with torch.no_grad():  # the products need no gradient, whatever the mode is now
-        for first, second in _pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda]):
+        pairs = list(_pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda]))
+        for first, second in pairs:
             names = f"{where(first.node)} and {where(second.node)}"
             obstacle = _join(first, second)
             if obstacle is None:
@@ -73,17 +80,29 @@ def fuse_linear(
             else:
                 log.info("not joined: %s: %s", names, obstacle)
         for product in products:
-            if product.node not in joined and first_serves(FUSED_LINEAR, tensor_of(product.x)):
+            if product.node not in joined and _may_have_few_tokens(product):
                 _replace(product, inline(product.node, _product_of, (product.x, product.weight)))
     return gm
 
 
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    given = arguments(node, ("input", "weight", "bias"))
+    return {} if given is None else given
+
+
+def _may_have_few_tokens(product: _Product) -> bool:
+    """Whether a kernel for few tokens may serve; of a known number of tokens, torch knows the best product."""
+    x = tensor_of(product.x)
+    tokens = x.numel() // x.shape[-1] if all(type(size) is int for size in x.shape) and x.shape[-1] else None
+    return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= 2)
+
+
 def _match(node: fx.Node) -> _Product | None:
-    """A product of at least one row, without bias, by a weight that is an input of the graph."""
+    """A product of rows, not of one vector, without bias, by a weight that is an input of the graph."""
     if function_name(node) != "linear" or not is_tensor(node):
         return None
-    given = arguments(node, ("input", "weight", "bias"))
-    if given is None or given.get("bias") is not None:
+    given = _arguments(node)
+    if given.get("bias") is not None:
         return None
     x: Any = given.get("input")
     weight: Any = given.get("weight")
@@ -94,7 +113,7 @@ def _match(node: fx.Node) -> _Product | None:
         return None
     is_fixed = all(type(size) is int for size in (*values[2].shape, values[2].storage_offset()))
     plain = values[1].dim() > 1 and values[2].dim() == 2 and is_fixed and not values[0].requires_grad
-    return _Product(node, x, weight) if plain else None
+    return _Product(node) if plain else None
 
 
 def _pairs(products: Sequence[_Product]) -> Iterator[tuple[_Product, _Product]]:

@@ -218,11 +218,19 @@ def test_one_weight_is_one_product(dtype: torch.dtype, batch_invariant: bool, to
         torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=tolerance, rtol=1e-2)
 
 
+def test_autocast_changes_no_dtype() -> None:
+    first, second = weights()
+    with torch.autocast("cpu", torch.bfloat16):
+        for more in ((), (second,), (second.clone(),)):
+            assert fused_linear(torch.randn(3, 16), first, *more).dtype == torch.float32
+
+
 def test_the_contract_of_one_weight() -> None:
     for batch_invariant in (False, True):
         opcheck(fused_linear_op, (torch.randn(5, 16), torch.randn(24, 16), None, batch_invariant))
 
 
+@pytest.mark.long
 def test_the_kernel_spills_nothing() -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.gemv import linear_gemv

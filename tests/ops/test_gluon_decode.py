@@ -28,7 +28,8 @@ def check_resources(decode: "Compiled", join: "Compiled", page_size: int) -> Non
     assert decode.spilled_bytes == join.spilled_bytes == 0
     assert "wgmma.mma_async" in decode.text and "cp.async.cg" in decode.text
     assert ("cp.async.bulk.tensor" in decode.text) == (decode.name == "wide_kernel" and page_size > 1)
-    assert "griddepcontrol.wait" in join.text
+    wait = join.text.index("griddepcontrol.wait")
+    assert "ld.global" not in join.text[:wait] and "st.global" not in join.text[:wait]
 
 
 @pytest.mark.long

@@ -217,6 +217,22 @@ def test_the_checked_call_looks_like_its_declaration() -> None:
 
 
 @pytest.mark.long
+def test_a_cache_that_a_graph_computes_is_attended_to() -> None:
+    """Inductor may lay it otherwise, as queries may have any strides."""
+    case = decode_case([5, 3])
+    *queries, cache, table, lens = case.args()[:5]
+
+    def attend(mirrored: Tensor) -> Tensor:
+        cache = (2 * mirrored).permute(0, 2, 1).contiguous()
+        return mla_decode(*queries, cache, table, lens, q_len=1, softmax_scale=0.2)[0]
+
+    mirrored = cache.permute(0, 2, 1).contiguous()
+    compiled = torch.compile(attend, backend="mla", fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.testing.assert_close(compiled(mirrored), attend(mirrored))
+
+
+@pytest.mark.long
 def test_inductor_copies_no_query_where_the_number_of_rows_is_unknown() -> None:
     """It would where strides must be those of the example: of n rows, n times and max(1, n) times are not the same."""
 

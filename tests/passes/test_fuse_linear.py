@@ -64,14 +64,45 @@ def is_joined(gm: fx.GraphModule) -> bool:
     return "fused_linear" in found
 
 
-def test_a_product_of_its_own_chooses_its_kernel_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the op has its kernel."""
     monkeypatch.setattr("mla_compile.passes.fuse_linear.first_serves", lambda table, x: True)
-    model = nn.Sequential(
-        nn.Linear(K, 8, bias=False), nn.Linear(8, 5), nn.Linear(5, 3, bias=False)
-    ).requires_grad_(False)
-    for x in (torch.randn(5, K), torch.randn(1, 5, K), torch.randn(5, 2, K).transpose(0, 1)):
+
+
+@pytest.mark.long
+def test_a_product_of_its_own_chooses_its_kernel_when_it_runs(serves: None) -> None:
+    layers = (
+        nn.Linear(K, 8, bias=False),
+        nn.Linear(8, 6, bias=False),
+        nn.Linear(6, 5),
+        nn.Linear(5, 3, bias=False),
+    )
+    model = nn.Sequential(*layers).requires_grad_(False)
+    for x in (torch.randn(5, K), torch.randn(2, 5, K), torch.randn(5, 2, K).transpose(0, 1)):
         gm = run(model, x)
-        assert ops(gm).count("fused_linear") == 2 and ops(gm).count("linear") == 1, "not the one with a bias"
+        assert ops(gm).count("fused_linear") == 3 and ops(gm).count("linear") == 1, "not the one with a bias"
+
+
+def test_products_of_a_product_are_joined_too(serves: None) -> None:
+    def call(m: Two, x: Tensor) -> Any:
+        a, b = m.a(x), m.b(x)
+        return F.linear(a, m.c) + 1, F.linear(a, m.d) + 1, F.linear(b, m.e) + 1
+
+    model = Two(call)
+    model.c, model.d = (nn.Parameter(part, False) for part in torch.randn(7, FIRST).split([4, 3]))
+    model.e = nn.Parameter(torch.randn(2, SECOND), False)
+    gm = run(model)
+    assert ops(gm).count("fused_linear") == 3 and "linear" not in ops(gm), "of x, of a, of b"
+
+
+@pytest.mark.parametrize(("tokens", "is_left"), [(1, False), (2, False), (3, True)])
+def test_a_product_of_a_known_number_of_tokens_is_torchs_unless_they_are_few(
+    tokens: int, is_left: bool, serves: None
+) -> None:
+    model, capture = nn.Linear(K, 8, bias=False).requires_grad_(False), Capture([fuse_linear])
+    torch.compile(model, backend=capture, fullgraph=True, dynamic=False)(torch.randn(tokens, K))
+    assert ("linear" in ops(capture.after[0])) == is_left
 
 
 def test_on_the_cpu_a_product_of_its_own_is_left() -> None:

@@ -13,7 +13,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.models.layout import lay_apart
+from mla_compile.models.layout import lay_apart, lay_side_by_side
 from mla_compile.speculate.drafter import DrafterKind, known_drafter
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ def accelerate(
 ) -> Model:
     """Let `model.generate` run on paged latents through the `mla` backend, with speculation where asked for.
 
-    The same object comes back, and only its `generate` changes: a forward, training and saving are as before. Weights
-    that are multiplied by together move in memory, and stay the same parameters with the same values. Greedy
-    and sampled generation, batches padded on the left, streamers, stopping criteria and logits processors work;
+    The same object comes back, and only its `generate` changes: a forward, training and `save_pretrained` are as
+    before. Weights that are multiplied by together move in memory, and stay the same parameters with the same values.
+    Greedy and sampled generation, batches padded on the left, streamers, stopping criteria and logits processors work;
     anything else (beams, `past_key_values`, ...) raises an `MLAError` that names it. `torch.manual_seed` repeats a
     sampled text: not that of stock `generate` with the same seed, but the same one for any number of drafts.
 
@@ -86,7 +86,10 @@ def accelerate(
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
     accelerated = Accelerated(TransformersTarget(model, layer), config)
-    _take_off(model)
+    earlier = _take_off(model)
+    if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
+        lay_apart(earlier.target)  # an MTP layer that serves no more among them
+        lay_side_by_side(accelerated.target)
     own = type(model)
     # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.
     model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})

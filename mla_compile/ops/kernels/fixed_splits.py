@@ -72,12 +72,12 @@ def join_kernel(
     EARLY: tl.constexpr,
 ):
     """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
+    wait_for_kernel_before(EARLY)
     i = tl.program_id(0)
     row = i // (q_len * HEADS)
     token = i // HEADS % q_len
     keys, _ = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
     splits = splits_of(keys, SPLIT_UNIT)
-    wait_for_kernel_before(EARLY)
     join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
@@ -119,9 +119,8 @@ def decode_by_fixed_splits(
 ) -> tuple[Tensor, Tensor]:
     """What `mla_decode` computes, with its arguments, over splits that `launch` attends to.
 
-    at_once: how many rows share the workspace, chosen by `plan.py` unless given. early: `starts_early` of the
-    kernel that joins. Neither changes a bit. `split_unit` and
-    `split_block`, the splits that are summed at a time, do.
+    at_once: how many rows share the workspace, chosen by `plan.py` unless given. early: whether the kernel that joins
+    starts early. Neither changes a bit. `split_unit` and `split_block`, the splits that are summed at a time, do.
     """
     tokens, heads, rank = q_latent.shape
     rows, columns = block_table.shape

@@ -229,7 +229,7 @@ MOST_NARROW_PAIRS = 128
 
 
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
-    """For few pairs, tiles of 32 columns, of which every multiprocessor has several under way.
+    """For few pairs, tiles of 32 columns: narrower ones, though more of them fill the GPU better, took longer.
 
     For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores. On
     Hopper four warps hold that product, at most 64 x 128 of gate and up; eight hold 128 x 256 where experts have enough

@@ -3,8 +3,8 @@
 Few tokens: the time is that of reading the router's weights once, so experts are divided among programs, and a program
 keeps to the plain cores, on which products of bfloat16 are exact in float32. Many tokens are divided too.
 
-A token gets the same bits in any batch: an expert's product with it is added up in one order, and the choice sees one
-token alone. The lowest id wins among equal scores.
+`router_triton` gives a token the same bits in any batch: an expert's product with it is added up in one order, and the
+choice sees one token alone. The lowest id wins among equal scores.
 """
 
 from typing import Any
