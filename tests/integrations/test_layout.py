@@ -71,6 +71,15 @@ def test_weights_of_the_mtp_layer_too() -> None:
     assert not any(laid(mtp)) and not any(laid(model))
 
 
+def test_an_mtp_layer_that_serves_no_more_gets_its_memory_back() -> None:
+    model, mtp, _ = with_mtp("glm4_moe_lite")
+    accelerate(model, num_speculative_tokens=1, mtp=mtp, compile=False)
+    accelerate(model, compile=False)
+    assert all(laid(model)) and not any(laid(mtp))
+    restore(model)
+    assert not any(laid(model))
+
+
 def test_a_converted_model_is_laid_again_and_its_tokens_are_those_of_stock(model: Any) -> None:
     accelerate(model.half(), compile=False, max_rows=len(prompts()))
     model.float()
