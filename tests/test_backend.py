@@ -42,6 +42,7 @@ def check(**compile_kwargs: object) -> None:
     torch.testing.assert_close(compiled.kv_cache, eager.kv_cache)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mode",
     ["default", "reduce-overhead", pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.slow)],

@@ -171,6 +171,7 @@ def test_tokens_are_those_of_the_definitions_from_scratch(model: MLAForCausalLM,
         assert emitted == text[len(prompt) :], params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mixed", [MIXED, MIXED[::-1]], ids=["mixed", "reversed"])
 def test_drafts_change_no_token_of_rows_with_and_without_penalties(

@@ -284,6 +284,7 @@ def test_every_nth_step_is_checked_from_the_first_on() -> None:
     assert len(steps) == 8 and calls == [1, 4, 7]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "what", ["compiled", pytest.param("compiled in place", marks=pytest.mark.slow), "around a compiled model"]
 )

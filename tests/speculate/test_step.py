@@ -94,6 +94,7 @@ def test_greedy_tokens_are_those_of_a_forward_from_scratch_per_token(
     assert [c.token_ids for c in out] == continuations
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "params",
     [
