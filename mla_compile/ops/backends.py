@@ -7,7 +7,7 @@ asks for a backend by its name. A new one is a row of `DECODE_BACKENDS` and a fu
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -104,6 +104,29 @@ class DecodeBackend(Implementation):
         return out, lse
 
 
+_GLUON = DecodeBackend(
+    name="gluon",
+    description="loading and computing warps, for Hopper",
+    function="mla_compile.ops.kernels.gluon.decode:decode_gluon",
+    device_types=("cuda",),
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+    packages=("triton",),
+    takes={
+        "dtype": (torch.bfloat16,),
+        "kv_lora_rank": range(512, 513),
+        "qk_rope_head_dim": range(64, 65),
+    },
+)
+_TRITON = DecodeBackend(
+    name="triton",
+    description="portable split-KV kernel without a plan",
+    function="mla_compile.ops.kernels.decode:decode_triton",
+    device_types=("cuda",),
+    min_capability=(8, 0),
+    packages=("triton",),
+    takes={"dtype": FLOATS, "kv_lora_rank": KV_LORA_RANKS, "qk_rope_head_dim": ROPE_HEAD_DIMS},
+)
 DECODE_BACKENDS = (
     DecodeBackend(
         name="flashinfer",
@@ -118,52 +141,20 @@ DECODE_BACKENDS = (
         packages=("flashinfer",),
         takes={"dtype": HALF, "kv_lora_rank": range(512, 513), "qk_rope_head_dim": range(64, 65)},
     ),
-    DecodeBackend(
-        name="gluon",
-        description="loading and computing warps, for Hopper",
-        function="mla_compile.ops.kernels.gluon.decode:decode_gluon",
-        device_types=("cuda",),
-        min_capability=(9, 0),
-        max_capability=(9, 0),
-        packages=("triton",),
-        takes={
-            "dtype": (torch.bfloat16,),
-            "kv_lora_rank": range(512, 513),
-            "qk_rope_head_dim": range(64, 65),
-        },
-    ),
-    DecodeBackend(
+    _GLUON,
+    replace(
+        _GLUON,
         name="gluon_invariant",
         description="the kernels for Hopper over splits that follow from a key's place",
         function="mla_compile.ops.kernels.gluon.decode:decode_gluon_invariant",
-        device_types=("cuda",),
-        min_capability=(9, 0),
-        max_capability=(9, 0),
-        packages=("triton",),
-        takes={
-            "dtype": (torch.bfloat16,),
-            "kv_lora_rank": range(512, 513),
-            "qk_rope_head_dim": range(64, 65),
-        },
         batch_invariant=True,
     ),
-    DecodeBackend(
-        name="triton",
-        description="portable split-KV kernel without a plan",
-        function="mla_compile.ops.kernels.decode:decode_triton",
-        device_types=("cuda",),
-        min_capability=(8, 0),
-        packages=("triton",),
-        takes={"dtype": FLOATS, "kv_lora_rank": KV_LORA_RANKS, "qk_rope_head_dim": ROPE_HEAD_DIMS},
-    ),
-    DecodeBackend(
+    _TRITON,
+    replace(
+        _TRITON,
         name="triton_invariant",
         description="the portable kernel over splits that follow from a key's place",
         function="mla_compile.ops.kernels.decode:decode_triton_invariant",
-        device_types=("cuda",),
-        min_capability=(8, 0),
-        packages=("triton",),
-        takes={"dtype": FLOATS, "kv_lora_rank": KV_LORA_RANKS, "qk_rope_head_dim": ROPE_HEAD_DIMS},
         batch_invariant=True,
     ),
     DecodeBackend(
