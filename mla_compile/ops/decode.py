@@ -21,17 +21,13 @@ from mla_compile.torch_internals import is_fake
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor]:
-    args = (
-        *args[:2],
-        args[2].contiguous(),
-        *args[3:],
-    )  # which a cache that a graph computes may not be, see below
-    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _, backend, batch_invariant = args
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, scale, backend, batch_invariant = args
+    kv_cache = kv_cache.contiguous()  # one that a graph computes may not be: see the op's layout
     call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend, batch_invariant)
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, *args[:-2])
+    return chosen.run(call, q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, scale)
 
 
 def choose_backend(

@@ -311,18 +311,16 @@ def decode_triton_invariant(
         blocks = seq_lens.shape[0] * triton.cdiv(q_len * heads, tiles.rows)
         splits = num_fixed_splits(max_keys, split_unit)
         _launch(
-            *(
-                q_latent,
-                q_pe,
-                kv_cache,
-                block_table,
-                seq_lens,
-                q_lens,
-                q_len,
-                softmax_scale,
-                part_out,
-                part_lse,
-            ),
+            q_latent,
+            q_pe,
+            kv_cache,
+            block_table,
+            seq_lens,
+            q_lens,
+            q_len,
+            softmax_scale,
+            part_out,
+            part_lse,
             tiles=tiles,
             programs=programs or min(splits, num_splits(blocks, max_keys, device)),
             split_unit=split_unit,
