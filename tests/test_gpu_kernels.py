@@ -1,5 +1,6 @@
 """Every decode backend and the other Triton kernels on a CUDA device, at the sizes of real models, against float64."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
+from mla_compile.ops.rotate_queries import mla_rotate_queries
 from mla_compile.ops.routing import moe_router
 from mla_compile.ops.row_argmax import row_argmax, row_argmax_op
 from tests.kernel_cases import (
@@ -52,6 +54,9 @@ from tests.ops.prefill_conformance import INVARIANT as INVARIANT_PREFILL
 from tests.ops.prefill_conformance import PrefillConformance, PrefillInvariance, subject_of
 from tests.ops.prefill_conformance import Subject as PrefillSubject
 from tests.ops.prefill_conformance import Texts as Prompts
+from tests.ops.rotate_queries import check as check_rotation
+from tests.ops.rotate_queries import expected as expected_rotation
+from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import ROUTINGS, check, check_bits, router_args
 
 pytestmark = pytest.mark.gpu
@@ -495,6 +500,30 @@ def test_norm_rotation_and_append_in_one_launch(
         before = case.kv_cache.clone()
         mla_norm_rope_append(**vars(case))
         check_norm_rope_append(case, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("tokens", [1, 33, 3000])
+def test_queries_are_rotated_in_place(tokens: int, heads: int, dtype: torch.dtype) -> None:
+    for layout in itertools.product([False, True], repeat=2):
+        for per_column in (False, True):
+            case = rotation_case(
+                tokens,
+                heads,
+                64,
+                128,
+                interleaved_in=layout[0],
+                interleaved_out=layout[1],
+                per_column=per_column,
+                angles=dtype if per_column else torch.float32,
+                dtype=dtype,
+                device="cuda",
+            )
+            assert is_triton("mla_rotate_queries", *case)
+            want = expected_rotation(case)
+            mla_rotate_queries(*case[:3], interleaved_in=layout[0], interleaved_out=layout[1])
+            check_rotation(case, want)
 
 
 def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> None:

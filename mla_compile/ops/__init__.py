@@ -11,6 +11,7 @@ from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import mla_prefill
 from mla_compile.ops.prefill_metadata import mla_prefill_metadata
 from mla_compile.ops.rms_norm import fused_add_rms_norm, fused_rms_norm
+from mla_compile.ops.rotate_queries import mla_rotate_queries
 from mla_compile.ops.routing import moe_router
 from mla_compile.ops.row_argmax import row_argmax
 from mla_compile.ops.row_sums import batch_invariant_sum
@@ -31,6 +32,7 @@ __all__ = [
     "mla_norm_rope_append",
     "mla_prefill",
     "mla_prefill_metadata",
+    "mla_rotate_queries",
     "moe_experts",
     "moe_router",
     "prefill_segment",

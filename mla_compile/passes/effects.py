@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.ops.rotate_queries import rotate_queries_op
 from mla_compile.passes.nodes import argument, function_name, is_call, op_arguments, value_of, values_of
 from mla_compile.torch_internals import is_mutable, storage_key
 
@@ -69,6 +70,8 @@ def may_write(node: fx.Node) -> list[fx.Node]:
     cache = appended_cache(node)
     if cache is not None:
         return [cache]
+    if is_call(node, rotate_queries_op):
+        return [op_arguments(node)["q_pe"]]
     if not mutates(node):
         return []
     return [node.args[0]] if _writes_to_first(node) else node.all_input_nodes  # type: ignore[list-item]

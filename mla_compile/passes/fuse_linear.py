@@ -24,23 +24,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.matmul import FUSED_LINEAR, fused_linear_op, lies_before
-from mla_compile.passes.effects import at_once, memory, mutates
-from mla_compile.passes.emit import example_value, fake_mode_of, inline, set_example_value
+from mla_compile.passes.effects import at_once
+from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
-    flat,
     function_name,
     is_tensor,
-    namespace_of,
     op_name,
     tensor_of,
 )
 from mla_compile.passes.provenance import where
-from mla_compile.torch_internals import is_wrapper, overload_of, storage_key
+from mla_compile.passes.strides import views_of
+from mla_compile.torch_internals import is_wrapper
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ def _join(first: _Product, second: _Product) -> str | None:
     wide = value.new_empty(*value.shape[:-1], sum(columns))
     views: list[fx.Node] = []
     for product, part in zip((first, second), wide.split(columns, dim=-1)):
-        found = _views(product.node, part)
+        found = views_of(product.node, part)
         if isinstance(found, fx.Node):
             return f"`{op_name(found)}` may count on how a product lies in memory"
         views += found
@@ -174,38 +173,3 @@ def _product_of(x: Any, *weights: Any) -> Any:
 def _replace(product: _Product, result: Any) -> None:
     product.node.replace_all_uses_with(result)
     product.node.graph.erase_node(product.node)
-
-
-def _views(product: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
-    """The views of a product, each behind what it is a view of, if they would be views of `part` of a wider one too.
-
-    Else a node that takes the product and may give something else for `part`.
-    """
-    values: dict[fx.Node, Any] = {product: part}
-    pending = [product]
-    while pending:
-        for user in pending.pop().users:
-            if not _takes_any_strides(user):
-                return user
-            if memory([user]).isdisjoint(memory([product])):
-                continue  # a result of its own
-            try:
-                value = example_value(user, fake_mode_of(user), values)
-            except Exception:  # whatever torch says of strides
-                return user
-            if {storage_key(x) for x in flat(value) if isinstance(x, Tensor)} != {storage_key(part)}:
-                return user
-            values[user] = value
-            pending.append(user)
-    return list(values)[1:]
-
-
-def _takes_any_strides(node: fx.Node) -> bool:
-    """Whether a node computes the same of tensors with any strides, or fails: ops of ours do, and functions of torch
-    that write nothing."""
-    namespace = namespace_of(overload_of(node.target))
-    if namespace == "mla_compile":
-        return True
-    name = function_name(node)
-    of_torch = bool(name) and namespace in (None, "aten", "prims")
-    return of_torch and not mutates(node) and not name.startswith("as_strided")

@@ -8,8 +8,6 @@
 Norm and rotation are found by what they compute, not by how they are written: the operations between the projection
 and the append are cut out (`cone.py`), run on a few random tokens, and compared with the formulas (`recognise.py`).
 
-All layers read the same cos and sin, which Inductor would compute again for each: `materialize` keeps them in memory.
-
 Only where the op has a kernel: on the CPU, Inductor fuses norm and rotation with what is around them, which the op's
 torch code would give up.
 
@@ -27,19 +25,18 @@ from torch import Tensor, fx
 
 from mla_compile.ops.append import append_op
 from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.materialize import materialize_op
 from mla_compile.ops.norm_rope_append import NORM_ROPE_APPEND, norm_rope_append_op
-from mla_compile.passes.cone import Cone, cut
+from mla_compile.passes.angles import by_token, cos_and_sin, materialize
+from mla_compile.passes.cone import cut
 from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
-from mla_compile.passes.emit import copy_provenance, fake_mode_of, inline, set_example_value
-from mla_compile.passes.nodes import calls, is_tensor, op_arguments, tensor_of, torch_name
+from mla_compile.passes.emit import inline
+from mla_compile.passes.nodes import calls, is_tensor, op_arguments, tensor_of
 from mla_compile.passes.provenance import where
-from mla_compile.passes.recognise import Norm, Rotation, recognise_norm, recognise_rotation
+from mla_compile.passes.recognise import Norm, Rotation, recognise_norm, recognise_rotation, remembered
 from mla_compile.torch_internals import statically_known_true
 
 log = logging.getLogger(__name__)
 
-_VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "flatten", "expand", "getitem", "transpose")
 _MOST_SOURCES = 3
 """Tensors as wide as both parts that are tried: the projection's output, and what was made of all of it."""
 
@@ -81,13 +78,12 @@ def fuse_norm_rope_append(
             log.info("not fused: %s: %s", name, found)
             continue
         _replace(found)
-        angles |= {_viewed(angle) for angle in found.angles}
+        angles |= set(found.angles)
         superseded |= found.nodes
         log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
     if superseded:
         erase(gm.graph, search.live, superseded)
-    for angle in sorted(angles):
-        _materialize(angle)
+    materialize(angles)
     return gm
 
 
@@ -113,10 +109,10 @@ class _Search:
     def _match(self, append: fx.Node, source: fx.Node) -> _Match | str:
         cones = [cut(source, part) for part in _parts(append)]
         nodes = frozenset(node for cone in cones for node in cone.nodes)
-        norm = _remembered(self.norms, cones[0], recognise_norm)
+        norm = remembered(self.norms, cones[0], recognise_norm)
         if isinstance(norm, str):
             return f"kv_c is not the RMSNorm of the projection's first part: {norm}"
-        rotation = _remembered(self.rotations, cones[1], recognise_rotation)
+        rotation = remembered(self.rotations, cones[1], recognise_rotation)
         if isinstance(rotation, str):
             return f"k_pe is not the rotation of the projection's second part: {rotation}"
         user = self._other_user(append, source, nodes)
@@ -140,14 +136,6 @@ class _Search:
                 if user in self.live and user not in nodes and user is not append:
                     return user
         return None
-
-
-def _remembered(known: dict[str, Any], cone: Cone, recognise: Any) -> Any:
-    """Layers are alike: each kind of cone is run once."""
-    key = cone.signature()
-    if key not in known:
-        known[key] = recognise(cone)
-    return known[key]
 
 
 def _cache(node: fx.Node) -> fx.Node:
@@ -185,13 +173,10 @@ def _replace(match: _Match) -> None:
     rotation = match.rotation
 
     def append(source: Any, weight: Any, angles: Sequence[Any], kv_cache: Any, slot_mapping: Any) -> None:
-        if len(angles) == 1:
-            parts = torch.view_as_real(angles[0])
-            angles = parts[..., 0], parts[..., 1]
         norm_rope_append_op(
-            _rows(source),
+            by_token(source),
             weight if len(weight.shape) == 1 else weight.flatten(),
-            *map(_rows, angles),
+            *cos_and_sin(angles),
             kv_cache,
             slot_mapping,
             match.norm.eps,
@@ -205,25 +190,3 @@ def _replace(match: _Match) -> None:
     with torch.no_grad():
         inline(match.append, append, arguments)
     match.append.graph.erase_node(match.append)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, of all or some columns."""
-    while torch_name(node) in _VIEWS and is_tensor(node.args[0]) and is_tensor(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def _materialize(angles: fx.Node) -> None:
-    """Compute cos or sin once for all who read it."""
-    if tensor_of(angles).is_complex() or angles.op not in ("call_function", "call_method"):
-        return
-    with angles.graph.inserting_after(angles), torch.no_grad():
-        kept = angles.graph.call_function(materialize_op, (angles,))
-        copy_provenance(angles, kept)
-        set_example_value(kept, fake_mode_of(angles))
-    angles.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
-
-
-def _rows(x: Any) -> Any:
-    return x if len(x.shape) == 2 else x.flatten(0, -2)

@@ -29,6 +29,7 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
+from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import trace_graph
 
@@ -41,6 +42,7 @@ PASSES: list[Pass] = [
     split_prefill_decode,
     hoist_row_gather,  # after the split: it reduces decode segments too
     fuse_norm_rope_append,  # after the split, which makes appends
+    rotate_queries,  # after the split and the gathers, which leave fewer queries to rotate
     drop_trivial_topk,  # after the gathers: they climb over `topk`, not over what it becomes
     fuse_router,  # after it: of what is left
     fuse_shared_experts,

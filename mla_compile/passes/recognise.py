@@ -7,7 +7,7 @@ they must round like the op, to one unit in the last place.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ class Rotation:
     interleaved_out: bool
     sin_first: bool
     """Whether sin is the first of the two leaves, and cos the second."""
+    heads_first: bool = False
+    """Of queries: whether they are `[..., heads, tokens, columns]`, not `[..., tokens, heads, columns]`."""
 
     def __str__(self) -> str:
         layouts = ["interleaved" if x else "halves" for x in (self.interleaved_in, self.interleaved_out)]
@@ -55,6 +57,14 @@ class _Draw:
     values: dict[fx.Node, Any]
     bound: float
     """The error allowed, relative to the terms that are summed."""
+
+
+def remembered(known: dict[str, Any], cone: Cone, recognise: Callable[[Cone], Any]) -> Any:
+    """What `recognise` says of a cone. Layers are alike: each kind of cone is run once."""
+    key = cone.signature()
+    if key not in known:
+        known[key] = recognise(cone)
+    return known[key]
 
 
 def recognise_norm(cone: Cone) -> Norm | str:
@@ -83,10 +93,42 @@ def recognise_norm(cone: Cone) -> Norm | str:
 
 def recognise_rotation(cone: Cone) -> Rotation | str:
     """The rotation that a cone computes of the last columns of its source, or why it is none."""
+    rope = _last(cone.result)
+
+    def rotates(one: Rotation, x: Tensor, *others: Any) -> bool:
+        return _rotates(one, x[:, -rope:], *others)
+
+    return _recognise(cone, rope, 3, rotates)
+
+
+def recognise_query_rotation(cone: Cone, heads: int, rope: int) -> Rotation | str:
+    """The rotation that a cone computes of the last `rope` columns of each head, or why it is none.
+
+    The source has all columns of one head, then those of the next one. The result has a head's rotated columns, or all
+    of its columns with the others left as they are.
+    """
+
+    def rotates(one: Rotation, x: Tensor, angles: list[Tensor], got: Tensor, bound: float) -> bool:
+        x, shape = x.unflatten(-1, (heads, -1)), (heads, len(x)) if one.heads_first else (len(x), heads)
+        if got.shape[-3:-1] != shape or got.numel() != len(x) * heads * _last(cone.result):
+            return False
+        got = got.flatten(0, -3)
+        got = got.transpose(0, 1) if one.heads_first else got
+        kept = got[..., :-rope]
+        same = torch.equal(kept.nan_to_num(), x[..., : kept.shape[-1]].nan_to_num())
+        return same and _rotates(one, x[..., -rope:], [a[:, None] for a in angles], got[..., -rope:], bound)
+
+    return _recognise(cone, rope, 4, rotates)
+
+
+def _recognise(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -> Rotation | str:
+    """The first rotation of which `rotates` says that it makes the result of the source; or why it is none.
+
+    flags: how many of the fields of a rotation are tried both ways.
+    """
     obstacle = _obstacle(cone)
     if obstacle is not None:
         return obstacle
-    rope = _last(cone.result)
     angles = cone.tensors
     is_complex = [tensor_of(leaf).is_complex() for leaf in angles]
     if is_complex not in ([True], [False, False]):
@@ -98,17 +140,17 @@ def recognise_rotation(cone: Cone) -> Rotation | str:
         or widths[0] not in ((rope // 2,) if is_complex[0] else (rope // 2, rope))
     ):
         return f"{rope} columns with cos and sin of {widths} columns"
-    left = [Rotation(*choice) for choice in itertools.product((False, True), repeat=3)]
+    left = [Rotation(*choice) for choice in itertools.product((False, True), repeat=flags)]
     left = [one for one in left if not (is_complex[0] and one.sin_first)]
     try:
         with on_real_tensors(), torch.random.fork_rng(devices=[]):
             for draw in _draws(cone):
-                x = _rows(draw.values[cone.source])[:, -rope:]
+                x = _rows(draw.values[cone.source])
                 parts = [_rows(part) for leaf in angles for part in _parts(draw.values[leaf])]
                 if any(len(part) != len(x) for part in parts):
                     return "cos and sin are not those of each token"
                 got = cone.run(draw.values, draw.half)
-                left = [one for one in left if _rotates(one, x, parts, got, draw.bound)]
+                left = [one for one in left if rotates(one, x, parts, got, draw.bound)]
                 if not left:
                     return f"it computes something else in {str(x.dtype).removeprefix('torch.')}"
     except Exception as failure:  # whatever the user's operations raise

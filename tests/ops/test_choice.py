@@ -25,6 +25,7 @@ from tests.kernel_cases import (
     prefill_args,
     prefill_metadata_args,
 )
+from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
 
 HALF = (torch.float16, torch.bfloat16)
@@ -52,6 +53,9 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
     if op == "mla_norm_rope_append":
         case = norm_rope_append_case(count, rank, rope, dtype=dtype)
         return strided(case.kv_a), *case.args()[1:]
+    if op == "mla_rotate_queries":
+        q_pe, *others = rotation_case(count, mostly(draw, [1, 3], [0]), rope, dtype=dtype)
+        return strided(q_pe), *others
     if op == "mla_masked_decode":
         keys = mostly(draw, [1, 70], [0])
         case = masked_case([keys] * min(count, 3), keys=keys, rank=rank, rope=rope, dtype=dtype)
@@ -95,6 +99,7 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
         runs(kv_c) and kv_c.shape[0] > 0 and kv_c.stride(1) == k_pe.stride(1) == 1
     ),
     "mla_norm_rope_append": lambda kv_a, *_: runs(kv_a) and kv_a.shape[0] > 0 and kv_a.stride(1) == 1,
+    "mla_rotate_queries": lambda q_pe, *_: runs(q_pe) and q_pe.numel() > 0 and q_pe.stride(2) == 1,
     "moe_router": lambda x, weight, *_: runs(x) and runs(weight) and len(x) > 0 and len(weight) <= 1024,
     "row_argmax": lambda x: runs(x) and len(x) > 0 and x.shape[1] < 2**30 and (x.stride(1) == 1),
     "fused_linear": lambda x, first, second, *_: (
@@ -191,6 +196,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
         torch.arange(3),
     ),
     "mla_norm_rope_append": lambda dtype: norm_rope_append_case(3, 512, 64, dtype=dtype).args(),
+    "mla_rotate_queries": lambda dtype: rotation_case(3, 20, 64, 192, dtype=dtype),
     "mla_masked_decode": lambda dtype: masked_case([5, 6], rank=512, rope=64, dtype=dtype).args(),
     "mla_prefill": lambda dtype: (
         *prefill_args(make_case(prefill=[(3, 5)], nope=128, rope=64, v=128, dtype=dtype)),

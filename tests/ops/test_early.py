@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.kernel_cases import moe_case, norm_rope_append_case
+from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
 
 pytest.importorskip("triton")
 
-from mla_compile.ops.kernels import gemv, moe, norm_rope_append, rms_norm, routing
+from mla_compile.ops.kernels import gemv, moe, norm_rope_append, rms_norm, rotate_queries, routing
 
 BF16 = torch.bfloat16
 CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
@@ -28,6 +29,10 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
         lambda: norm_rope_append.norm_rope_append_triton(
             *norm_rope_append_case(2, 64, 16, dtype=BF16).args()
         ),
+    ),
+    "queries": (
+        rotate_queries,
+        lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
     ),
 }
 

@@ -21,6 +21,7 @@ from mla_compile.ops import library, validate
 from mla_compile.ops.library import define_op, empty, implementations, schema_of
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
+from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
 
 SCHEMAS = {
@@ -28,6 +29,9 @@ SCHEMAS = {
     "mla_norm_rope_append": (
         "(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, Tensor slot_mapping, float eps, "
         "bool interleaved_in, bool interleaved_out) -> ()"
+    ),
+    "mla_rotate_queries": (
+        "(Tensor(a!) q_pe, Tensor cos, Tensor sin, bool interleaved_in, bool interleaved_out) -> ()"
     ),
     "materialize": "(Tensor x) -> Tensor",
     "moe_router": (
@@ -180,10 +184,11 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
         ("moe_router", tuple(router_args("v3", 4, 32, torch.float32)), {0: 0}),
         ("mla_norm_rope_append", norm_rope_append_case(4).args(), {0: 0, 2: 0, 3: 0, 5: 0}),
+        ("mla_rotate_queries", rotation_case(4), {0: 0, 1: 0, 2: 0}),
         ("row_argmax", (torch.randn(3, 8),), {0: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
     ],
-    ids=["decode", "experts", "router", "norm_rope_append", "row_argmax", "metadata"],
+    ids=["decode", "experts", "router", "norm_rope_append", "rotate_queries", "row_argmax", "metadata"],
 )
 def test_checks_of_unbacked_sizes_add_no_guard(
     op: str, args: tuple[Any, ...], varying: dict[int, int]

@@ -1,0 +1,51 @@
+"""Cos and sin as ops of ours take them, and kept in memory.
+
+All layers read the same ones, which Inductor would compute again for each.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.ops.materialize import materialize_op
+from mla_compile.passes.emit import copy_provenance, fake_mode_of, set_example_value
+from mla_compile.passes.nodes import is_call, is_tensor, tensor_of, torch_name
+
+_VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "flatten", "expand", "getitem", "transpose")
+
+
+def cos_and_sin(angles: Sequence[Any]) -> tuple[Any, Any]:
+    """Both as `[tokens, columns]`, from two proxies, or from one of complex numbers."""
+    if len(angles) == 1:
+        parts = torch.view_as_real(angles[0])
+        angles = parts[..., 0], parts[..., 1]
+    cos, sin = map(by_token, angles)
+    return cos, sin
+
+
+def by_token(x: Any) -> Any:
+    """`[tokens, columns]`, whatever the dimensions before."""
+    return x if len(x.shape) == 2 else x.flatten(0, -2)
+
+
+def materialize(angles: Iterable[fx.Node]) -> None:
+    """Compute each once for all who read it."""
+    for node in sorted({_viewed(angle) for angle in angles}):
+        computed = node.op in ("call_function", "call_method") and not is_call(node, materialize_op)
+        if tensor_of(node).is_complex() or not computed:
+            continue
+        with node.graph.inserting_after(node), torch.no_grad():
+            kept = node.graph.call_function(materialize_op, (node,))
+            copy_provenance(node, kept)
+            set_example_value(kept, fake_mode_of(node))
+        node.replace_all_uses_with(kept)
+        kept.args = (node,)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, of all or some columns."""
+    while torch_name(node) in _VIEWS and is_tensor(node.args[0]) and is_tensor(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

@@ -1,0 +1,238 @@
+"""Rotate queries where their projection has put them.
+
+    before                                           after
+
+    q_proj ─> view ─┬─> q_nope ─────────┬─> cat      q_proj ─> mla_rotate_queries (in place) ─> view
+                    └─> RoPE ───> q_pe ─┘
+
+Nothing is copied. A head's parts lie side by side, as prefill takes them, so the `cat` goes too.
+
+Rotations are found by what they compute, as in `fuse_norm_rope_append`, between the projection's output and the
+queries of `mla_decode` and `mla_prefill`. One that joins the parts itself, as in models of transformers, is replaced
+with its `cat`.
+
+Only where the op has a kernel: on the CPU, Inductor fuses the rotation with what is around it.
+
+The log, `TORCH_LOGS="+mla_compile"`, says what was rotated in place, and why other queries were not.
+"""
+
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mla_compile.ops.decode import decode_op
+from mla_compile.ops.implementations import first_serves
+from mla_compile.ops.prefill import prefill_op
+from mla_compile.ops.rotate_queries import ROTATE_QUERIES, rotate_queries_op
+from mla_compile.passes.angles import cos_and_sin, materialize
+from mla_compile.passes.cone import Cone, cut
+from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
+from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
+from mla_compile.passes.nodes import argument, calls, is_call, is_tensor, op_arguments, tensor_of
+from mla_compile.passes.provenance import where
+from mla_compile.passes.recognise import Rotation, recognise_query_rotation, remembered
+from mla_compile.passes.strides import views_of
+from mla_compile.torch_internals import statically_known_true
+
+log = logging.getLogger(__name__)
+
+_MOST_SOURCES = 3
+"""Tensors as wide as queries that are tried: the projection's output, and what was made of all of it."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Queries, or their rotated parts, that are a rotation of some columns of `cone.source`."""
+
+    cone: Cone
+    heads: int
+    rope: int
+    rotation: Rotation
+
+    @property
+    def angles(self) -> list[fx.Node]:
+        """cos and sin, or one complex tensor."""
+        return self.cone.tensors[::-1] if self.rotation.sin_first else self.cone.tensors
+
+
+def rotate_queries(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without queries that can be rotated so is left untouched.
+
+    everywhere: also where the op has no kernel.
+    """
+    parts = [
+        q_pe
+        for node in calls(gm.graph, decode_op, prefill_op)
+        if is_tensor(q_pe := _rotated_part(node))
+        and (everywhere or first_serves(ROTATE_QUERIES, tensor_of(q_pe)))
+    ]
+    rotated = {_made(q_pe): tensor_of(q_pe) for q_pe in parts}
+    if not rotated:
+        return gm
+    live, known = live_nodes(gm.graph), dict[str, Rotation | str]()
+    wholes: list[fx.Node] = []
+    superseded: set[fx.Node] = set()
+    angles: set[fx.Node] = set()
+    for result, q_pe in rotated.items():
+        name, found = where(result), _match(result, q_pe, live, known)
+        queries = _replace(found) if isinstance(found, _Match) else found
+        if isinstance(queries, str):
+            log.info("not rotated in place: %s: %s", name, queries)
+            continue
+        assert isinstance(found, _Match)
+        wholes.append(queries)
+        superseded |= set(found.cone.nodes)
+        angles |= set(found.angles)
+        log.info("rotated in place: %s: %s", name, found.rotation)
+    by_memory = {frozenset(memory([whole])): whole for whole in wholes}
+    for node in calls(gm.graph, prefill_op):
+        cat = op_arguments(node)["q"]
+        whole = by_memory.get(frozenset(memory(_joined(cat) or [])))
+        if whole is not None:
+            _use_joined(cat, whole)
+    erase(gm.graph, live, superseded)
+    materialize(angles)
+    return gm
+
+
+def _rotated_part(node: fx.Node) -> Any:
+    """The rotated part of the queries of an attention op; None where it cannot be told from the others."""
+    given = op_arguments(node)
+    if is_call(node, decode_op):
+        return given["q_pe"]
+    parts = _joined(given["q"])
+    return parts[1] if parts else None
+
+
+def _joined(q: fx.Node) -> Any:
+    """The two parts that `lower_mla_attention` joins for prefill."""
+    parts = argument(q, 0, "tensors") if q.target is torch.cat else ()
+    return parts if len(parts) == 2 and argument(q, 1, "dim") == -1 else None
+
+
+def _made(q_pe: fx.Node) -> fx.Node:
+    """The first node whose tensor these queries are a view of, with all columns of a head in its last dimension."""
+    node, rope = q_pe, tensor_of(q_pe).shape[2]
+    while isinstance(before := node.args[0] if node.args else None, fx.Node):
+        if memory([node]) != memory([before]) or (is_tensor(before) and tensor_of(before).shape[-1] < rope):
+            break
+        node = before
+    return node
+
+
+def _match(result: fx.Node, q_pe: Tensor, live: set[fx.Node], known: dict[str, Any]) -> _Match | str:
+    """The rotation that a node is the result of, or why there is none that could be done in place."""
+    heads, rope = q_pe.shape[1:]
+    if not type(heads) is type(rope) is int:
+        return "the number of heads is unknown at compile time"
+    reason = None
+    for source in islice(_sources(result, heads, rope), _MOST_SOURCES):
+        cone = cut(source, result)
+        found = remembered(known, cone, partial(recognise_query_rotation, heads=heads, rope=rope))
+        if isinstance(found, Rotation):
+            match = _Match(cone, heads, rope, found)
+            return _obstacle(match, live) or match
+        reason = reason or found
+    return reason or "no projection has all parts of all heads"
+
+
+def _sources(result: fx.Node, heads: int, rope: int) -> Iterator[fx.Node]:
+    """Tensors of their own that may have all columns of all heads, of which a node is made, the nearest first."""
+    above, node = set(result.all_input_nodes), result.prev
+    while node.op != "root":
+        if node in above:
+            if is_tensor(node) and _has_heads(tensor_of(node), heads, rope) and _has_memory_of_its_own(node):
+                yield node
+            above.update(node.all_input_nodes)
+        node = node.prev
+
+
+def _has_heads(x: Tensor, heads: int, rope: int) -> bool:
+    columns = x.shape[-1] if x.dim() > 1 else 0
+    return type(columns) is int and columns > heads * rope and columns % heads == 0
+
+
+def _has_memory_of_its_own(node: fx.Node) -> bool:
+    return node.op == "call_function" and memory([node]).isdisjoint(memory(node.all_input_nodes))
+
+
+def _obstacle(match: _Match, live: set[fx.Node]) -> str | None:
+    """Who would see that the projection's output is written to."""
+    cone = match.cone
+    nodes = {cone.source, *cone.nodes}
+    for node in sorted(nodes - {cone.result}):
+        for user in node.users:
+            if user in live and user not in nodes and not _spares_rotated(user, match):
+                return f"what is rotated is also used by `{user.name}`"
+    writer = writer_between(cone.source, cone.result, [cone.source, *cone.nodes, *cone.tensors])
+    return None if writer is None else f"`{writer.name}` writes in place before it"
+
+
+def _spares_rotated(node: fx.Node, match: _Match) -> bool:
+    """Whether a node is a view of the projection's output without the columns that are rotated."""
+    if not is_tensor(node) or memory([node]) != memory([match.cone.source]):
+        return False
+    view, source = tensor_of(node), tensor_of(match.cone.source)
+    width = source.shape[-1] // match.heads
+    steps = view.stride()[:-1]
+    if not source.is_contiguous() or not all(type(step) is int and step % width == 0 for step in steps):
+        return False
+    return view.stride(-1) == 1 and view.storage_offset() % width + view.shape[-1] <= width - match.rope
+
+
+def _replace(match: _Match) -> fx.Node | str:
+    """Put a rotation in place into the graph. Its queries, `[tokens, heads, qk_head_dim]`, or why it cannot be."""
+    cone, heads, rope, rotation = match.cone, match.heads, match.rope, match.rotation
+    result, joined = cone.result, tensor_of(cone.result).shape[-1] > rope
+
+    def queries_of(source: Any) -> Any:
+        return source.view(-1, heads, source.shape[-1] // heads)
+
+    def as_before(queries: Any) -> Any:
+        queries = queries if joined else queries[..., -rope:]
+        for _ in tensor_of(result).shape[:-3]:
+            queries = queries.unsqueeze(0)
+        return queries.transpose(-3, -2) if rotation.heads_first else queries
+
+    def rotated(source: Any, angles: Sequence[Any]) -> Any:
+        queries = queries_of(source)
+        layout = rotation.interleaved_in, rotation.interleaved_out
+        rotate_queries_op(queries[..., -rope:], *cos_and_sin(angles), *layout)
+        return queries, as_before(queries)
+
+    with torch.no_grad():  # the new nodes replace some that need no gradient, whatever the mode is now
+        views = views_of(result, as_before(queries_of(tensor_of(cone.source))))
+        if isinstance(views, fx.Node):
+            return f"`{views.name}` may count on how queries lie in memory"
+        queries: fx.Node
+        queries, same = inline(result, rotated, (cone.source, match.angles))
+        result.replace_all_uses_with(same)
+        for view in views:
+            set_example_value(view, fake_mode_of(view))
+    return queries
+
+
+def _use_joined(cat: fx.Node, queries: fx.Node) -> None:
+    """Put queries with all parts in the place of a `cat` of the two, which may be those of the prefill tokens alone."""
+    parts = _joined(cat)
+    first, second = map(tensor_of, parts)
+    gap = second.storage_offset() - first.storage_offset()
+    if first.stride() != second.stride() or not statically_known_true(gap == first.shape[-1]):
+        return
+    taken = parts[1]
+    if taken.target is operator.getitem and taken.args[0].target is torch.split:
+        split, place = taken.args
+        whole = inline(cat, lambda q, sizes: torch.split(q, sizes)[place], (queries, split.args[1]))
+    else:
+        whole = queries
+    cat.replace_all_uses_with(whole)
+    cat.graph.erase_node(cat)

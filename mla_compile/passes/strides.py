@@ -1,0 +1,47 @@
+"""Who counts on how a tensor lies in memory: whether part of a wider tensor may stand in its place."""
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from mla_compile.passes.effects import memory, mutates
+from mla_compile.passes.emit import example_value, fake_mode_of
+from mla_compile.passes.nodes import flat, function_name, namespace_of
+from mla_compile.torch_internals import overload_of, storage_key
+
+
+def views_of(node: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:
+    """The views of a node's tensor, each behind what it is a view of, if they would be views of `part` too.
+
+    Else a node that takes the tensor and may give something else for `part`.
+
+    part: a tensor of the same shape, part of a wider one.
+    """
+    values: dict[fx.Node, Any] = {node: part}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if not _takes_any_strides(user):
+                return user
+            if memory([user]).isdisjoint(memory([node])):
+                continue  # a result of its own
+            try:
+                value = example_value(user, fake_mode_of(user), values)
+            except Exception:  # whatever torch says of strides
+                return user
+            if {storage_key(x) for x in flat(value) if isinstance(x, Tensor)} != {storage_key(part)}:
+                return user
+            values[user] = value
+            pending.append(user)
+    return list(values)[1:]
+
+
+def _takes_any_strides(node: fx.Node) -> bool:
+    """Whether a node computes the same of tensors with any strides, or fails: ops of ours do, and functions of torch
+    that write nothing."""
+    namespace = namespace_of(overload_of(node.target))
+    if namespace == "mla_compile":
+        return True
+    name = function_name(node)
+    of_torch = bool(name) and namespace in (None, "aten", "prims")
+    return of_torch and not mutates(node) and not name.startswith("as_strided")

@@ -1,0 +1,281 @@
+"""`rotate_queries`: rotations that it sees, what it must leave, and results."""
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from mla_compile import MLABatch, mla_attention
+from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.passes import PASSES, pipeline
+from mla_compile.passes.effects import may_write
+from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.rotate_queries import rotate_queries
+from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.torch_internals import capture_graph
+from tests.integrations.test_logits import Reader
+from tests.models_for_tests import tiny_model
+from tests.passes.capture import HEADS, NOPE, ROPE, Capture, Layer, make_inputs, nodes_of, ops, shape
+from tests.passes.test_fuse_norm_rope_append import halves, neighbours
+
+WIDTH = NOPE + ROPE
+DECODE = {"rows": 3, "q_len": 2}
+PREFILL = {"chunks": (5, 2)}
+KINDS = {"decode": DECODE, "prefill": PREFILL, "mixed": DECODE | PREFILL}
+EVERYWHERE = [
+    partial(p, everywhere=True) if p in (fuse_norm_rope_append, rotate_queries) else p for p in PASSES
+]
+
+
+class Author(nn.Module):
+    """An attention layer whose queries are rotated by somebody."""
+
+    def __init__(self, queries: Callable, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer, self.queries = Layer().to(dtype).requires_grad_(False), queries
+
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        layer = self.layer
+        angles = torch.outer(torch.arange(len(x)) + 1.0, torch.tensor([1.0, 0.1]))
+        kv_c, k_pe = layer.kv_proj(x).split([layer.w_uk.shape[2], ROPE], dim=-1)
+        q_nope, q_pe, more = self.queries(layer.q_proj(x), angles)
+        out = mla_attention(
+            q_nope, q_pe, kv_c, halves(k_pe, angles), layer.kv_cache, layer.w_uk, layer.w_uv, batch, 0.3
+        )
+        return layer.o_proj(out.flatten(1)) + more
+
+
+# --- ways to rotate
+
+
+def in_two_parts(q: Tensor, angles: Tensor, rope: Callable = halves) -> tuple[Any, ...]:
+    q_nope, q_pe = q.view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
+    return q_nope, rope(q_pe, angles[:, None]), 0
+
+
+def by_slices(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q = q.unflatten(-1, (HEADS, WIDTH))
+    return q[..., :NOPE], neighbours(q[..., NOPE:], angles.unsqueeze(1)), 0
+
+
+def joined_again(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    """As transformers do: heads before tokens, and both parts in one tensor."""
+    q = q[None].view(1, -1, HEADS, WIDTH).transpose(1, 2)
+    q_pass, q_rot = q.split([NOPE, ROPE], dim=-1)
+    q = torch.cat([q_pass, halves(q_rot, angles[None, None])], dim=-1)
+    return *q.transpose(1, 2).flatten(0, 1).split([NOPE, ROPE], dim=-1), 0
+
+
+WAYS = [in_two_parts, partial(in_two_parts, rope=neighbours), by_slices, joined_again]
+
+
+def compare(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """The graph after the passes, whose results and caches are those of the model run eagerly."""
+    x, metadata = make_inputs(**batch)
+    x, theirs, capture = x.to(dtype), copy.deepcopy(model), Capture(EVERYWHERE)
+    out = torch.compile(model, backend=capture, fullgraph=True)(x, metadata)
+    tolerance = {"rtol": 1e-2, "atol": 4e-2} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out, theirs(x, metadata), **tolerance)
+    for mine, other in zip(model.buffers(), theirs.buffers()):
+        torch.testing.assert_close(mine, other, **tolerance)
+    return capture.after[0]
+
+
+def attention_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """The rotated parts of what decodes, and what prefills."""
+    return [node.args[1] for node in nodes_of(gm, "mla_decode")] + [
+        node.args[0] for node in nodes_of(gm, "mla_prefill")
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rotation_is_seen_however_it_is_written_and_nothing_is_joined(way: Callable, kind: str) -> None:
+    gm = compare(Author(way), KINDS[kind])
+    assert ops(gm).count("mla_rotate_queries") == 1
+    (rotated,) = nodes_of(gm, "mla_rotate_queries")
+    (projection,) = (node for node in nodes_of(gm, "linear") if shape(node)[-1] == HEADS * WIDTH)
+    memory = projection.meta["example_value"].untyped_storage()._cdata
+    for node in [rotated.args[0], *attention_inputs(gm)]:
+        assert node.meta["example_value"].untyped_storage()._cdata == memory, "no copy"
+    assert may_write(rotated) == [rotated.args[0]]
+
+
+@pytest.mark.parametrize("way", [in_two_parts, joined_again])
+def test_in_half_precision(way: Callable) -> None:
+    assert "mla_rotate_queries" in ops(compare(Author(way, torch.bfloat16), DECODE, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_where_the_number_of_rows_is_unknown(kind: str) -> None:
+    gm = compare(Author(in_two_parts), KINDS[kind] | {"unbacked": True})
+    assert "mla_rotate_queries" in ops(gm)
+    assert all(node.target is not torch.cat or node.args[1:] == () for node in attention_inputs(gm))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_inductor_rotates_in_place_too(kind: str) -> None:
+    model, inputs = Author(in_two_parts), make_inputs(**KINDS[kind])
+    theirs = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="mla", fullgraph=True, options={"passes": EVERYWHERE})
+    torch.testing.assert_close(compiled(*inputs), theirs(*inputs), rtol=1e-5, atol=1e-5)
+
+
+# --- what is left as it is
+
+
+def used_before(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    return *in_two_parts(q, angles)[:2], q.sum(-1, keepdim=True)
+
+
+def kept_unrotated(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe = q.view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
+    return q_nope, halves(q_pe, angles[:, None]), q_pe.sum((1, 2))[:, None]
+
+
+def scaled(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe, more = in_two_parts(q, angles)
+    return q_nope, q_pe * 1.1, more
+
+
+def unlike(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    """Each head by other angles."""
+    q_nope, q_pe = q.view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
+    return q_nope, halves(q_pe, angles[:, None] * torch.arange(HEADS)[:, None]), 0
+
+
+def heads_mixed(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe, more = in_two_parts(q, angles)
+    return q_nope, q_pe.flip(1), more
+
+
+def kept_by_their_strides(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe, _ = in_two_parts(q, angles)
+    return q_nope, q_pe, q_pe.as_strided((len(q), 1), (HEADS * ROPE, 1))
+
+
+def written(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe = q.view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
+    wide = q_pe + 0
+    q.mul_(2)
+    return q_nope, halves(wide, angles[:, None]), 0
+
+
+REFUSED = {
+    "the projection used elsewhere": (used_before, "also used by `more`"),
+    "unrotated queries used elsewhere": (kept_unrotated, "also used by `sum_1`"),
+    "a factor": (scaled, "computes something else"),
+    "angles of each head": (unlike, "not those of each token"),
+    "heads in another order": (heads_mixed, "computes something else"),
+    "somebody who knows the strides": (kept_by_their_strides, "`more` may count on how queries lie"),
+    "a write in between": (written, "used by `mul_`"),
+}
+
+
+@pytest.mark.parametrize(("queries", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_it_is_left_as_it_is_and_the_log_says_why(
+    queries: Callable, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="mla_compile.passes.rotate_queries"):
+        gm = compare(Author(queries), DECODE)
+    assert "mla_rotate_queries" not in ops(gm)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("not rotated in place: ") and re.search(reason, message), message
+
+
+def test_parts_of_two_projections_are_left() -> None:
+    class Apart(Author):
+        def __init__(self) -> None:
+            super().__init__(lambda q, angles: (self.nope(q).view(-1, HEADS, NOPE), self.pe(q, angles), 0))
+            self.nope = nn.Linear(HEADS * WIDTH, HEADS * NOPE).requires_grad_(False)
+            self.other = nn.Linear(HEADS * WIDTH, HEADS * ROPE).requires_grad_(False)
+
+        def pe(self, q: Tensor, angles: Tensor) -> Tensor:
+            return halves(self.other(q).view(-1, HEADS, ROPE), angles[:, None])
+
+    assert "mla_rotate_queries" not in ops(compare(Apart(), DECODE))
+
+
+def test_on_the_cpu_inductor_does_better() -> None:
+    found = capture_graph(Author(in_two_parts), make_inputs(**DECODE), {})
+    assert found is not None
+    gm = pipeline.run(*found, PASSES[:2])
+    before = str(gm.graph)
+    assert str(rotate_queries(gm).graph) == before
+
+
+# --- models
+
+
+class Picked(nn.Module):
+    """Layers of which a gather keeps two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Author(in_two_parts), Author(in_two_parts)])
+
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, batch)
+        return x.index_select(0, torch.tensor([4, 1]))
+
+
+def test_queries_that_a_gather_keeps_are_rotated_likewise() -> None:
+    gm = compare(Picked(), DECODE)
+    assert [shape(node.args[0])[0] for node in nodes_of(gm, "mla_rotate_queries")] == [6, 2]
+
+
+def test_passing_again_changes_nothing() -> None:
+    found = capture_graph(Picked(), make_inputs(**DECODE | PREFILL), {})
+    assert found is not None
+    gm = pipeline.run(*found, EVERYWHERE)
+    once = str(gm.graph)
+    assert str(rotate_queries(gm, everywhere=True).graph) == once
+
+
+@pytest.mark.long
+def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
+    model = tiny_model(torch.bfloat16).to("meta")
+    model.allocate_cache(9, 4)
+    decoder = SpeculativeDecoder(model, 1, page_size=4)
+    found = capture_graph(decoder, (DecodeState.allocate(2, 1, max_pages=4, device="meta"),), {})
+    assert found is not None
+    gm = pipeline.run(*found, EVERYWHERE)
+    assert len(nodes_of(gm, "mla_rotate_queries")) == len(nodes_of(gm, "mla_decode")) == 3
+
+
+LEFT = {"longcat_flash", "mistral4"}
+"""What scales queries before they are split, or after they are joined."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v2",
+        "glm4_moe_lite",
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("deepseek_v3", "minicpm3", "youtu", *sorted(LEFT))
+        ),
+    ],
+)
+def test_models_of_transformers_give_the_stock_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(family, **({"num_layers": 1} if family == "longcat_flash" else {"num_hidden_layers": 2}))
+    reader.prefill([5, 1, 9, 2])
+    capture, run = Capture(EVERYWHERE), TransformersTarget.forward
+    compiled = torch.compile(lambda *inputs: run(reader.target, *inputs), backend=capture, fullgraph=True)
+    monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
+    for _ in range(2):
+        reader.assert_as_stock(reader.decode(1))
+    reader.assert_as_stock(reader.prefill([2, 3, 1, 4]))
+    found = [ops(gm).count("mla_rotate_queries") for gm in capture.after]
+    assert found == ([0, 0] if family in LEFT else [2, 2])
+    assert family in LEFT or all(node.target is not torch.cat for node in attention_inputs(capture.after[1]))
