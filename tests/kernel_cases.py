@@ -327,6 +327,7 @@ class NormRopeAppendCase:
     eps: float
     interleaved_in: bool
     interleaved_out: bool
+    q_pe: Tensor | None = None
 
     def args(self) -> tuple:
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -341,6 +342,7 @@ def norm_rope_append_case(
     interleaved_in: bool = False,
     interleaved_out: bool = False,
     per_column: bool = False,
+    heads: int = 0,
     angles: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -349,6 +351,7 @@ def norm_rope_append_case(
     """Rows of `kv_a` lie apart; every fifth token has slot -1; the cache is NaN. Cos and sin are no unit vectors.
 
     per_column: cos and sin differ between the two elements of a pair; else they are by pair, and strided.
+    heads: of queries, columns of a wider tensor; 0 for none.
     """
     g = torch.Generator(device).manual_seed(seed)
 
@@ -365,7 +368,9 @@ def norm_rope_append_case(
         cos, sin = randn(tokens, rope // 2, 2).to(angles).unbind(-1)
     kv_a = wide[:, 8 : 8 + rank + rope]
     weight = (1 + 0.3 * randn(rank)).to(dtype)
-    return NormRopeAppendCase(kv_a, weight, cos, sin, cache, slots, eps, interleaved_in, interleaved_out)
+    queries = randn(tokens, heads, rope + 8).to(dtype)[..., 8:] if heads else None
+    layout = interleaved_in, interleaved_out
+    return NormRopeAppendCase(kv_a, weight, cos, sin, cache, slots, eps, *layout, queries)
 
 
 def norm_rope_append_reference(case: NormRopeAppendCase) -> Tensor:

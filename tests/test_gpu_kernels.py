@@ -492,14 +492,19 @@ def test_norm_rotation_and_append_in_one_launch(
             interleaved_in=interleaved_in,
             interleaved_out=interleaved_out,
             per_column=per_column,
+            heads=20 if interleaved_in else 0,
             angles=dtype if per_column else torch.float32,
             dtype=dtype,
             device="cuda",
         )
         assert is_triton("mla_norm_rope_append", *case.args())
-        before = case.kv_cache.clone()
+        before, alone = case.kv_cache.clone(), None if case.q_pe is None else case.q_pe.clone()
         mla_norm_rope_append(**vars(case))
         check_norm_rope_append(case, before)
+        if alone is not None:
+            layout = {"interleaved_in": interleaved_in, "interleaved_out": interleaved_out}
+            mla_rotate_queries(alone, case.cos, case.sin, **layout)
+            assert torch.equal(case.q_pe, alone), "the bits that the op for queries alone gives"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -26,7 +26,7 @@ APPEND = (
         "kv_c.stride(1)": kv_c.stride(1),
         "k_pe.stride(1)": k_pe.stride(1),
     },
-    mutates="kv_cache",
+    mutates=("kv_cache",),
 )
 def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write `[kv_c | k_pe]` of every token to its slot of `kv_cache`, in place.

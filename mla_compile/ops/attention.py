@@ -16,7 +16,7 @@ from mla_compile.ops.prefill import prefill_op
 @define_op(
     run=lambda *args: lower_mla_attention(*args).contiguous(),
     name="mla_attention",
-    mutates="kv_cache",
+    mutates=("kv_cache",),
     static="page_size",
     tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is asked for by name may plan on the host
 )

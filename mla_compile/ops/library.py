@@ -2,7 +2,7 @@
 
 An op is declared once, by a function with its arguments that checks them and returns an empty result:
 
-    @define_op(table=APPEND, facts=lambda kv_c: {"dtype": kv_c.dtype}, mutates="kv_cache")
+    @define_op(table=APPEND, facts=lambda kv_c: {"dtype": kv_c.dtype}, mutates=("kv_cache",))
     def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         ...checks...
 
@@ -57,7 +57,7 @@ def define_op(
     facts: Callable[..., Mapping[str, object]] | None = None,
     run: Callable[..., Any] | None = None,
     name: str = "",
-    mutates: str = "",
+    mutates: tuple[str, ...] = (),
     static: str = "",
     returns: tuple[str, ...] = (),
     layout: torch.Tag = torch.Tag.needs_fixed_stride_order,
@@ -70,7 +70,7 @@ def define_op(
         facts: what the rows' `takes` speak of, made of those of the op's arguments that `facts` has parameters for.
         run: what to run instead of the table's choice, with all of the op's arguments by position.
         name: of the op; by default that of the function.
-        mutates: the argument that is written to. An op that mutates without saying so is removed as dead code,
+        mutates: the arguments that are written to. An op that mutates without saying so is removed as dead code,
             silently.
         static: the integer argument that a graph is compiled for; others may be symbols.
         returns: names for the tensors of a tuple.
@@ -119,7 +119,7 @@ def schema_of(
     op: str,
     declaration: Callable[..., Any],
     *,
-    mutates: str = "",
+    mutates: tuple[str, ...] = (),
     static: str = "",
     returns: tuple[str, ...] = (),
 ) -> str:
@@ -128,8 +128,8 @@ def schema_of(
     arguments = []
     for i, p in enumerate(parameters):
         kind = _TYPES[types[p.name]]
-        if p.name == mutates:
-            kind = "Tensor(a!)"
+        if p.name in mutates:
+            kind = kind.replace("Tensor", f"Tensor({'ab'[mutates.index(p.name)]}!)")
         elif p.name == static:
             kind = "int"
         arguments.append(f"{kind} {p.name}" + (f"={p.default}" if i >= _num_required(parameters) else ""))

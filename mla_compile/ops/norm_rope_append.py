@@ -23,7 +23,7 @@ NORM_ROPE_APPEND = (
     triton(
         "one launch, a token a program",
         "mla_compile.ops.kernels.norm_rope_append:norm_rope_append_triton",
-        takes={"dtype": FLOATS, "tokens": SOME, "kv_a.stride(1)": UNIT},
+        takes={"dtype": FLOATS, "tokens": SOME, "kv_a.stride(1)": UNIT, "q_pe.stride(2)": UNIT},
     ),
     reference("mla_compile.ops.norm_rope_append:norm_rope_append_torch"),
 )
@@ -31,8 +31,13 @@ NORM_ROPE_APPEND = (
 
 @define_op(
     table=NORM_ROPE_APPEND,
-    facts=lambda kv_a: {"dtype": kv_a.dtype, "tokens": kv_a.shape[0], "kv_a.stride(1)": kv_a.stride(1)},
-    mutates="kv_cache",
+    facts=lambda kv_a, q_pe: {
+        "dtype": kv_a.dtype,
+        "tokens": kv_a.shape[0],
+        "kv_a.stride(1)": kv_a.stride(1),
+        "q_pe.stride(2)": None if q_pe is None else q_pe.stride(2),
+    },
+    mutates=("kv_cache", "q_pe"),
 )
 def mla_norm_rope_append(
     kv_a: Tensor,
@@ -45,8 +50,11 @@ def mla_norm_rope_append(
     eps: float,
     interleaved_in: bool,
     interleaved_out: bool,
+    q_pe: Tensor | None = None,
 ) -> None:
     """Write `[rms_norm(kv_a[:, :rank]) | rotate(kv_a[:, rank:])]` of every token to its slot of `kv_cache`, in place.
+
+    With `q_pe` also do what `mla_rotate_queries` does, by the same angles.
 
     Args:
         kv_a: `[tokens, kv_lora_rank + qk_rope_head_dim]`, float; rows may lie apart.
@@ -58,6 +66,7 @@ def mla_norm_rope_append(
         eps: of the norm, added to the mean square.
         interleaved_in, interleaved_out: whether the two elements of a rotated pair are neighbours `(0, 1), (2, 3), ...`
             in `kv_a`, and in the cache; else they are halves apart.
+        q_pe: `[tokens, heads, qk_rope_head_dim]`, the dtype of `kv_a`: rotated in place.
 
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
@@ -67,6 +76,7 @@ def mla_norm_rope_append(
         kv_a=(kv_a, "tokens, kv_lora_rank + qk_rope_head_dim"),
         weight=(weight, "kv_lora_rank"),
         kv_cache=(kv_cache, validate.PAGED),
+        **({} if q_pe is None else {"q_pe": (q_pe, "tokens, heads, columns")}),
     )
     rope = kv_a.shape[1] - weight.shape[0]
     if rope < 2 or rope % 2:
@@ -79,6 +89,8 @@ def mla_norm_rope_append(
         raise MLAError("cos", expected, list(cos.shape))
     sizes.floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
     sizes.slots(slot_mapping, kv_cache)
+    if q_pe is not None and q_pe.shape[2] != rope:
+        raise MLAError("q_pe", f"{rope} columns, as many as are rotated of kv_a", q_pe.shape[2])
 
 
 norm_rope_append_op = torch.ops.mla_compile.mla_norm_rope_append.default
@@ -94,8 +106,11 @@ def norm_rope_append_torch(
     eps: float,
     interleaved_in: bool,
     interleaved_out: bool,
+    q_pe: Tensor | None = None,
 ) -> None:
     """`mla_norm_rope_append` in plain torch: every device and dtype."""
     kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
     k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
     write_latents(torch.cat([rms_norm(kv_c, weight, eps), k_pe], dim=1), kv_cache, slot_mapping)
+    if q_pe is not None:
+        q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))

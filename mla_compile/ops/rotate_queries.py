@@ -30,7 +30,7 @@ ROTATE_QUERIES = (
         "heads": q_pe.shape[1],
         "q_pe.stride(2)": q_pe.stride(2),
     },
-    mutates="q_pe",
+    mutates=("q_pe",),
     layout=torch.Tag.flexible_layout,
 )
 def mla_rotate_queries(

@@ -1,6 +1,6 @@
-"""Cos and sin as ops of ours take them, and kept in memory.
+"""Cos and sin as ops of ours take them, and what all layers read, kept in memory.
 
-All layers read the same ones, which Inductor would compute again for each.
+Inductor would compute it again for each layer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,7 @@ from torch import fx
 from mla_compile.ops.materialize import materialize_op
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, set_example_value
 from mla_compile.passes.nodes import is_call, is_tensor, tensor_of, torch_name
+from mla_compile.torch_internals import statically_known_true
 
 _VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "flatten", "expand", "getitem", "transpose")
 
@@ -30,9 +31,17 @@ def by_token(x: Any) -> Any:
     return x if len(x.shape) == 2 else x.flatten(0, -2)
 
 
-def materialize(angles: Iterable[fx.Node]) -> None:
-    """Compute each once for all who read it."""
-    for node in sorted({_viewed(angle) for angle in angles}):
+def are_alike(first: fx.Node, second: fx.Node) -> bool:
+    """Whether two tensors are the same view of one tensor."""
+    a, b = tensor_of(first), tensor_of(second)
+    places = [(x.storage_offset(), x.stride(), x.shape[1:]) for x in (a, b)]
+    same = _viewed(first) is _viewed(second) and places[0] == places[1]
+    return same and statically_known_true(a.shape[0] == b.shape[0])
+
+
+def materialize(nodes: Iterable[fx.Node]) -> None:
+    """Compute the tensors of which these are views once for all who read them."""
+    for node in sorted({_viewed(node) for node in nodes}):
         computed = node.op in ("call_function", "call_method") and not is_call(node, materialize_op)
         if tensor_of(node).is_complex() or not computed:
             continue

@@ -67,11 +67,9 @@ def _is_told_to_write(node: fx.Node) -> bool:
 
 def may_write(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node may write to: the first argument of `x.add_(y)`, `x[i] = y` and `x += y`."""
-    cache = appended_cache(node)
-    if cache is not None:
-        return [cache]
-    if is_call(node, rotate_queries_op):
-        return [op_arguments(node)["q_pe"]]
+    if is_call(node, *_APPENDS, rotate_queries_op):
+        given = op_arguments(node)
+        return [given[name] for name in ("kv_cache", "q_pe") if given.get(name) is not None]
     if not mutates(node):
         return []
     return [node.args[0]] if _writes_to_first(node) else node.all_input_nodes  # type: ignore[list-item]

@@ -71,19 +71,19 @@ def fuse_norm_rope_append(
         return gm
     search = _Search(gm.graph)
     superseded: set[fx.Node] = set()
-    angles: set[fx.Node] = set()
+    read_by_all: set[fx.Node] = set()
     for append in appends:
         name, found = where(append), search.match(append)
         if isinstance(found, str):
             log.info("not fused: %s: %s", name, found)
             continue
+        read_by_all |= {*found.angles, op_arguments(append)["slot_mapping"]}
         _replace(found)
-        angles |= set(found.angles)
         superseded |= found.nodes
         log.info("fused: %s: RMSNorm with eps %g, %s", name, found.norm.eps, found.rotation)
     if superseded:
         erase(gm.graph, search.live, superseded)
-    materialize(angles)
+    materialize(read_by_all)
     return gm
 
 

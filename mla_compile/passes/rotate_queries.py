@@ -5,7 +5,9 @@
     q_proj ─> view ─┬─> q_nope ─────────┬─> cat      q_proj ─> mla_rotate_queries (in place) ─> view
                     └─> RoPE ───> q_pe ─┘
 
-Nothing is copied. A head's parts lie side by side, as prefill takes them, so the `cat` goes too.
+Nothing is copied. A head's parts lie side by side, as prefill takes them, so the `cat` goes too. Where
+`mla_norm_rope_append` follows with the same angles, as in a layer of which no gather has taken some tokens, it rotates
+the queries in its launch.
 
 Rotations are found by what they compute, as in `fuse_norm_rope_append`, between the projection's output and the
 queries of `mla_decode` and `mla_prefill`. One that joins the parts itself, as in models of transformers, is replaced
@@ -29,13 +31,22 @@ from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.implementations import first_serves
+from mla_compile.ops.norm_rope_append import norm_rope_append_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.ops.rotate_queries import ROTATE_QUERIES, rotate_queries_op
-from mla_compile.passes.angles import cos_and_sin, materialize
+from mla_compile.passes.angles import are_alike, cos_and_sin, materialize
 from mla_compile.passes.cone import Cone, cut
 from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
-from mla_compile.passes.nodes import argument, calls, is_call, is_tensor, op_arguments, tensor_of
+from mla_compile.passes.nodes import (
+    argument,
+    calls,
+    is_call,
+    is_tensor,
+    op_arguments,
+    tensor_of,
+    with_arguments,
+)
 from mla_compile.passes.provenance import where
 from mla_compile.passes.recognise import Rotation, recognise_query_rotation, remembered
 from mla_compile.passes.strides import views_of
@@ -93,6 +104,8 @@ def rotate_queries(
         superseded |= set(found.cone.nodes)
         angles |= set(found.angles)
         log.info("rotated in place: %s: %s", name, found.rotation)
+    for node in calls(gm.graph, rotate_queries_op):
+        _leave_to_append(node)
     by_memory = {frozenset(memory([whole])): whole for whole in wholes}
     for node in calls(gm.graph, prefill_op):
         cat = op_arguments(node)["q"]
@@ -219,6 +232,23 @@ def _replace(match: _Match) -> fx.Node | str:
         for view in views:
             set_example_value(view, fake_mode_of(view))
     return queries
+
+
+def _leave_to_append(rotation: fx.Node) -> None:
+    """Let the append that follows rotate queries too, which saves a launch, if nobody reads them before."""
+    given, node = op_arguments(rotation), rotation.next
+    queries = memory([given["q_pe"]])
+    while not is_call(node, norm_rope_append_op):
+        reads = not queries.isdisjoint(memory(node.all_input_nodes)) and memory([node]) != queries
+        if reads or node.op == "output":
+            return
+        node = node.next
+    others = op_arguments(node)
+    alike = all(are_alike(given[name], others[name]) for name in ("cos", "sin"))
+    same = all(given[name] == others[name] for name in ("interleaved_in", "interleaved_out"))
+    if alike and same and others["q_pe"] is None:
+        node.args, node.kwargs = with_arguments(node, q_pe=given["q_pe"])
+        rotation.graph.erase_node(rotation)
 
 
 def _use_joined(cat: fx.Node, queries: fx.Node) -> None:

@@ -28,7 +28,7 @@ SCHEMAS = {
     "mla_append": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
     "mla_norm_rope_append": (
         "(Tensor kv_a, Tensor weight, Tensor cos, Tensor sin, Tensor(a!) kv_cache, Tensor slot_mapping, float eps, "
-        "bool interleaved_in, bool interleaved_out) -> ()"
+        "bool interleaved_in, bool interleaved_out, Tensor(b!)? q_pe=None) -> ()"
     ),
     "mla_rotate_queries": (
         "(Tensor(a!) q_pe, Tensor cos, Tensor sin, bool interleaved_in, bool interleaved_out) -> ()"
@@ -183,7 +183,7 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         ("mla_decode", decode_case([5, 3], q_len=1).args(), {0: 0, 1: 0, 3: 1, 4: 1}),
         ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
         ("moe_router", tuple(router_args("v3", 4, 32, torch.float32)), {0: 0}),
-        ("mla_norm_rope_append", norm_rope_append_case(4).args(), {0: 0, 2: 0, 3: 0, 5: 0}),
+        ("mla_norm_rope_append", norm_rope_append_case(4, heads=2).args(), {0: 0, 2: 0, 3: 0, 5: 0, 9: 0}),
         ("mla_rotate_queries", rotation_case(4), {0: 0, 1: 0, 2: 0}),
         ("row_argmax", (torch.randn(3, 8),), {0: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from mla_compile import MLAError
 from mla_compile.ops.library import implementations
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append, norm_rope_append_op
+from mla_compile.ops.rotate_queries import mla_rotate_queries
 from tests.host_sync import NoHostSync
 from tests.kernel_cases import NormRopeAppendCase, check_norm_rope_append, norm_rope_append_case
 
@@ -47,6 +48,22 @@ def test_angles_in_half_precision_and_a_large_epsilon() -> None:
     check_norm_rope_append(case, before)
 
 
+@pytest.mark.parametrize("interleaved_in", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_are_rotated_beside_it_as_by_the_op_for_them_alone(
+    dtype: torch.dtype, interleaved_in: bool
+) -> None:
+    case = norm_rope_append_case(6, heads=3, interleaved_in=interleaved_in, dtype=dtype)
+    assert case.q_pe is not None
+    before, alone = case.kv_cache.clone(), case.q_pe.clone()
+    mla_rotate_queries(
+        alone, case.cos, case.sin, interleaved_in=interleaved_in, interleaved_out=case.interleaved_out
+    )
+    call(case)
+    check_norm_rope_append(case, before)
+    assert torch.equal(case.q_pe, alone)
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_token_or_no_valid_slot_writes_nothing(tokens: int) -> None:
     case = norm_rope_append_case(tokens)
@@ -55,9 +72,10 @@ def test_no_token_or_no_valid_slot_writes_nothing(tokens: int) -> None:
     assert case.kv_cache.isnan().all()
 
 
+@pytest.mark.parametrize("heads", [0, 2])
 @pytest.mark.parametrize("per_column", [False, True])
-def test_the_op_keeps_its_contract(per_column: bool) -> None:
-    case = norm_rope_append_case(6, per_column=per_column)
+def test_the_op_keeps_its_contract(per_column: bool, heads: int) -> None:
+    case = norm_rope_append_case(6, per_column=per_column, heads=heads)
     opcheck(norm_rope_append_op, replace(case, kv_cache=case.kv_cache.nan_to_num()).args())
 
 
@@ -83,6 +101,9 @@ BAD: dict[str, tuple[str, Callable]] = {
     "a cache of another width": ("kv_cache", lambda x: x[..., :-1].contiguous()),
     "a cache of another dtype": ("kv_cache", lambda x: x.double()),
     "int32 slots": ("slot_mapping", lambda x: x.int()),
+    "queries of another width": ("q_pe", lambda x: x[..., :-2]),
+    "queries of fewer tokens": ("q_pe", lambda x: x[:-1]),
+    "queries of another dtype": ("q_pe", lambda x: x.double()),
     "too few slots": ("slot_mapping", lambda x: x[:-1]),
     "a slot past the cache": ("slot_mapping", lambda x: x + 10_000),
 }
@@ -90,7 +111,7 @@ BAD: dict[str, tuple[str, Callable]] = {
 
 @pytest.mark.parametrize(("name", "change"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_refused_by_name_and_the_cache_stays(name: str, change: Callable) -> None:
-    arguments = asdict(norm_rope_append_case(6))
+    arguments = asdict(norm_rope_append_case(6, heads=2))
     arguments[name] = change(arguments[name])
     with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):
         mla_norm_rope_append(**arguments)
@@ -114,7 +135,7 @@ def test_compiled_code_spills_nothing(capability: int, interleaved: bool) -> Non
     from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton
     from tests.triton_compile import compiled_for
 
-    case = norm_rope_append_case(3, 512, 64, interleaved_in=interleaved, dtype=torch.bfloat16)
+    case = norm_rope_append_case(3, 512, 64, interleaved_in=interleaved, heads=20, dtype=torch.bfloat16)
     with compiled_for(capability) as kernels:
         norm_rope_append_triton(*case.args())
     (kernel,) = kernels

@@ -13,14 +13,18 @@ from torch import Tensor, fx, nn
 
 from mla_compile import MLABatch, mla_attention
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.ops.rotate_queries import rotate_queries_op
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.effects import may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.nodes import calls, op_arguments
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
+from tests.passes import test_fuse_norm_rope_append as fused
 from tests.passes.capture import HEADS, NOPE, ROPE, Capture, Layer, make_inputs, nodes_of, ops, shape
 from tests.passes.test_fuse_norm_rope_append import halves, neighbours
 
@@ -85,6 +89,12 @@ def compare(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.
     for mine, other in zip(model.buffers(), theirs.buffers()):
         torch.testing.assert_close(mine, other, **tolerance)
     return capture.after[0]
+
+
+def rotations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The rotated parts of queries, with and without an append."""
+    found = [op_arguments(node)["q_pe"] for node in calls(gm.graph, rotate_queries_op, norm_rope_append_op)]
+    return [q_pe for q_pe in found if q_pe is not None]
 
 
 def attention_inputs(gm: fx.GraphModule) -> list[fx.Node]:
@@ -229,7 +239,41 @@ class Picked(nn.Module):
 
 def test_queries_that_a_gather_keeps_are_rotated_likewise() -> None:
     gm = compare(Picked(), DECODE)
-    assert [shape(node.args[0])[0] for node in nodes_of(gm, "mla_rotate_queries")] == [6, 2]
+    assert [shape(q_pe)[0] for q_pe in rotations(gm)] == [6, 2]
+
+
+class Normed(fused.Author):
+    """Latents that are normalised, and queries rotated by the angles of the keys."""
+
+    between: Callable = staticmethod(lambda q_pe: 0)
+
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        layer, angles = self.layer, torch.outer(torch.arange(len(x)) + 1.0, torch.tensor([1.0, 0.1]))
+        emb = torch.cat((angles, angles), dim=-1)
+        cos, sin = emb.cos(), emb.sin()
+        q_nope, q_pe = layer.q_proj(x).view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
+        q_pe = q_pe * cos[:, None] + fused.rotate_half(q_pe) * sin[:, None]
+        kv_c, k_pe = layer.kv_proj(x).split([layer.w_uk.shape[2], ROPE], dim=-1)
+        k_pe = k_pe * cos + fused.rotate_half(k_pe) * sin
+        more = self.between(q_pe)
+        kv_c = self.norm(kv_c, self.weight)
+        out = mla_attention(q_nope, q_pe, kv_c, k_pe, layer.kv_cache, layer.w_uk, layer.w_uv, batch, 0.3)
+        return layer.o_proj(out.flatten(1)) + more
+
+
+class ReadBefore(Normed):
+    between = staticmethod(lambda q_pe: q_pe.sum((1, 2))[:, None])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [Normed, ReadBefore])
+def test_an_append_rotates_queries_in_its_launch_unless_they_are_read_before(model: Any, kind: str) -> None:
+    gm = compare(model(fused.upcast, halves), KINDS[kind])
+    assert len(rotations(gm)) == 1
+    assert len(nodes_of(gm, "mla_rotate_queries")) == (model is ReadBefore)
+    (append,) = nodes_of(gm, "mla_norm_rope_append")
+    written = [op_arguments(append)["kv_cache"], *(rotations(gm) if model is Normed else [])]
+    assert may_write(append) == written
 
 
 def test_passing_again_changes_nothing() -> None:
@@ -248,7 +292,8 @@ def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
     found = capture_graph(decoder, (DecodeState.allocate(2, 1, max_pages=4, device="meta"),), {})
     assert found is not None
     gm = pipeline.run(*found, EVERYWHERE)
-    assert len(nodes_of(gm, "mla_rotate_queries")) == len(nodes_of(gm, "mla_decode")) == 3
+    assert len(rotations(gm)) == len(nodes_of(gm, "mla_decode")) == 3
+    assert len(nodes_of(gm, "mla_rotate_queries")) == 1, "of the MTP layer's tokens a gather takes some"
 
 
 LEFT = {"longcat_flash", "mistral4"}
@@ -276,6 +321,6 @@ def test_models_of_transformers_give_the_stock_logits(family: str, monkeypatch: 
     for _ in range(2):
         reader.assert_as_stock(reader.decode(1))
     reader.assert_as_stock(reader.prefill([2, 3, 1, 4]))
-    found = [ops(gm).count("mla_rotate_queries") for gm in capture.after]
+    found = [len(rotations(gm)) for gm in capture.after]
     assert found == ([0, 0] if family in LEFT else [2, 2])
     assert family in LEFT or all(node.target is not torch.cat for node in attention_inputs(capture.after[1]))

@@ -1,4 +1,7 @@
-"""Norm, rotation and write of new latents in one launch: a program does one token, or nothing."""
+"""Norm, rotation and write of new latents in one launch: a program does one token, or nothing.
+
+Programs beside these rotate the tokens' queries, if there are any.
+"""
 
 import torch
 import triton
@@ -7,16 +10,18 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import power_of_two
+from mla_compile.ops.kernels.rotation import blocks_of_heads, rotate_heads
 
 
 @triton.jit
-def norm_rope_append_kernel(
-    kv_a,  # [tokens, RANK + 2 * HALF], rows kv_a_stride apart
-    weight,  # [RANK]
-    cos,  # [tokens, HALF or 2 * HALF]
-    sin,  # likewise
-    kv_cache,  # [slots, RANK + 2 * HALF], contiguous
-    slot_mapping,  # int64 [tokens]; -1 writes nowhere
+def _write_latent(
+    kv_a,
+    weight,
+    cos,
+    sin,
+    kv_cache,
+    slot_mapping,
+    token,
     kv_a_stride,
     cos_stride,
     cos_step,
@@ -25,16 +30,13 @@ def norm_rope_append_kernel(
     eps,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
-    SECOND: tl.constexpr,  # the column of cos and sin where the second elements' ones start
+    SECOND: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr,
     INTERLEAVED_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`; grid `[tokens]`."""
-    wait_for_kernel_before(EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`."""
     slot = tl.load(slot_mapping + token)
     source = kv_a + token * kv_a_stride
     target = kv_cache + slot * (RANK + 2 * HALF)
@@ -67,6 +69,52 @@ def norm_rope_append_kernel(
     tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
 
 
+@triton.jit
+def norm_rope_append_kernel(
+    kv_a,  # [tokens, RANK + 2 * HALF], rows kv_a_stride apart
+    weight,  # [RANK]
+    cos,  # [tokens, HALF or 2 * HALF]
+    sin,  # likewise
+    kv_cache,  # [slots, RANK + 2 * HALF], contiguous
+    slot_mapping,  # int64 [tokens]; -1 writes nowhere
+    q_pe,  # [tokens, heads, 2 * HALF] or None
+    kv_a_stride,
+    cos_stride,
+    cos_step,
+    sin_stride,
+    sin_step,
+    heads,
+    token_stride,  # of q_pe
+    head_stride,
+    eps,
+    RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    SECOND: tl.constexpr,  # the column of cos and sin where the second elements' ones start
+    INTERLEAVED_IN: tl.constexpr,
+    INTERLEAVED_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Grid `[tokens, 1 + blocks of heads]`: the first program of a token writes its latent."""
+    wait_for_kernel_before(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if block == 0:
+        _write_latent(
+            kv_a, weight, cos, sin, kv_cache, slot_mapping, token,
+            kv_a_stride, cos_stride, cos_step, sin_stride, sin_step, eps,
+            RANK, HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK, BLOCK_HALF,
+        )  # fmt: skip
+    elif q_pe is not None:
+        rotate_heads(
+            q_pe, cos, sin, token, block - 1, heads,
+            token_stride, head_stride, cos_stride, cos_step, sin_stride, sin_step,
+            HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK_HEADS, BLOCK_HALF,
+        )  # fmt: skip
+
+
 def norm_rope_append_triton(
     kv_a: Tensor,
     weight: Tensor,
@@ -77,22 +125,29 @@ def norm_rope_append_triton(
     eps: float,
     interleaved_in: bool,
     interleaved_out: bool,
+    q_pe: Tensor | None = None,
 ) -> None:
     """What `mla_norm_rope_append` does, with its arguments, on the GPU or in Triton's interpreter."""
     tokens, width = kv_a.shape
     rank = weight.shape[0]
     half = (width - rank) // 2
+    blocks, sizes, of_queries = 0, {"BLOCK_HEADS": 1, "BLOCK_HALF": power_of_two(half)}, (0, 0, 0)
+    if q_pe is not None:
+        blocks, sizes = blocks_of_heads(q_pe)
+        of_queries = (q_pe.shape[1], q_pe.stride(0), q_pe.stride(1))
     with torch.cuda.device_of(kv_a):  # Triton launches on the current device
-        norm_rope_append_kernel[(tokens,)](
+        norm_rope_append_kernel[(tokens, 1 + blocks)](
             kv_a,
             weight.contiguous(),
             cos,
             sin,
             kv_cache,
             slot_mapping.contiguous(),
+            q_pe,
             kv_a.stride(0),
             *cos.stride(),
             *sin.stride(),
+            *of_queries,
             eps,
             RANK=rank,
             HALF=half,
@@ -100,7 +155,7 @@ def norm_rope_append_triton(
             INTERLEAVED_IN=interleaved_in,
             INTERLEAVED_OUT=interleaved_out,
             BLOCK=power_of_two(rank),
-            BLOCK_HALF=power_of_two(half),
+            **sizes,
             EARLY=starts_early(kv_a),
             num_warps=4,
             launch_pdl=starts_early(kv_a),

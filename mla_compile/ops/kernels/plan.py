@@ -232,8 +232,8 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
     """For few pairs, tiles of 32 columns: narrower ones, though more of them fill the GPU better, took longer.
 
     For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores. On
-    Hopper four warps hold that product, at most 64 x 128 of gate and up; eight hold 128 x 256 where experts have enough
-    pairs to fill several.
+    Hopper four warps hold 64 x 128 of that product, eight 128 x 256: of gate and up where experts have more than 64
+    pairs, of down where they fill several tiles.
 
     products: of how many matrices a program holds `columns`: gate and up are two.
     """
@@ -244,12 +244,14 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
             return MoeTiles(tokens=64, columns=64 // products, depth=32, warps=4, stages=2)
         return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
     if many and wanted > 32:
-        hopper = device.capability[0] == 9
-        if hopper and pairs > MOST_NARROW_PAIRS * experts:
-            return MoeTiles(tokens=128, columns=256 // products, depth=64, warps=8, stages=3)
-        tokens = min(128 // products if hopper else 128, power_of_two(wanted))
-        warps = 4 if hopper else tokens // 16
-        return MoeTiles(tokens, columns=128 // products, depth=64, warps=warps, stages=3)
+        if device.capability[0] == 9:
+            if products == 2 and pairs > 64 * experts:
+                return MoeTiles(tokens=128, columns=128, depth=64, warps=8, stages=4)
+            if pairs > MOST_NARROW_PAIRS * experts:
+                return MoeTiles(tokens=128, columns=256, depth=64, warps=8, stages=3)
+            return MoeTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
+        tokens = min(128, power_of_two(wanted))
+        return MoeTiles(tokens, columns=128 // products, depth=64, warps=tokens // 16, stages=3)
     tokens = 16 if pairs <= 8 * experts else 32
     return MoeTiles(tokens, columns=32, depth=128, warps=2 * products, stages=4)
 

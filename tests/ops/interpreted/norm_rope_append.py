@@ -10,6 +10,7 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton  # noqa: E402
+from mla_compile.ops.kernels.rotate_queries import rotate_queries_triton  # noqa: E402
 from tests.kernel_cases import check_norm_rope_append, norm_rope_append_case  # noqa: E402
 
 
@@ -43,3 +44,17 @@ def test_no_valid_token_writes_nothing() -> None:
     case.slot_mapping.fill_(-1)
     norm_rope_append_triton(*case.args())
     assert case.kv_cache.isnan().all()
+
+
+@pytest.mark.parametrize("heads", [3, 70])
+def test_queries_get_the_bits_of_the_kernel_for_them_alone(heads: int) -> None:
+    for interleaved_in in (False, True):
+        case = norm_rope_append_case(
+            5, 48, 32, heads=heads, interleaved_in=interleaved_in, dtype=torch.bfloat16
+        )
+        assert case.q_pe is not None
+        before, alone = case.kv_cache.clone(), case.q_pe.clone()
+        rotate_queries_triton(alone, case.cos, case.sin, interleaved_in, case.interleaved_out)
+        norm_rope_append_triton(*case.args())
+        check_norm_rope_append(case, before, units=2.5)
+        assert torch.equal(case.q_pe, alone)
