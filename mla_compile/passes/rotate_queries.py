@@ -41,6 +41,7 @@ from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     argument,
     calls,
+    function_name,
     is_call,
     is_tensor,
     op_arguments,
@@ -239,8 +240,9 @@ def _leave_to_append(rotation: fx.Node) -> None:
     given, node = op_arguments(rotation), rotation.next
     queries = memory([given["q_pe"]])
     while not is_call(node, norm_rope_append_op):
-        reads = not queries.isdisjoint(memory(node.all_input_nodes)) and memory([node]) != queries
-        if reads or node.op == "output":
+        taken = not queries.isdisjoint(memory(node.all_input_nodes))
+        looks = memory([node]) == queries or function_name(node) in ("size", "sym_size")
+        if (taken and not looks) or node.op == "output":
             return
         node = node.next
     others = op_arguments(node)

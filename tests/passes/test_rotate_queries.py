@@ -32,6 +32,7 @@ WIDTH = NOPE + ROPE
 DECODE = {"rows": 3, "q_len": 2}
 PREFILL = {"chunks": (5, 2)}
 KINDS = {"decode": DECODE, "prefill": PREFILL, "mixed": DECODE | PREFILL}
+UNKNOWN = {"decode of unknown rows": DECODE | {"unbacked": True}}
 EVERYWHERE = [
     partial(p, everywhere=True) if p in (fuse_norm_rope_append, rotate_queries) else p for p in PASSES
 ]
@@ -265,14 +266,18 @@ class ReadBefore(Normed):
     between = staticmethod(lambda q_pe: q_pe.sum((1, 2))[:, None])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", [Normed, ReadBefore])
+class Sized(Normed):
+    between = staticmethod(lambda q_pe: torch.zeros(q_pe.size(0), 1))
+
+
+@pytest.mark.parametrize("kind", KINDS | UNKNOWN)
+@pytest.mark.parametrize("model", [Normed, Sized, ReadBefore])
 def test_an_append_rotates_queries_in_its_launch_unless_they_are_read_before(model: Any, kind: str) -> None:
-    gm = compare(model(fused.upcast, halves), KINDS[kind])
+    gm = compare(model(fused.upcast, halves), (KINDS | UNKNOWN)[kind])
     assert len(rotations(gm)) == 1
     assert len(nodes_of(gm, "mla_rotate_queries")) == (model is ReadBefore)
     (append,) = nodes_of(gm, "mla_norm_rope_append")
-    written = [op_arguments(append)["kv_cache"], *(rotations(gm) if model is Normed else [])]
+    written = [op_arguments(append)["kv_cache"], *([] if model is ReadBefore else rotations(gm))]
     assert may_write(append) == written
 
 
