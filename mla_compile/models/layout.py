@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from mla_compile.ops.matmul import lies_before
+from mla_compile.ops.side_by_side import lies_before
 from mla_compile.torch_internals import storage_key
 
 SIDE_BY_SIDE = (

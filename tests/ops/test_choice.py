@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from mla_compile.ops import backends, implementations, library
 from mla_compile.ops.implementations import Implementation
 from mla_compile.ops.library import choose, tables
-from mla_compile.ops.matmul import lies_before
+from mla_compile.ops.side_by_side import lies_before
 from tests.cases import make_case
 from tests.kernel_cases import (
     decode_case,
