@@ -24,5 +24,3 @@ def values_of(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def linear_by_definition(x: Tensor, *weights: tuple[Tensor, Tensor]) -> Tensor:
     """`fp8_linear` in float64."""
     return torch.cat([x.double() @ values_of(w, s, x.dtype).mT for w, s in weights], dim=-1)
-
-

@@ -7,15 +7,18 @@ x a weight is `value * scale` in float32, rounded to the dtype of x, however man
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops.side_by_side import lies_before, one_matrix
+from mla_compile.ops.validate import inference_only
 from mla_compile.torch_internals import statically_known_true
 
 BLOCK = 128
 """Rows and columns of a block."""
 DTYPE = torch.float8_e4m3fn
+_LARGEST = 448.0
 
 
 def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int] = (BLOCK, BLOCK)) -> tuple[int, ...]:
@@ -35,6 +38,24 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] = (BLOCK, B
     return weight.float() * of_rows.repeat_interleave(min(block[1], columns), dim=-1)[..., :columns]
 
 
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A float weight `[..., rows, columns]` in FP8, and its scales: in each block the largest number becomes 448.
+
+    A number is off by 2^-4 of itself at most, or where it is tiny by 2^-10 of its scale: half of the distance of two
+    FP8 numbers.
+    """
+    rows, columns = weight.shape[-2:]
+    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(
+        -3, (-1, BLOCK)
+    )  # [..., row blocks, BLOCK, column blocks, BLOCK]
+    scale = blocks.abs().amax((-3, -1)) / _LARGEST
+    scale = scale.masked_fill(scale == 0, 1.0)  # of a block of zeros
+    scaled = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST, _LARGEST)
+    values = scaled.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
+    return values.to(DTYPE).contiguous(), scale
+
+
 def check(name: str, weight: Tensor, scale_name: str, scale: Tensor | None, *, halves: int = 1) -> None:
     """Check the dtype and layout of weights in FP8, `[..., rows, columns]`, and their scales.
 
@@ -46,6 +67,7 @@ def check(name: str, weight: Tensor, scale_name: str, scale: Tensor | None, *, h
     if weight.dtype != DTYPE or not weight.is_contiguous():
         got = weight.dtype if weight.dtype != DTYPE else f"strides {weight.stride()}"
         raise MLAError(name, "contiguous float8_e4m3fn, as it has scales", got)
+    inference_only(name, weight)
     *leading, rows, columns = weight.shape
     blocks = scale_shape((*leading, rows // halves, columns))
     expected = [*blocks[:-2], halves * blocks[-2], blocks[-1]]
