@@ -20,7 +20,7 @@ SIDE_BY_SIDE = (
 """Names of two linear layers of a module that read the same input."""
 
 _ALIGNMENT = 16
-"""Bytes. Kernels for weights that begin elsewhere are slower."""
+"""Bytes. Kernels for weights that begin elsewhere are slower. Scales of FP8 weights are read one by one."""
 
 
 def lay_side_by_side(model: nn.Module) -> None:
@@ -31,10 +31,10 @@ def lay_side_by_side(model: nn.Module) -> None:
     values, of other dtypes or devices than their neighbour's, and such as share memory. So a second call changes
     nothing, unless `model.to` has parted them.
     """
-    for first, second in _pairs(model):
+    for first, second, alignment in _pairs(model):
         alike = (first.shape[1], first.dtype, first.device) == (second.shape[1], second.dtype, second.device)
         apart = all(w.is_contiguous() and w.untyped_storage().nbytes() == w.nbytes for w in (first, second))
-        if alike and apart and first.nbytes % _ALIGNMENT == 0:
+        if alike and apart and first.nbytes % alignment == 0:
             with torch.inference_mode(False):  # an inference tensor could not be trained
                 both = torch.cat([first.data, second.data])
                 first.data, second.data = both.split([len(first), len(second)])
@@ -42,14 +42,14 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 def lay_apart(model: nn.Module) -> None:
     """Give the weights that `lay_side_by_side` has moved memory of their own."""
-    for first, second in _pairs(model):
+    for first, second, _ in _pairs(model):
         if lies_before(first, second):
             with torch.inference_mode(False):
                 first.data, second.data = first.data.clone(), second.data.clone()
 
 
-def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Two weights in whose memory nothing else of the model lies."""
+def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+    """Two weights in whose memory nothing else of the model lies, or their scales; where the second may begin."""
     places = Counter(
         storage_key(tensor)
         for module in model.modules()
@@ -59,10 +59,10 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     for module in model.modules():
         for names in SIDE_BY_SIDE:
             layers = (_weights(getattr(module, name, None)) for name in names)
-            for first, second in zip(*layers, strict=False):
+            for first, second, alignment in zip(*layers, (_ALIGNMENT, 1), strict=False):
                 keys = {storage_key(first), storage_key(second)}
                 if first is not second and sum(places[key] for key in keys) == 2:
-                    yield first, second
+                    yield first, second, alignment
 
 
 def _weights(layer: object) -> list[nn.Parameter]:
