@@ -179,6 +179,28 @@ def acceptance() -> str:
     )
 
 
+def fp8_agreement() -> str:
+    """What weights in FP8 change of the shipped model's choices."""
+    report = result("fp8_agreement")
+    return sentences(
+        f"{report['prompts_per_text']} prompts a text, {report['tokens_per_prompt']} tokens each, on the CPU, torch "
+        f"{report['torch']}. The text is the model's own in float32."
+    ) + table(
+        ["text", "dtype", "weights", "places with the same token", "tokens before the first other", "MB"],
+        (
+            (
+                TEXTS[row["text"]],
+                row["dtype"],
+                "FP8" if row["quantize"] else "plain",
+                f"{100 * row['agreement']:.1f}%",
+                fixed(row["tokens_before_the_first_difference"], 1),
+                fixed(row["bytes_of_weights"] / 1e6, 1),
+            )
+            for row in report["rows"]
+        ),
+    )
+
+
 def _draft_length(name: str) -> str:
     report = result(name)
     lengths = ["0", "1", "2", "3", "adaptive"]
@@ -478,6 +500,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "figures": figures,
     "generation.cpu": generation,
     "acceptance": acceptance,
+    "fp8_agreement": fp8_agreement,
     "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),
     "draft_length": lambda: _draft_length("draft_length"),
     "serving.v3": lambda: _serving("v3"),

@@ -10,6 +10,7 @@ from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.paging import accumulate_dtype, write_latents
 from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case
+from tests.fp8_cases import fp8_weight, values_of
 
 HUGE = 2**31 - 1
 BACKENDS = {backend.name: backend for backend in DECODE_BACKENDS}
@@ -207,13 +208,15 @@ class MoeCase:
     w_down: Tensor
     shared: tuple = (None, None, None)
     """Gate, up and down of the shared experts."""
+    scales: tuple = (None,) * 5
+    """Of weights in FP8: gate and up, down, then those of the shared experts."""
 
     def args(self) -> tuple:
         """Those before `row_lens`."""
-        return tuple(getattr(self, field.name) for field in fields(self)[:-1])
+        return tuple(getattr(self, field.name) for field in fields(self)[:-2])
 
     def all_args(self, row_lens: Tensor | None = None, q_len: int = 1) -> tuple:
-        return *self.args(), row_lens, q_len, *self.shared
+        return *self.args(), row_lens, q_len, *self.shared, *self.scales
 
 
 def padding(case: MoeCase, q_len: int, lens: list[int]) -> tuple[Tensor, int, Tensor]:
@@ -245,33 +248,62 @@ def moe_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
+    fp8: bool = False,
 ) -> MoeCase:
-    """Tokens choose from the first `among` experts, the same one twice perhaps; the others get none."""
+    """Tokens choose from the first `among` experts, the same one twice perhaps; the others get none.
+
+    fp8: whether weights are in FP8.
+    """
     g = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=g, device=device) * shape[-1] ** -0.5).to(dtype)
 
-    return MoeCase(
-        x=randn(tokens, hidden) * hidden**0.5,
-        topk_weights=torch.rand(tokens, topk, generator=g, device=device),
-        topk_ids=torch.randint(0, among or experts, (tokens, topk), generator=g, device=device),
-        w_gate_up=randn(experts, 2 * intermediate, hidden),
-        w_down=randn(experts, hidden, intermediate),
-        shared=(
-            (
-                randn(shared * intermediate, hidden),
-                randn(shared * intermediate, hidden),
-                randn(hidden, shared * intermediate),
-            )
-            if shared
-            else (None, None, None)
-        ),
+    def weight(*shape: int, halves: int = 1) -> tuple[Tensor, Tensor | None]:
+        if not fp8:
+            return randn(*shape), None
+        *leading, rows, columns = shape
+        drawn = torch.randint(1 << 30, (), generator=g, device=device)
+        values, scale = fp8_weight(*leading, halves, rows // halves, columns, seed=int(drawn), device=device)
+        return values.flatten(-3, -2), scale.flatten(-3, -2)
+
+    x = randn(tokens, hidden) * hidden**0.5
+    routing = (
+        torch.rand(tokens, topk, generator=g, device=device),
+        torch.randint(0, among or experts, (tokens, topk), generator=g, device=device),
+    )
+    weights = [weight(experts, 2 * intermediate, hidden, halves=2), weight(experts, hidden, intermediate)]
+    if shared:
+        weights += [weight(shared * intermediate, hidden) for _ in range(2)]
+        weights += [weight(hidden, shared * intermediate)]
+    (w_gate_up, w_down, *of_shared), scales = zip(*weights, *[(None, None)] * (5 - len(weights)), strict=True)
+    return MoeCase(x, *routing, w_gate_up, w_down, tuple(of_shared), scales)
+
+
+def dequantized(case: MoeCase) -> MoeCase:
+    """The same case with weights of the dtype of x."""
+    dtype = case.x.dtype
+
+    def plain(weight: Tensor | None, scale: Tensor | None, halves: int = 1) -> Tensor | None:
+        if weight is None:
+            return None
+        parts = weight.unflatten(-2, (halves, -1)), scale.unflatten(-2, (halves, -1))
+        return values_of(*parts, dtype).to(dtype).flatten(-3, -2)
+
+    gate_up, down, *of_shared = case.scales
+    return replace(
+        case,
+        w_gate_up=plain(case.w_gate_up, gate_up, 2),
+        w_down=plain(case.w_down, down),
+        shared=tuple(plain(w, s) for w, s in zip(case.shared, of_shared, strict=True)),
+        scales=(None,) * 5,
     )
 
 
 def moe_reference(case: MoeCase) -> Tensor:
     """The experts in float64, one (token, expert) pair at a time."""
+    if case.scales[0] is not None:
+        case = dequantized(case)
     x, weights = case.x.double(), case.topk_weights.double()
     out = torch.zeros_like(x)
     for token, chosen in enumerate(case.topk_ids.tolist()):

@@ -21,8 +21,8 @@ from mla_compile.engine import Engine, capture
 from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops import matmul
-from mla_compile.ops.matmul import lies_before
 from mla_compile.ops.reference import mla_attention_reference
+from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.torch_internals import (

@@ -39,8 +39,8 @@ def run_interpreted(marks: str) -> None:
 
 @cache
 def mend_interpreter() -> None:
-    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, bfloat16 products, and
-    float32 of the smallest bfloat16 numbers.
+    """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, bfloat16 products, float32
+    of the smallest bfloat16 numbers, and the nearest bfloat16 of a float32 number.
 
     And some speed, without which it takes three times as long.
     """
@@ -61,9 +61,17 @@ def mend_interpreter() -> None:
         bits = operand.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
+    def nearest(operand):
+        bits = np.atleast_1d(operand.data).view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+        data = np.where(np.isnan(operand.data), np.uint16(0x7FC0), rounded.reshape(operand.data.shape))
+        return interpreter.TensorHandle(data, tl.bfloat16)
+
     def converted(self, operand, dtype):
-        is_wider = operand.dtype.scalar == tl.bfloat16 and dtype.scalar == tl.float32
-        return widened(operand) if is_wider else cast(self, operand, dtype)
+        kinds = operand.dtype.scalar, dtype.scalar
+        if kinds == (tl.bfloat16, tl.float32):
+            return widened(operand)
+        return nearest(operand) if kinds == (tl.float32, tl.bfloat16) else cast(self, operand, dtype)
 
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.cast_impl = converted

@@ -32,6 +32,14 @@ Device = Annotated[
     Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
 ]
 Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="The dtype of weights and cache.")]
+Quantize = Annotated[
+    Literal["fp8"] | None,
+    Option(
+        help="Quantise weights as they are loaded, in blocks of 128 x 128.",
+        show_default="as the checkpoint is",
+    ),
+]
+Dequantize = Annotated[bool, Option("--dequantize", help="Hold FP8 weights of the checkpoint in --dtype.")]
 Drafter = Annotated[
     DrafterName | None,
     Option(
@@ -136,6 +144,8 @@ def generate(
         Option(metavar="FILE", help="Completions follow this Lark grammar; needs llguidance."),
     ] = None,
     dtype: Dtype = "float32",
+    quantize: Quantize = None,
+    dequantize: Dequantize = False,
     device: Device = None,
     compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
     batch_invariant: Annotated[
@@ -192,6 +202,8 @@ def generate(
             max_new_tokens=max_new_tokens,
             grammar=rules,
             dtype=dtype,
+            quantize=quantize,
+            dequantize=dequantize,
             device=device,
             compile=compile,
             batch_invariant=batch_invariant,
@@ -292,6 +304,8 @@ def serve(
         ),
     ] = None,
     dtype: Dtype = "float32",
+    quantize: Quantize = None,
+    dequantize: Dequantize = False,
     device: Device = None,
     num_speculative_tokens: Annotated[
         int | None,
@@ -399,6 +413,8 @@ def serve(
         served_model_name=served_model_name,
         api_key_file=api_key_file,
         dtype=dtype,
+        quantize=quantize,
+        dequantize=dequantize,
         device=device,
         max_waiting=max_waiting,
         request_seconds=request_timeout,

@@ -4,6 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import torch
 import typer
@@ -36,6 +37,8 @@ def complete(
     max_new_tokens: int,
     grammar: tuple[str, str] | None,
     dtype: str,
+    quantize: Literal["fp8"] | None,
+    dequantize: bool,
     device: str | None,
     compile: bool,
     batch_invariant: bool,
@@ -51,7 +54,14 @@ def complete(
         isinstance(each.prompt, str) or each.sampling.stop_strings for each in given
     )
     checkpoint = Checkpoint.load(
-        model, dtype=getattr(torch, dtype), device=place, mtp=mtp, tokenizer=tokenizer, text=text
+        model,
+        dtype=getattr(torch, dtype),
+        device=place,
+        mtp=mtp,
+        quantize=quantize,
+        dequantize=dequantize,
+        tokenizer=tokenizer,
+        text=text,
     )
     prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling for each in given]

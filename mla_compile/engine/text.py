@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -57,6 +57,8 @@ class Checkpoint:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         mtp: bool | None = None,
+        quantize: Literal["fp8"] | None = None,
+        dequantize: bool = False,
         tokenizer: str | Path | None = None,
         text: bool = True,
     ) -> "Checkpoint":
@@ -73,7 +75,10 @@ class Checkpoint:
         config, _ = read_config(Path(path))
         stop_ids = _stop_ids(Path(path), config.eos_token_id)
         found = _tokenizer(path, tokenizer, text=text)
-        return cls(load_model(path, dtype=dtype, device=device, mtp=mtp), found, stop_ids)
+        model = load_model(
+            path, dtype=dtype, device=device, mtp=mtp, quantize=quantize, dequantize=dequantize
+        )
+        return cls(model, found, stop_ids)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:
         """Token ids of a prompt, checked against the model; errors call the prompt `name`.
@@ -194,6 +199,8 @@ def generate(
     grammars: Grammar | Sequence[Grammar | None] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    quantize: Literal["fp8"] | None = None,
+    dequantize: bool = False,
     compile: bool = True,
 ) -> list[Completion]:
     """Complete prompts with a checkpoint.
@@ -215,6 +222,7 @@ def generate(
             after the other in the list.
         grammars: what completions may say, for all prompts, or one for each; None for a free one.
         dtype, device: of weights and caches.
+        quantize, dequantize: as for `load_model`: whether weights are quantised to FP8, or FP8 ones are not kept.
         compile: False runs everything eagerly.
 
     Returns:
@@ -228,7 +236,16 @@ def generate(
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
     mtp = loads_mtp(num_speculative_tokens, drafter)
     text = any(isinstance(prompt, str) for prompt in prompts)
-    checkpoint = Checkpoint.load(model, dtype=dtype, device=device, mtp=mtp, tokenizer=tokenizer, text=text)
+    checkpoint = Checkpoint.load(
+        model,
+        dtype=dtype,
+        device=device,
+        mtp=mtp,
+        quantize=quantize,
+        dequantize=dequantize,
+        tokenizer=tokenizer,
+        text=text,
+    )
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     engine = fitting_engine(
         checkpoint,

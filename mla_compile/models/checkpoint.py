@@ -1,7 +1,8 @@
 """Loading Hugging Face checkpoints. transformers is imported here, when a checkpoint is loaded, and not before."""
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,10 +18,14 @@ from mla_compile.models.names import (
     layers_of,
     layers_past_trunk,
     num_separate_experts,
+    parts,
     shared_copies,
 )
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
+from mla_compile.ops.fp8 import BLOCK, DTYPE, scale_shape
+from mla_compile.ops.fp8 import dequantize as dequantize_weight
+from mla_compile.ops.fp8 import quantize as quantize_weight
 from mla_compile.waits import told
 
 if TYPE_CHECKING:
@@ -42,26 +47,34 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     mtp: bool | None = None,
+    quantize: Literal["fp8"] | None = None,
+    dequantize: bool = False,
 ) -> MLAForCausalLM:
     """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
 
-    Block-FP8 weights are dequantised. The config is checked before any other file is opened, and every tensor by its
-    header before the first one is read. docs/checkpoints.md says what a checkpoint may make this do.
+    Weights in FP8, with a scale for each block of 128 x 128, stay so; of other blocks they are dequantised. The config
+    is checked before any other file is opened, and every tensor by its header before the first one is read.
+    docs/checkpoints.md says what a checkpoint may make this do.
 
     Args:
         path: the checkpoint's directory.
-        dtype: what weights are converted to; the routers' correction biases stay float32.
+        dtype: what weights are converted to, but for FP8 ones, and what is computed in; the routers' correction biases
+            stay float32.
         device: where they go, one at a time.
         mtp: whether to have the MTP layer; None: where the checkpoint holds its tensors, whatever its config says.
+        quantize: "fp8": quantise linear layers and experts to FP8. Embedding, head, `kv_b_proj`, routers and the MTP
+            layer's `eh_proj` stay as they are, and a checkpoint that is FP8 does.
+        dequantize: have all weights in `dtype`.
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
             tensors (all in one error), several MTP layers, or none where `mtp` asks for one; a dtype that is not
-            floating, a device that this machine lacks.
+            floating, a device that this machine lacks; another `quantize`, or `dequantize` beside it.
     """
     directory = Path(path)
     _check_target(dtype, device)
     config, block = read_config(directory)
+    _check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not False:
@@ -71,14 +84,46 @@ def load_model(
     _check(model, files, directory, block)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    if block is not None and not dequantize:
+        fp8.put_fp8_layers(model, partial(_stays_fp8, model, files, block))
+    elif quantize is not None:
+        fp8.put_fp8_layers(model, lambda name: "eh_proj" not in name)
     model.to_empty(device=device)
     lay_side_by_side(model)  # before they have values
-    for name, destination in destinations(model, files.entries).items():
-        tensor = files.read(name).to(device)
-        if block is not None and files.entries[name].dtype == _FLOAT8:
-            tensor = fp8.dequantize(tensor, files.read(name + fp8.SCALE_SUFFIX).to(device), block)
-        destination.copy_(tensor)
+    _fill(model, files, block, device)
     return model.eval()
+
+
+def _fill(
+    model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int] | None, device: str | torch.device
+) -> None:
+    """Read every tensor, and convert it to what the model has in its place."""
+    found = destinations(model, files.entries)
+    for name, destination in found.items():
+        if name.endswith(fp8.SCALE_SUFFIX):
+            continue  # comes with its weight
+        tensor = files.read(name).to(device)
+        scale = None
+        if block is not None and files.entries[name].dtype == _FLOAT8:
+            scale = files.read(name + fp8.SCALE_SUFFIX).to(device)
+        if destination.dtype == DTYPE:
+            if scale is None:  # gate and up, where they are one tensor, have blocks of their own
+                halves = tensor.unflatten(-2, (2 if name.endswith("gate_up_proj") else 1, -1))
+                tensor, scale = (x.flatten(-3, -2) for x in quantize_weight(halves))
+            found[name + fp8.SCALE_SUFFIX].copy_(scale)
+        elif scale is not None and block is not None:
+            tensor = dequantize_weight(tensor, scale, block)
+        destination.copy_(tensor)
+
+
+def _stays_fp8(model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int], name: str) -> bool:
+    """Whether a parameter of the model, by its name, is FP8 in a checkpoint of such blocks, in a form that ops take."""
+    parameter = model.get_parameter(name)
+    read = parts(name, parameter, model.arch.num_layers, files.entries)
+    if block != (BLOCK, BLOCK) or any(files.entries[part].dtype != _FLOAT8 for part in read):
+        return False
+    # Of gate and up in one tensor a block may have rows of both.
+    return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
 
 
 def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
@@ -140,6 +185,18 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
+def _check_quantize(quantize: object, dequantize: bool, block: tuple[int, int] | None) -> None:
+    if quantize not in (None, "fp8"):
+        raise MLAError("quantize", "'fp8' or None", f"{quantize!r:.80}")
+    if quantize is not None and dequantize:
+        raise MLAError("quantize, dequantize", "one of the two", "both", "leave one out")
+    if quantize is not None and block not in (None, (BLOCK, BLOCK)):
+        mend = "leave it out: they are dequantised then"
+        raise MLAError(
+            "quantize", f"weights that are plain, or FP8 in blocks of {BLOCK} x {BLOCK}", block, mend
+        )
+
+
 def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory: Path) -> None:
     """Before a layer is built: that the files have tensors of each."""
     held = layers_of(files.entries)
@@ -187,7 +244,7 @@ def _check(
         expected = "quantization_config with weight_block_size, as some tensors are float8"
         raise MLAError(str(directory / CONFIG), expected, "none")
     if block is not None:
-        required |= {n + fp8.SCALE_SUFFIX: fp8.scale_shape(required[n], block) for n in quantized}
+        required |= {n + fp8.SCALE_SUFFIX: scale_shape(required[n], block) for n in quantized}
     known = required | shared_copies(model)
     missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in files.entries]
     extra, misshapen = [], []

@@ -1,13 +1,79 @@
-"""Block-FP8 weights, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2): read, not computed in."""
+"""Layers whose weights are block FP8, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2), and stay so."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
+from mla_compile.models.moe import Experts
+from mla_compile.ops.fp8 import DTYPE, scale_shape
+from mla_compile.ops.fp8_linear import fp8_linear
+from mla_compile.ops.moe import moe_experts
 
 SCALE_SUFFIX = "_scale_inv"
+"""What the scales of a weight are called, after its name. Despite it they multiply: they are the inverse of the scales
+that quantised."""
+_PLAIN = ("kv_b_proj", "lm_head")
+"""Layers that are never FP8 here: the first one's heads straddle blocks (192 rows), and the second is shared with the
+embedding in some models."""
+
+
+class FP8Linear(nn.Module):
+    """A linear layer without bias whose weight is FP8: `weight` `[out, in]`, and a scale for each of its blocks."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight, self.weight_scale_inv = _empty(out_features, in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[tokens, in]`, of any float dtype, to `[tokens, out]` in the same."""
+        return fp8_linear(x, self.weight, self.weight_scale_inv)
+
+
+class FP8Experts(nn.Module):
+    """`Experts` whose weights are FP8; gate and up have blocks of their own."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        gate_up, scale = _empty(num_experts, 2, intermediate_size, hidden_size)
+        self.w_gate_up, self.w_gate_up_scale_inv = (_frozen(x.flatten(1, 2)) for x in (gate_up, scale))
+        self.w_down, self.w_down_scale_inv = _empty(num_experts, hidden_size, intermediate_size)
+
+    def forward(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, batch: MLABatch) -> Tensor:
+        return moe_experts(
+            *(x, topk_weights, topk_ids, self.w_gate_up, self.w_down, batch),
+            gate_up_scale=self.w_gate_up_scale_inv,
+            down_scale=self.w_down_scale_inv,
+        )
+
+
+def _empty(*shape: int) -> tuple[nn.Parameter, nn.Parameter]:
+    weight, scale = torch.empty(shape, dtype=DTYPE), torch.empty(scale_shape(shape), dtype=torch.float32)
+    return _frozen(weight), _frozen(scale)
+
+
+def _frozen(x: Tensor) -> nn.Parameter:
+    return nn.Parameter(x, requires_grad=False)
+
+
+def put_fp8_layers(model: nn.Module, is_fp8: Callable[[str], bool]) -> None:
+    """Replace the linear layers and experts of a model whose weights are to be FP8; their values are lost.
+
+    is_fp8: whether a parameter is to be, by its name. Of experts, both or none are.
+    """
+    for path, module in list(model.named_modules()):
+        parent, _, name = path.rpartition(".")
+        layer: nn.Module | None = None
+        with torch.device(next(module.parameters(), torch.empty(0, device="meta")).device):
+            if type(module) is nn.Linear and name not in _PLAIN and is_fp8(f"{path}.weight"):
+                layer = FP8Linear(module.in_features, module.out_features)
+            elif type(module) is Experts and is_fp8(f"{path}.w_gate_up") and is_fp8(f"{path}.w_down"):
+                layer = FP8Experts(*module.w_down.shape)
+        if layer is not None:
+            setattr(model.get_submodule(parent), name, layer)
 
 
 def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | None:
@@ -29,21 +95,3 @@ def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | N
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n >= 1 for n in block):
         raise MLAError(name, expected, f"weight_block_size {block!r:.80}")
     return block[0], block[1]
-
-
-def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of a matrix's scales, or a stack's: one for each block of the last two dimensions, cut ones included."""
-    blocks = [-(-size // step) for size, step in zip(weight_shape[-2:], block)]
-    return (*weight_shape[:-2], *blocks)
-
-
-def dequantize(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
-    """`weight * scale_inv` of each weight's block, float32.
-
-    weight: float8 `[..., rows, columns]`; scale_inv: float `[..., ceil(rows / block rows), ceil(columns / block
-    columns)]`. Despite its name `scale_inv` multiplies: it is the inverse of the scale that quantised.
-    """
-    rows, columns = weight.shape[-2:]
-    # A block larger than the matrix is no larger than the matrix here: a config may say anything.
-    scale = scale_inv.float().repeat_interleave(min(block[0], rows), dim=-2)[..., :rows, :]
-    return weight.float() * scale.repeat_interleave(min(block[1], columns), dim=-1)[..., :columns]

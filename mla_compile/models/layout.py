@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from mla_compile.ops.matmul import lies_before
+from mla_compile.models.fp8 import FP8Linear
+from mla_compile.ops.side_by_side import lies_before
 from mla_compile.torch_internals import storage_key
 
 SIDE_BY_SIDE = (
@@ -19,20 +20,21 @@ SIDE_BY_SIDE = (
 """Names of two linear layers of a module that read the same input."""
 
 _ALIGNMENT = 16
-"""Bytes. Kernels for weights that begin elsewhere are slower."""
+"""Bytes. Kernels for weights that begin elsewhere are slower. Scales of FP8 weights are read one by one."""
 
 
 def lay_side_by_side(model: nn.Module) -> None:
     """Move the weights of those layers of `model` that `SIDE_BY_SIDE` names, two at a time.
 
-    Left where they are: layers with a bias or of a subclass of `nn.Linear` (quantised, parametrised), weights without
+    Those of layers in FP8 with their scales. Left where they are: layers with a bias or of a subclass of `nn.Linear`
+    (quantised by others, parametrised), weights without
     values, of other dtypes or devices than their neighbour's, and such as share memory. So a second call changes
     nothing, unless `model.to` has parted them.
     """
-    for first, second in _pairs(model):
+    for first, second, alignment in _pairs(model):
         alike = (first.shape[1], first.dtype, first.device) == (second.shape[1], second.dtype, second.device)
         apart = all(w.is_contiguous() and w.untyped_storage().nbytes() == w.nbytes for w in (first, second))
-        if alike and apart and first.nbytes % _ALIGNMENT == 0:
+        if alike and apart and first.nbytes % alignment == 0:
             with torch.inference_mode(False):  # an inference tensor could not be trained
                 both = torch.cat([first.data, second.data])
                 first.data, second.data = both.split([len(first), len(second)])
@@ -40,14 +42,14 @@ def lay_side_by_side(model: nn.Module) -> None:
 
 def lay_apart(model: nn.Module) -> None:
     """Give the weights that `lay_side_by_side` has moved memory of their own."""
-    for first, second in _pairs(model):
+    for first, second, _ in _pairs(model):
         if lies_before(first, second):
             with torch.inference_mode(False):
                 first.data, second.data = first.data.clone(), second.data.clone()
 
 
-def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Two weights in whose memory nothing else of the model lies."""
+def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter, int]]:
+    """Two weights in whose memory nothing else of the model lies, or their scales; where the second may begin."""
     places = Counter(
         storage_key(tensor)
         for module in model.modules()
@@ -56,18 +58,23 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     )
     for module in model.modules():
         for names in SIDE_BY_SIDE:
-            first, second = (_weight(getattr(module, name, None)) for name in names)
-            if first is None or second is None or first is second:
-                continue
-            if sum(places[key] for key in {storage_key(first), storage_key(second)}) == 2:
-                yield first, second
+            layers = (_weights(getattr(module, name, None)) for name in names)
+            for first, second, alignment in zip(*layers, (_ALIGNMENT, 1), strict=False):
+                keys = {storage_key(first), storage_key(second)}
+                if first is not second and sum(places[key] for key in keys) == 2:
+                    yield first, second, alignment
 
 
-def _weight(layer: object) -> nn.Parameter | None:
-    """The weight of a plain linear layer, if it may be moved; None of anything else."""
-    parameters = layer._parameters if type(layer) is nn.Linear else {}
-    weight = parameters.get("weight")
-    if type(weight) is not nn.Parameter or parameters.get("bias") is not None:
-        return None
-    movable = weight.is_floating_point() and not weight.is_meta and not weight.is_inference()
-    return weight if movable else None
+def _weights(layer: object) -> list[nn.Parameter]:
+    """The weight of a plain linear layer, or of one in FP8 with its scales, if they may be moved; none of others."""
+    parameters = (
+        layer._parameters if isinstance(layer, nn.Module) and type(layer) in (nn.Linear, FP8Linear) else {}
+    )
+    found = [value for value in parameters.values() if value is not None]
+    has_bias = parameters.get("bias") is not None
+    return [] if has_bias or not all(map(_is_movable, found)) else found
+
+
+def _is_movable(weight: nn.Parameter) -> bool:
+    is_plain = type(weight) is nn.Parameter and weight.is_floating_point()
+    return is_plain and not weight.is_meta and not weight.is_inference()

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable
 from torch import Tensor
 
 from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.fp8 import SCALE_SUFFIX
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
@@ -18,19 +19,26 @@ def destinations(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str,
     """
     found: dict[str, Tensor] = {}
     for ours, tensor in model.state_dict().items():
-        name = hugging_face_name(ours, model.arch.num_layers)
-        prefix, _, kind = name.rpartition(".")
-        if kind not in ("w_gate_up", "w_down"):
-            found[name] = tensor
-        elif (stacked := f"{prefix}.{kind.removeprefix('w_')}_proj") in checkpoint:
-            found[stacked] = tensor
-        elif kind == "w_down":
-            found |= {f"{prefix}.{expert}.down_proj.weight": weight for expert, weight in enumerate(tensor)}
-        else:
-            for expert, weight in enumerate(tensor):
-                gate, up = weight.chunk(2)
-                found[f"{prefix}.{expert}.gate_proj.weight"] = gate
-                found[f"{prefix}.{expert}.up_proj.weight"] = up
+        found |= parts(ours, tensor, model.arch.num_layers, checkpoint)
+    return found
+
+
+def parts(ours: str, tensor: Tensor, num_layers: int, checkpoint: Container[str]) -> dict[str, Tensor]:
+    """`destinations` of one of our tensors. Scales of FP8 weights are divided as the weights are."""
+    name = hugging_face_name(ours, num_layers)
+    prefix, _, kind = name.rpartition(".")
+    kind, scale, _ = kind.partition(SCALE_SUFFIX)
+    if kind not in ("w_gate_up", "w_down"):
+        return {name: tensor}
+    if (stacked := f"{prefix}.{kind.removeprefix('w_')}_proj") in checkpoint:
+        return {stacked + scale: tensor}
+    if kind == "w_down":
+        return {f"{prefix}.{expert}.down_proj.weight{scale}": part for expert, part in enumerate(tensor)}
+    found: dict[str, Tensor] = {}
+    for expert, part in enumerate(tensor):
+        gate, up = part.chunk(2)
+        found[f"{prefix}.{expert}.gate_proj.weight{scale}"] = gate
+        found[f"{prefix}.{expert}.up_proj.weight{scale}"] = up
     return found
 
 

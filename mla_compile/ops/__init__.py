@@ -4,6 +4,7 @@ from mla_compile.ops.append import mla_append
 from mla_compile.ops.attention import mla_attention
 from mla_compile.ops.decode import mla_decode
 from mla_compile.ops.decode_metadata import mla_decode_metadata
+from mla_compile.ops.fp8_linear import fp8_linear
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.matmul import batch_invariant_matmul, fused_linear
 from mla_compile.ops.moe import moe_experts
@@ -21,6 +22,7 @@ __all__ = [
     "batch_invariant_matmul",
     "batch_invariant_sum",
     "decode_segment",
+    "fp8_linear",
     "fused_add_rms_norm",
     "fused_linear",
     "fused_rms_norm",

@@ -125,15 +125,21 @@ class Implementation:
 
 
 def triton(
-    description: str, function: str, *, takes: Mapping[str, Taken], batch_invariant: bool = False
+    description: str,
+    function: str,
+    *,
+    takes: Mapping[str, Taken],
+    name: str = "triton",
+    min_capability: tuple[int, int] = (8, 0),
+    batch_invariant: bool = False,
 ) -> Implementation:
-    """A row for a function whose Triton kernels run on NVIDIA GPUs from SM 80."""
+    """A row for a function whose Triton kernels run on NVIDIA GPUs, from SM 80 unless they ask for more."""
     return Implementation(
-        "triton",
+        name,
         description,
         function,
         ("cuda",),
-        min_capability=(8, 0),
+        min_capability=min_capability,
         packages=("triton",),
         takes=takes,
         batch_invariant=batch_invariant,

@@ -11,7 +11,7 @@ from mla_compile.ops import cublas, validate
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementation, triton
 from mla_compile.ops.library import define_op, empty
-from mla_compile.torch_internals import storage_key
+from mla_compile.ops.side_by_side import lies_before, num_columns, one_matrix
 
 # Who serves a call depends on the weights alone, not on x: two rows of the table need not give the same bits.
 BATCH_INVARIANT_MATMUL = (
@@ -160,25 +160,6 @@ def fused_linear(
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
 
 
-def lies_before(first: Tensor, second: Tensor) -> bool:
-    """Whether matrices with equally many columns are the rows of one: `second` begins in memory where `first` ends.
-
-    Of fake tensors too, which share a storage where the tensors do that they stand for.
-    """
-    return (
-        storage_key(first) == storage_key(second)
-        and first.dtype == second.dtype
-        and first.is_contiguous()
-        and second.is_contiguous()
-        and second.storage_offset() == first.storage_offset() + first.numel()
-    )
-
-
-def num_columns(first: Tensor, second: Tensor | None) -> int:
-    """Of the result of a call with these weights."""
-    return first.shape[0] + (0 if second is None else second.shape[0])
-
-
 def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:
     """Whether the weights of a call are one matrix in memory, its rows one after the other."""
     return first.is_contiguous() if second is None else lies_before(first, second)
@@ -208,14 +189,6 @@ def _has_bits_of_each(x: Tensor, first: Tensor, second: Tensor | None) -> bool:
     if second is None or not lies_before(first, second):
         return False
     return cublas.parts_agree(x, _as_matrix(one_matrix(first, second)), first.shape[0])
-
-
-def one_matrix(first: Tensor, second: Tensor | None) -> Tensor:
-    """`[n_first + n_second, k]`, of weights that lie side by side."""
-    if second is None:
-        return first
-    k = first.shape[1]
-    return first.as_strided((first.shape[0] + second.shape[0], k), (k, 1))
 
 
 def _as_matrix(weight: Tensor) -> Tensor:

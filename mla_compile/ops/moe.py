@@ -4,30 +4,41 @@ One op instead of a dispatch in the model's own code, for two reasons: how token
 data type, and a pass may move a gather of token rows above one op, never above a sort.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
-from mla_compile.ops import validate
+from mla_compile.ops import fp8, validate
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import FLOATS, SOME, Implementation, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
+_TRITON = triton(
+    "each program gathers its expert's tokens itself; many are sorted by expert first",
+    "mla_compile.ops.kernels.moe:moe_triton",
+    takes={
+        "dtype": FLOATS,
+        "(token, expert) pairs": SOME,
+        "topk_weights.dtype": FLOATS,  # in float64 the sum would have to run in it
+        "w_gate_up.is_contiguous()": (True,),
+        "w_down.is_contiguous()": (True,),
+        "weights": ("of the dtype",),
+    },
+    batch_invariant=True,
+)
 MOE_EXPERTS = (
-    triton(
-        "each program gathers its expert's tokens itself; many are sorted by expert first",
-        "mla_compile.ops.kernels.moe:moe_triton",
-        takes={
-            "dtype": FLOATS,
-            "(token, expert) pairs": SOME,
-            "topk_weights.dtype": FLOATS,  # in float64 the sum would have to run in it
-            "w_gate_up.is_contiguous()": (True,),
-            "w_down.is_contiguous()": (True,),
-        },
-        batch_invariant=True,
+    _TRITON,
+    replace(
+        _TRITON,
+        name="triton_fp8",
+        description="the same of weights in FP8, which are dequantised in registers",
+        min_capability=(8, 9),  # the oldest whose Triton converts float8_e4m3fn
+        takes={**_TRITON.takes, "weights": ("FP8",)},
     ),
     reference("mla_compile.ops.moe:moe_torch"),
     Implementation(
@@ -47,6 +58,7 @@ MOE_EXPERTS = (
         "topk_weights.dtype": topk_weights.dtype,
         "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
         "w_down.is_contiguous()": w_down.is_contiguous(),
+        "weights": "FP8" if w_down.dtype == fp8.DTYPE else "of the dtype",
     },
     name="moe_experts",
 )
@@ -61,30 +73,55 @@ def _experts(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_scale: Tensor | None = None,
+    shared_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
     """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`.
 
     shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, of
         experts that every token passes, as one MLP whose output is added; all or none.
+    shared_gate_scale, shared_up_scale, shared_down_scale: of these weights in FP8, where all others are; one for each
+        of their blocks.
     """
     sizes = validate.Layouts()
-    sizes.floats(
-        x=(x, "tokens, hidden"),
-        w_down=(w_down, "experts, hidden, intermediate"),
-        w_gate_up=(w_gate_up, "experts, 2 * intermediate, hidden"),
-    )
-    shared = {"shared_gate": shared_gate, "shared_up": shared_up, "shared_down": shared_down}
-    if any(w is not None for w in shared.values()):
-        for name, w in shared.items():
+    of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"
+    is_fp8 = gate_up_scale is not None or down_scale is not None
+    dtype = fp8.DTYPE if is_fp8 else x.dtype
+    if is_fp8:
+        sizes.floats(x=(x, "tokens, hidden"))
+        sizes.check("w_down", w_down, of_down, like=x)
+        sizes.check("w_gate_up", w_gate_up, of_gate_up, like=x)
+        fp8.check("w_gate_up", w_gate_up, "gate_up_scale", gate_up_scale, halves=2)
+        fp8.check("w_down", w_down, "down_scale", down_scale)
+    else:
+        sizes.floats(x=(x, "tokens, hidden"), w_down=(w_down, of_down), w_gate_up=(w_gate_up, of_gate_up))
+    shared = {
+        "shared_gate": (shared_gate, shared_gate_scale),
+        "shared_up": (shared_up, shared_up_scale),
+        "shared_down": (shared_down, shared_down_scale),
+    }
+    if any(w is not None for w, _ in shared.values()):
+        for name, (w, scale) in shared.items():
             layout = ["shared * intermediate", "hidden"][:: -1 if name == "shared_down" else 1]
-            if w is None or w.dtype != x.dtype:
+            if w is None or w.dtype != dtype:
                 got = "None" if w is None else w.dtype
-                raise MLAError(name, f"{x.dtype} [{', '.join(layout)}], as all three", got)
+                raise MLAError(name, f"{dtype} [{', '.join(layout)}], as all three", got)
             sizes.check(name, w, ", ".join(layout), like=x)
+            if is_fp8:
+                fp8.check(name, w, f"{name}_scale", scale)
         assert shared_gate is not None
-        if statically_known_true(shared_gate.shape[0] % w_down.shape[2] != 0):
-            raise MLAError("shared_gate", f"a multiple of {w_down.shape[2]} rows", shared_gate.shape[0])
+        intermediate = w_down.shape[2]
+        if statically_known_true(shared_gate.shape[0] % intermediate != 0):
+            raise MLAError("shared_gate", f"a multiple of {intermediate} rows", shared_gate.shape[0])
+        if is_fp8 and not shared_fits(shared_gate, w_down):
+            expected = f"rows of one expert, or experts of a multiple of {fp8.BLOCK} rows"
+            raise MLAError(
+                "shared_gate", expected, f"{shared_gate.shape[0]} rows for experts of {intermediate}"
+            )
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
     sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
@@ -107,6 +144,9 @@ def moe_experts(
     w_gate_up: Tensor,
     w_down: Tensor,
     batch: MLABatch | None = None,
+    *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     """`sum_k topk_weights[t, k] * expert[topk_ids[t, k]](x[t])`, an expert being `down(silu(gate(x)) * up(x))`.
 
@@ -121,6 +161,10 @@ def moe_experts(
         w_down: `[experts, hidden, intermediate]`, the dtype of `x`.
         batch: which tokens are whose. Padding of its decode rows, beyond their `q_lens` or of inactive ones, gets no
             expert, so that the weights of experts that nobody else chose are not read.
+        gate_up_scale, down_scale: where the weights are in FP8, float8_e4m3fn: what multiplies each block of 128 x 128,
+            float32 `[experts, 2 * ceil(intermediate / 128), ceil(hidden / 128)]`, the blocks of gate before those of
+            up, and `[experts, ceil(hidden / 128), ceil(intermediate / 128)]`. A product has a weight's value times its
+            scale, rounded to the dtype of `x`.
 
     Returns:
         `[tokens, hidden]` in the dtype of `x`; 0 for padding.
@@ -128,12 +172,28 @@ def moe_experts(
     Raises:
         MLAError: an argument that is not so, named. Expert ids are checked where they are on the CPU.
     """
-    if batch is None or batch.decode is None:
-        return _experts(x, topk_weights, topk_ids, w_gate_up, w_down)
-    rows = batch.decode
-    # An inactive row sees no key, and any other one at least its own `q_len` tokens.
-    row_lens = rows.seq_lens if rows.q_lens is None else rows.q_lens
-    return _experts(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, rows.q_len)
+    row_lens, q_len = None, 1
+    if batch is not None and batch.decode is not None:
+        rows = batch.decode
+        # An inactive row sees no key, and any other one at least its own `q_len` tokens.
+        row_lens, q_len = rows.seq_lens if rows.q_lens is None else rows.q_lens, rows.q_len
+    return _experts(
+        *(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len),
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
+    )
+
+
+def shared_fits(shared_gate: Tensor, w_down: Tensor) -> bool:
+    """Whether no block of FP8 weights of shared experts belongs to two of them."""
+    intermediate = w_down.shape[2]
+    return bool(shared_gate.shape[0] == intermediate or intermediate % fp8.BLOCK == 0)
+
+
+def _dequantized_gate_up(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., 2 * intermediate, hidden]` in FP8: gate and up have blocks of their own."""
+    halves, scales = weight.unflatten(-2, (2, -1)), scale.unflatten(-2, (2, -1))
+    return fp8.dequantize(halves, scales).to(dtype).flatten(-3, -2)
 
 
 def no_padding(tokens: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
@@ -159,10 +219,18 @@ def moe_torch(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_scale: Tensor | None = None,
+    shared_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
 ) -> Tensor:
     """`moe_experts` in plain torch: every device, every dtype, every number of tokens."""
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
+    if gate_up_scale is not None and down_scale is not None:
+        w_gate_up = _dequantized_gate_up(w_gate_up, gate_up_scale, x.dtype)
+        w_down = fp8.dequantize(w_down, down_scale).to(x.dtype)
     small = x.shape[0] * w_gate_up.numel() < _SMALL
     run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
     runs = None
@@ -172,8 +240,10 @@ def moe_torch(
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
     out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1)
     if shared_gate is not None:
-        assert shared_up is not None and shared_down is not None
-        out = out + F.linear(F.silu(F.linear(x, shared_gate)) * F.linear(x, shared_up), shared_down)
+        gate, up, down = _shared(
+            x, (shared_gate, shared_up, shared_down), (shared_gate_scale, shared_up_scale, shared_down_scale)
+        )
+        out = out + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     out = out.to(x.dtype)
     return out if runs is None else torch.where(runs, out, 0)
 
@@ -189,6 +259,11 @@ def moe_by_token(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_scale: Tensor | None = None,
+    shared_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
 ) -> Tensor:
     """`moe_experts` in plain torch, each token in operations of its own, whose shapes do not depend on the others.
 
@@ -199,20 +274,39 @@ def moe_by_token(
         runs = no_padding(torch.arange(x.shape[0], device=x.device), row_lens, q_len)
     topk_ids = torch.where(runs[:, None], topk_ids, 0)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    shared: tuple[Tensor, ...] = ()
+    if shared_gate is not None:
+        shared = _shared(
+            x, (shared_gate, shared_up, shared_down), (shared_gate_scale, shared_up_scale, shared_down_scale)
+        )
     for token, chosen in enumerate(topk_ids):
         row = x[token].expand(1, len(chosen), -1)
-        activated = _swiglu(product_by_row(row, w_gate_up[chosen].mT))
-        terms = product_by_row(activated, w_down[chosen].mT)[0] * topk_weights[token, :, None]
+        gate_up, down = w_gate_up[chosen], w_down[chosen]
+        if gate_up_scale is not None and down_scale is not None:
+            gate_up = _dequantized_gate_up(gate_up, gate_up_scale[chosen], x.dtype)
+            down = fp8.dequantize(down, down_scale[chosen]).to(x.dtype)
+        activated = _swiglu(product_by_row(row, gate_up.mT))
+        terms = product_by_row(activated, down.mT)[0] * topk_weights[token, :, None]
         total = terms.new_zeros(x.shape[1])
         for term in terms:
             total = total + term
-        if shared_gate is not None:
-            assert shared_up is not None and shared_down is not None
+        if shared:
             one = x[token].expand(1, 1, -1)
-            gate, up = (product_by_row(one, w.mT[None]) for w in (shared_gate, shared_up))
-            total = total + product_by_row(F.silu(gate) * up, shared_down.mT[None])[0, 0]
+            gate, up = (product_by_row(one, w.mT[None]) for w in shared[:2])
+            total = total + product_by_row(F.silu(gate) * up, shared[2].mT[None])[0, 0]
         out[token] = torch.where(runs[token], total, 0)
     return out
+
+
+def _shared(
+    x: Tensor, weights: tuple[Tensor | None, ...], scales: tuple[Tensor | None, ...]
+) -> tuple[Tensor, ...]:
+    """Gate, up and down of the shared experts, all there, as products with `x` have them."""
+    found = []
+    for weight, scale in zip(weights, scales, strict=True):
+        assert weight is not None
+        found.append(weight if scale is None else fp8.dequantize(weight, scale).to(x.dtype))
+    return tuple(found)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 No model calls it: the pass `fuse_norm_rope_append` puts it in the place of `mla_append` and what comes before.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -71,12 +73,13 @@ def mla_norm_rope_append(
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
+    queries: dict[str, Any] = {} if q_pe is None else {"q_pe": (q_pe, "tokens, heads, columns")}
     sizes = validate.Layouts()
     sizes.floats(
         kv_a=(kv_a, "tokens, kv_lora_rank + qk_rope_head_dim"),
         weight=(weight, "kv_lora_rank"),
         kv_cache=(kv_cache, validate.PAGED),
-        **({} if q_pe is None else {"q_pe": (q_pe, "tokens, heads, columns")}),
+        **queries,
     )
     rope = kv_a.shape[1] - weight.shape[0]
     if rope < 2 or rope % 2:

@@ -14,6 +14,9 @@ latents of MLA, gate and up of an MLP. Only weights of which one begins where th
 Joined products become columns of a wider result. They are left where somebody may count on how a product lies in
 memory: an op that is not torch's or ours, a view that would be a copy, a caller who gets it.
 
+Products by FP8 weights are ops that look already. They are joined too, where blocks of the second weight begin where
+those of the first end.
+
 Only on GPUs: on the CPU a product of few tokens takes the time of reading the weights, which stays. The log,
 `TORCH_LOGS="+mla_compile"`, says what was joined, and which weights that lie side by side were not.
 """
@@ -26,14 +29,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from mla_compile.ops.fp8 import is_one_matrix
+from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.matmul import FUSED_LINEAR, fused_linear_op, lies_before
+from mla_compile.ops.matmul import FUSED_LINEAR, fused_linear_op
+from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
+    is_call,
     is_tensor,
+    op_arguments,
     op_name,
     tensor_of,
 )
@@ -55,8 +63,10 @@ class _Product:
         return _arguments(self.node)["input"]
 
     @property
-    def weight(self) -> Any:
-        return _arguments(self.node)["weight"]
+    def weight(self) -> tuple[Any, ...]:
+        """The weight, and its scales where it is FP8."""
+        given = _arguments(self.node)
+        return (given["weight"],) if given["scale"] is None else (given["weight"], given["scale"])
 
 
 def fuse_linear(
@@ -80,17 +90,22 @@ def fuse_linear(
                 log.info("not joined: %s: %s", names, obstacle)
         for product in products:
             if product.node not in joined and _may_have_few_tokens(product):
-                _replace(product, inline(product.node, _product_of, (product.x, product.weight)))
+                _replace(product, inline(product.node, _product_of, (product.x, *product.weight)))
     return gm
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
+    if is_call(node, fp8_linear_op):
+        fp8 = op_arguments(node)
+        return {"input": fp8["x"], "weight": fp8["first"], "scale": fp8["first_scale"], "bias": fp8["second"]}
     given = arguments(node, ("input", "weight", "bias"))
-    return {} if given is None else given
+    return {} if given is None else {"scale": None, **given}
 
 
 def _may_have_few_tokens(product: _Product) -> bool:
     """Whether a kernel for few tokens may serve; of a known number of tokens, torch knows the best product."""
+    if len(product.weight) == 2:
+        return False  # it is an op that looks
     x = tensor_of(product.x)
     tokens = x.numel() // x.shape[-1] if all(type(size) is int for size in x.shape) and x.shape[-1] else None
     return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= 2)
@@ -98,7 +113,8 @@ def _may_have_few_tokens(product: _Product) -> bool:
 
 def _match(node: fx.Node) -> _Product | None:
     """A product of rows, not of one vector, without bias, by a weight that is an input of the graph."""
-    if function_name(node) != "linear" or not is_tensor(node):
+    is_fp8 = is_call(node, fp8_linear_op)
+    if not is_fp8 and (function_name(node) != "linear" or not is_tensor(node)):
         return None
     given = _arguments(node)
     if given.get("bias") is not None:
@@ -107,6 +123,8 @@ def _match(node: fx.Node) -> _Product | None:
     weight: Any = given.get("weight")
     if not (is_tensor(x) and is_tensor(weight)) or weight.op not in ("placeholder", "get_attr"):
         return None
+    if is_fp8:  # its declaration has checked the rest
+        return _Product(node)
     values = [tensor_of(n) for n in (node, x, weight)]
     if any(map(is_wrapper, values)) or len({value.dtype for value in values}) != 1:  # autocast
         return None
@@ -131,13 +149,16 @@ def _pairs(products: Sequence[_Product]) -> Iterator[tuple[_Product, _Product]]:
 
 
 def _lie_side_by_side(first: _Product, second: _Product) -> bool:
-    return lies_before(tensor_of(first.weight), tensor_of(second.weight))
+    one, other = (tuple(map(tensor_of, product.weight)) for product in (first, second))
+    if len(one) == len(other) == 2:
+        return is_one_matrix(*one, *other)
+    return len(one) == len(other) and lies_before(one[0], other[0])
 
 
 def _join(first: _Product, second: _Product) -> str | None:
     """Put one product in the place of two, or say why not."""
     before, after = sorted((first.node, second.node))
-    read = [first.x, first.weight, second.weight]
+    read = [first.x, *first.weight, *second.weight]
     if not max(read) < before or not at_once(before, after, read):
         return "what they read may be written to or made on the way"
     value = tensor_of(first.node)
@@ -154,7 +175,7 @@ def _join(first: _Product, second: _Product) -> str | None:
         out = _product_of(x, *weights)
         return out[..., : columns[0]], out[..., columns[0] :]
 
-    parts = inline(before, parts_of, (first.x, first.weight, second.weight))
+    parts = inline(before, parts_of, (first.x, *first.weight, *second.weight))
     for product, part in zip((first, second), parts):
         _replace(product, part)
     for view in views:
@@ -163,7 +184,9 @@ def _join(first: _Product, second: _Product) -> str | None:
 
 
 def _product_of(x: Any, *weights: Any) -> Any:
-    """`fused_linear` of tokens in any number of dimensions."""
+    """`fused_linear` of tokens in any number of dimensions; of two weights with their scales, `fp8_linear`."""
+    if len(weights) == 4:
+        return fp8_linear_op(x, *weights)
     if len(x.shape) == 2:
         return fused_linear_op(x, *weights)
     out = fused_linear_op(x.flatten(0, -2), *weights)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
+from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.moe import moe_experts_op
 from mla_compile.passes.nodes import arguments, is_tuple, op_arguments, rows_of, tensor_of, value_of
 from mla_compile.torch_internals import overload_of, statically_known_true
@@ -258,5 +259,6 @@ _RULES: dict[Any, _Rule] = {
     operator.getitem: _getitem,
     torch.einsum: _einsum,
     moe_experts_op: _op("x", "topk_weights", "topk_ids"),
+    fp8_linear_op: _op("x"),
     decode_op: _op("q_latent", "q_pe"),
 }

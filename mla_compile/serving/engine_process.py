@@ -168,6 +168,8 @@ def _load(settings: ServerSettings) -> _Served:
         dtype=getattr(torch, settings.dtype),
         device=settings.device,
         mtp=loads_mtp(config.num_speculative_tokens, config.drafter),
+        quantize=settings.quantize,
+        dequantize=settings.dequantize,
         tokenizer=settings.tokenizer,
     )
     engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)

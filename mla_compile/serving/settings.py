@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.config import EngineConfig
@@ -17,6 +18,7 @@ class ServerSettings:
         model: a directory in Hugging Face format. tokenizer: another one to take the tokenizer from.
         served_model_name: what clients call the model; the directory's name by default.
         dtype: "float32" or "bfloat16", of weights and caches. device: "cpu", "cuda", "cuda:1", ....
+        quantize: "fp8" to quantise weights as they are loaded. dequantize: not to keep those that are FP8.
         engine: of the one engine.
         api_keys: any of them opens `/v1` and `/tokenize`; none for everybody.
         max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room.
@@ -34,6 +36,8 @@ class ServerSettings:
     tokenizer: Path | None = None
     served_model_name: str = ""
     dtype: str = "float32"
+    quantize: Literal["fp8"] | None = None
+    dequantize: bool = False
     device: str = "cpu"
     engine: EngineConfig = field(default_factory=EngineConfig)
     api_keys: tuple[str, ...] = ()

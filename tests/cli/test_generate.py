@@ -247,12 +247,23 @@ def test_a_batch_invariant_engine_serves_where_it_is_asked_for(complete, monkeyp
     assert [config.batch_invariant for config in configs] == [True]
 
 
+def test_weights_are_quantised_on_request(complete, monkeypatch):
+    from mla_compile.models import fp8
+
+    put, made = fp8.put_fp8_layers, []
+    monkeypatch.setattr(fp8, "put_fp8_layers", lambda model, *rest: made.append(put(model, *rest)))
+    (line,) = complete([HELLO], "--quantize", "fp8", "--device", "cpu")
+    assert len(made) == 1 and line["token_ids"]
+    complete([HELLO], "--dequantize", "--device", "cpu")
+    assert len(made) == 1, "a plain checkpoint stays as it is"
+
+
 def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer or --drafter is given, else 0" in text
     assert "mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts" in text
     flags = "model prompt input output num-speculative-tokens drafter adaptive-draft-length max-new-tokens"
-    flags += " batch-invariant"
+    flags += " batch-invariant quantize dequantize"
     flags += " temperature top-k top-p min-p"
     flags += (
         " seed dtype repetition-penalty presence-penalty frequency-penalty logprobs json-schema regex device"

@@ -90,6 +90,11 @@ def test_a_malformed_line_is_named_before_anything_runs(generate, tmp_path, monk
         (["--prompt", "a", "--top-k", str(2**31)], "top_k: expected"),
         (["--prompt", "a", "--seed", "-1"], "seed: expected"),
         (["--prompt", "a", "--dtype", "int4"], "'--dtype'"),
+        (["--prompt", "a", "--quantize", "int4"], "'--quantize'"),
+        (
+            ["--prompt", "a", "--quantize", "fp8", "--dequantize"],
+            "quantize, dequantize: expected one of the two",
+        ),
         (["--prompt", "a", "--device", "cuda:9"], "--device: expected a device of this machine"),
         (["--prompt", "a", "--device", "toaster"], "--device: expected cpu, cuda or cuda:N"),
         (["--prompt", "a", "--device", "meta"], "--device: expected cpu, cuda or cuda:N"),

@@ -1,11 +1,12 @@
 """Small random models of every family, ours and transformers' side by side."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -137,6 +138,26 @@ def add_shard(path: Path, name: str, tensors: dict[str, Tensor]) -> None:
     table = json.loads(index.read_text())
     table["weight_map"] |= dict.fromkeys(tensors, name)
     index.write_text(json.dumps(table))
+
+
+def to_fp8(path: Path, quantize: Callable[[Tensor], tuple[Tensor, Tensor]], block: tuple[int, int]) -> None:
+    """Give a checkpoint FP8 projections, with scales in a file of their own; all else stays plain."""
+    files = list(path.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    scales = {}
+    for name, tensor in tensors.items():
+        if (name.endswith("_proj.weight") and "eh_proj" not in name) or "kv_a_proj_with_mqa" in name:
+            tensors[name], scales[name + "_scale_inv"] = quantize(tensor)
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, path / "weights.safetensors")
+    save_file(scales, path / "scales.safetensors")
+    set_quantization(path, quant_method="fp8", fmt="e4m3", weight_block_size=list(block))
+
+
+def set_quantization(path: Path, **quantization: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
 
 
 def mtp_name(name: str) -> str:

@@ -1,6 +1,5 @@
 """Block-FP8 checkpoints, as DeepSeek publishes them."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from mla_compile import MLAError
 from mla_compile.models import load_model
-from mla_compile.models.fp8 import dequantize
-from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
+from mla_compile.ops.fp8 import dequantize
+from tests.models.small import reference_model, reference_mtp_layer, save, set_quantization, to_fp8, v3_config
 
 BLOCK = (16, 32)  # divides few of the small model's widths: border blocks are cut on both sides
 
@@ -35,29 +34,13 @@ def checkpoint(tmp_path_factory) -> Path:
     """Every projection in FP8, norms, embedding, head and router plain; scales in a file of their own."""
     model = reference_model(v3_config())
     path = save(model, tmp_path_factory.mktemp("fp8"), reference_mtp_layer(model))
-    tensors = {
-        name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    scales = {}
-    for name, tensor in tensors.items():
-        if name.endswith("_proj.weight") or "kv_a_proj_with_mqa" in name:
-            tensors[name], scales[name + "_scale_inv"] = quantize(tensor)
-    for file in path.glob("*.safetensors*"):
-        file.unlink()
-    save_file(tensors, path / "weights.safetensors")
-    save_file(scales, path / "scales.safetensors")
-    set_quantization(path, quant_method="fp8", fmt="e4m3", weight_block_size=list(BLOCK))
+    to_fp8(path, quantize, BLOCK)
     return path
 
 
 @pytest.fixture
 def copy(checkpoint, tmp_path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "copy")
-
-
-def set_quantization(path: Path, **quantization) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
 
 
 def test_each_block_is_multiplied_by_its_own_scale():

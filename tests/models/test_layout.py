@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mla_compile.models import load_model
 from mla_compile.models.layout import SIDE_BY_SIDE, lay_apart, lay_side_by_side
-from mla_compile.ops.matmul import lies_before
+from mla_compile.ops.side_by_side import lies_before
 from tests.models_for_tests import tiny_model
 
 

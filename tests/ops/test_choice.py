@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from mla_compile.ops import backends, implementations, library
 from mla_compile.ops.implementations import Implementation
 from mla_compile.ops.library import choose, tables
-from mla_compile.ops.matmul import lies_before
+from mla_compile.ops.side_by_side import lies_before
 from tests.cases import make_case
 from tests.kernel_cases import (
     decode_case,
@@ -71,7 +71,7 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         case = moe_case(mostly(draw, [1, 40, 128], [0, 129, 200]), draw.choice([1, 4]), dtype=dtype)
         weights = mostly(draw, [case.topk_weights, case.topk_weights.half()], [case.topk_weights.double()])
         experts = strided(case.w_gate_up), strided(case.w_down)
-        return case.x, weights, case.topk_ids, *experts, None, 1, None, None, None, False
+        return case.x, weights, case.topk_ids, *experts, None, 1, *case.shared, *case.scales, False
     if op == "moe_router":
         x, weight, *others = router_args("glm", count, 32, dtype)
         weight = mostly(draw, [weight, weight.float()], [weight.double(), weight[:1].expand(1025, -1)])
@@ -311,8 +311,7 @@ def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPa
     on((9, 0), monkeypatch)
 
     def reason(op: str, *args: Any) -> str:
-        ((_, found),) = choose(op, fake(args, (9, 0))).passed_over
-        return found
+        return choose(op, fake(args, (9, 0))).passed_over[0][1]
 
     case = masked_case([5], rank=40, dtype=torch.bfloat16)
     assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"

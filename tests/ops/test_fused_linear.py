@@ -13,7 +13,8 @@ from torch.library import opcheck
 from mla_compile import MLAError
 from mla_compile.ops import batch_invariant_matmul, cublas, fused_linear
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import fused_linear_op, lies_before
+from mla_compile.ops.matmul import fused_linear_op
+from mla_compile.ops.side_by_side import lies_before
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

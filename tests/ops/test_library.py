@@ -61,6 +61,11 @@ SCHEMAS = {
     "moe_experts": (
         "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w_gate_up, Tensor w_down, Tensor? row_lens=None, "
         "SymInt q_len=1, Tensor? shared_gate=None, Tensor? shared_up=None, Tensor? shared_down=None, "
+        "Tensor? gate_up_scale=None, Tensor? down_scale=None, Tensor? shared_gate_scale=None, "
+        "Tensor? shared_up_scale=None, Tensor? shared_down_scale=None, bool batch_invariant=False) -> Tensor"
+    ),
+    "fp8_linear": (
+        "(Tensor x, Tensor first, Tensor first_scale, Tensor? second=None, Tensor? second_scale=None, "
         "bool batch_invariant=False) -> Tensor"
     ),
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",

@@ -15,7 +15,7 @@ from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models.layout import lay_side_by_side
 from mla_compile.ops import fused_rms_norm
-from mla_compile.ops.matmul import lies_before
+from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append

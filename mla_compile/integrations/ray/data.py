@@ -6,7 +6,7 @@ completion depends on its own columns alone, its seed among them, so the second 
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import pyarrow as pa
 import torch
@@ -70,6 +70,8 @@ class EngineActor:
         tokenizer: str | Path | None = None,
         dtype: str = "float32",
         device: str | None = None,
+        quantize: Literal["fp8"] | None = None,
+        dequantize: bool = False,
         sampling: SamplingParams | None = None,
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
         **settings: Unpack[EngineSettings],
@@ -80,6 +82,7 @@ class EngineActor:
             model, tokenizer: as for `generate`.
             dtype: of weights and caches, by torch's name. device: the first GPU that Ray has given the actor, else the
                 CPU.
+            quantize, dequantize: as for `load_model`.
             sampling: of rows that say nothing else; greedy by default.
             max_new_tokens: at most so many a row, where `max_tokens` says nothing.
             settings: of `EngineConfig`. `num_speculative_tokens` is 3 by default where the checkpoint has an MTP layer
@@ -98,6 +101,8 @@ class EngineActor:
             dtype=_dtype(dtype),
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
             mtp=loads_mtp(drafts, drafter),
+            quantize=quantize,
+            dequantize=dequantize,
             tokenizer=tokenizer,
             text=False,
         )

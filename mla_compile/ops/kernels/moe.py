@@ -12,6 +12,8 @@ which it chose them.
 
 Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
 weight 1, after those that were chosen. They need no search.
+
+Weights in FP8 are dequantised in registers: they have the values that `ops/fp8.py` says, in every tile.
 """
 
 import torch
@@ -20,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.fp8 import BLOCK, dequantized
 from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles, device_of, moe_tiles, power_of_two
 
 _MOST_AT_ONCE = 128
@@ -279,6 +282,9 @@ def gate_up_kernel(
     w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
     shared_gate,  # [SHARED * INTERMEDIATE, HIDDEN], as shared_up; unread where SHARED is 0
     shared_up,
+    gate_up_scale,  # float32 [experts, 2 * blocks of INTERMEDIATE, blocks of HIDDEN]; None: weights are not FP8
+    shared_gate_scale,  # of shared_gate, as the next of shared_up
+    shared_up_scale,
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE], in the dtype of x; sorted pairs are in their places
     x_stride,
     tokens,
@@ -311,10 +317,20 @@ def gate_up_kernel(
     )  # fmt: skip
     gate_of = w_gate_up + expert.to(tl.int64) * (2 * INTERMEDIATE * HIDDEN)
     up_of = gate_of + INTERMEDIATE * HIDDEN
+    ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
+    COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    gate_scale = gate_up_scale
+    up_scale = gate_up_scale
+    if gate_up_scale is not None:
+        gate_scale += expert.to(tl.int64) * (2 * ROW_BLOCKS * COLUMN_BLOCKS)
+        up_scale = gate_scale + ROW_BLOCKS * COLUMN_BLOCKS
     if SHARED > 0:  # noqa: SIM102 - one of the two is known to the compiler
         if shared >= 0:
             gate_of = shared_gate + shared.to(tl.int64) * (INTERMEDIATE * HIDDEN)
             up_of = shared_up + shared.to(tl.int64) * (INTERMEDIATE * HIDDEN)
+            if gate_up_scale is not None:
+                gate_scale = shared_gate_scale + shared.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
+                up_scale = shared_up_scale + shared.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
     for first in range(begin, end, BLOCK_T):
@@ -332,6 +348,12 @@ def gate_up_kernel(
             of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
             w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
             w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
+            if gate_up_scale is not None:
+                block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
+                of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
+                of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
+                w_gate = dequantized(w_gate, of_gate[:, None], of_tokens.dtype)
+                w_up = dequantized(w_up, of_up[:, None], of_tokens.dtype)
             gate = tl.dot(of_tokens, tl.trans(w_gate), gate, input_precision="ieee")
             up = tl.dot(of_tokens, tl.trans(w_up), up, input_precision="ieee")
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
@@ -344,6 +366,8 @@ def down_kernel(
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
     w_down,  # [experts, HIDDEN, INTERMEDIATE]
     shared_down,  # [HIDDEN, SHARED * INTERMEDIATE], unread where SHARED is 0
+    down_scale,  # float32 [experts, blocks of HIDDEN, blocks of INTERMEDIATE]; None: weights are not FP8
+    shared_down_scale,
     out,  # float32 [pairs + SHARED * tokens, HIDDEN], each row in its place in `activated`
     tokens,
     topk_ids,  # this and the others as in `gate_up_kernel`
@@ -374,10 +398,18 @@ def down_kernel(
     )  # fmt: skip
     w_of = w_down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
     width = INTERMEDIATE
+    COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
+    column_blocks = COLUMN_BLOCKS
+    scale_of = down_scale
+    if down_scale is not None:
+        scale_of += expert.to(tl.int64) * ((HIDDEN + BLOCK - 1) // BLOCK * COLUMN_BLOCKS)
     if SHARED > 0:  # noqa: SIM102
         if shared >= 0:
             w_of = shared_down + shared * INTERMEDIATE
             width = SHARED * INTERMEDIATE
+            column_blocks = SHARED * COLUMN_BLOCKS
+            if down_scale is not None:
+                scale_of = shared_down_scale + shared * COLUMN_BLOCKS
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     w_at = w_of + (c.to(tl.int64) * width)[:, None]
     for first in range(begin, end, BLOCK_T):
@@ -392,6 +424,9 @@ def down_kernel(
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
             w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
+            if down_scale is not None:
+                scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
+                w = dequantized(w, tl.load(scale_at, mask=c < HIDDEN, other=0.0)[:, None], inner.dtype)
             result = tl.dot(inner, tl.trans(w), result, input_precision="ieee")
         at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
@@ -485,6 +520,11 @@ def moe_triton(
     shared_gate: Tensor | None = None,
     shared_up: Tensor | None = None,
     shared_down: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_scale: Tensor | None = None,
+    shared_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
     *,
     gate_up: MoeTiles | None = None,
     down: MoeTiles | None = None,
@@ -532,13 +572,14 @@ def moe_triton(
         routing = (topk_ids, starts, pairs, experts, *padding)
         sizes = (x.stride(0), tokens)
         gate_up_kernel[programs(intermediate, gate_up)](
-            *(x, w_gate_up, shared_gate, shared_up, activated, *sizes, order, *routing),
+            *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
+            *(activated, *sizes, order, *routing),
             **shapes,
             **early,
             **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
-            *(activated, w_down, shared_down, pair_outs, tokens, *routing),
+            *(activated, w_down, shared_down, down_scale, shared_down_scale, pair_outs, tokens, *routing),
             **shapes,
             **early,
             **down.options(intermediate),

@@ -303,13 +303,52 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
 
     columns: of all groups.
     """
-    wanted = power_of_two(tokens)
     choices: tuple[MatmulTiles, ...] = _MATMUL_BLACKWELL
     if dtype == torch.float32:
-        choices = tuple(tiles for tiles in _MATMUL_FLOAT32 if tiles.tokens <= wanted)
+        choices = _not_wider(_MATMUL_FLOAT32, tokens)
     elif device.capability[0] != 10:
-        choices = (_MATMUL_HOPPER if device.capability[0] == 9 else _MATMUL_OTHERS) + _MATMUL_FEW
-        choices = tuple(tiles for tiles in choices if min(wanted, 64) <= tiles.tokens <= wanted)
+        choices = _MATMUL_HOPPER if device.capability[0] == 9 else _MATMUL_OTHERS
+        choices = _not_wider((*choices, *_MATMUL_FEW), tokens, least=64)
+    return _widest_that_fill(choices, tokens, columns, device)
+
+
+# Not timed. A tile is one block deep, so that a row of it has one scale; and no wider than a block, as conversion takes
+# registers too.
+_FP8 = (
+    MatmulTiles(128, 128, 128, warps=8, stages=3),
+    MatmulTiles(64, 128, 128, warps=4, stages=3),
+    MatmulTiles(64, 64, 128, warps=4, stages=3),
+    MatmulTiles(64, 32, 128, warps=4, stages=4),
+    MatmulTiles(32, 32, 128, warps=4, stages=4),
+    MatmulTiles(16, 32, 128, warps=4, stages=4),
+    MatmulTiles(16, 16, 128, warps=2, stages=4),
+)
+_FP8_BLACKWELL = (
+    MatmulTiles(128, 128, 64, warps=4, stages=3),
+    MatmulTiles(128, 32, 64, warps=4, stages=4),
+)
+
+
+def fp8_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> MatmulTiles:
+    """Tiles of a product by block-FP8 weights, chosen as `matmul_tiles` are. None changes a bit there either."""
+    choices: tuple[MatmulTiles, ...] = _FP8_BLACKWELL
+    if dtype == torch.float32:
+        choices = _not_wider(_MATMUL_FLOAT32, tokens)
+    elif device.capability[0] != 10:
+        choices = _not_wider(_FP8, tokens, least=64)
+    return _widest_that_fill(choices, tokens, columns, device)
+
+
+def _not_wider(choices: tuple[MatmulTiles, ...], tokens: int, least: int = 0) -> tuple[MatmulTiles, ...]:
+    """Those of no more tokens than there are, and of `least` or as many as there are."""
+    wanted = power_of_two(tokens)
+    return tuple(tiles for tiles in choices if min(wanted, least) <= tiles.tokens <= wanted)
+
+
+def _widest_that_fill(
+    choices: tuple[MatmulTiles, ...], tokens: int, columns: int, device: Device
+) -> MatmulTiles:
+    """The first that gives most multiprocessors a program, or else the last."""
 
     def fills(tiles: MatmulTiles) -> bool:
         programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)

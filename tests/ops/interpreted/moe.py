@@ -16,7 +16,14 @@ mend_interpreter()
 from mla_compile.ops.kernels import moe  # noqa: E402
 from mla_compile.ops.kernels.moe import moe_triton, sort_pairs  # noqa: E402
 from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles  # noqa: E402
-from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, moe_case, padding  # noqa: E402
+from tests.kernel_cases import (  # noqa: E402
+    MoeCase,
+    check_moe,
+    check_padded_moe,
+    dequantized,
+    moe_case,
+    padding,
+)
 
 SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
 
@@ -66,6 +73,33 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.Mon
     for name in ("x", "topk_weights", "topk_ids"):
         getattr(other, name)[5] = getattr(case, name)[5]
     assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
+
+
+FP8 = [
+    # tokens, top k, shared, hidden, intermediate
+    (3, 2, 0, 200, 150),
+    (5, 4, 1, 130, 40),
+    (4, 2, 2, 40, 128),
+    pytest.param((140, 4, 2, 140, 256), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", FP8, ids=str)
+def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    tokens, topk, shared, hidden, intermediate = sizes
+    case = moe_case(
+        *(tokens, topk), shared=shared, hidden=hidden, intermediate=intermediate, dtype=dtype, fp8=True
+    )
+    check_moe(case, moe_triton(*case.all_args()))
+    row_lens, q_len, runs = padding(case, 2, [1])
+    check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len), gate_up=SMALL, down=SMALL), runs)
+
+
+def test_weights_in_fp8_have_the_bits_of_dequantised_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_in_order(monkeypatch)
+    case = moe_case(5, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
+    assert torch.equal(moe_triton(*case.all_args()), moe_triton(*dequantized(case).all_args(), gate_up=SMALL))
 
 
 @cache

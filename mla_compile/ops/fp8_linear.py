@@ -1,0 +1,119 @@
+"""`fp8_linear`: a product by block-FP8 weights, which stay FP8 in memory."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.ops import fp8, validate
+from mla_compile.ops.by_row import product_by_row
+from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, at_least, reference, triton
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.side_by_side import num_columns
+
+_FLOAT8 = (8, 9)
+"""The oldest GPU whose Triton converts float8_e4m3fn."""
+_SIZES = {"k": SOME, "columns": SOME}
+FP8_LINEAR = (
+    triton(
+        "one or two tokens: a program reads a few rows of the weight, on the plain cores",
+        "mla_compile.ops.kernels.fp8_linear:linear_gemv",
+        takes={"dtype": FLOATS, "tokens": range(1, 3), **_SIZES},
+        min_capability=_FLOAT8,
+    ),
+    triton(
+        "many tokens: the weight is dequantised first, and cuBLAS multiplies",
+        "mla_compile.ops.kernels.fp8_linear:linear_dequantized",
+        name="dequantized",
+        takes={"dtype": HALF, "tokens": at_least(512), **_SIZES},
+        min_capability=_FLOAT8,
+    ),
+    triton(
+        "tiles are dequantised in registers; one order along k, whatever the tile",
+        "mla_compile.ops.kernels.fp8_linear:linear_tiles",
+        name="tiles",
+        takes={"dtype": FLOATS, "tokens": SOME, **_SIZES},
+        min_capability=_FLOAT8,
+        batch_invariant=True,
+    ),
+    reference("mla_compile.ops.fp8_linear:linear_torch"),
+    Implementation(
+        "by_row",
+        "plain torch, any device, each token by itself",
+        "mla_compile.ops.fp8_linear:linear_by_row",
+        batch_invariant=True,
+    ),
+)
+
+
+@define_op(
+    table=FP8_LINEAR,
+    facts=lambda x, first, second: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "k": x.shape[1],
+        "columns": num_columns(first, second),
+    },
+)
+def fp8_linear(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`x @ w.T`, where w is the weight dequantised in float32 and rounded to the dtype of `x`; or by two, side by side.
+
+    So w does not depend on the number of tokens, and nothing of `x` is quantised. Products are added in float32 at
+    least.
+
+    Args:
+        x: `[tokens, k]`, float; rows may lie apart.
+        first: float8_e4m3fn `[n_first, k]`, contiguous; `first_scale`: float32 `[ceil(n_first / 128), ceil(k / 128)]`,
+            what multiplies each block of 128 x 128.
+        second, second_scale: the same of a second weight, whose columns follow; both or none.
+        batch_invariant: whether a token's bits may depend on its row of `x` and the weights alone.
+
+    Returns:
+        `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    sizes = validate.Layouts()
+    sizes.floats(x=(x, "tokens, k"))
+    sizes.check("first", first, "n_first, k", like=x)
+    fp8.check("first", first, "first_scale", first_scale)
+    if second is not None:
+        sizes.check("second", second, "n_second, k", like=x)
+        fp8.check("second", second, "second_scale", second_scale)
+    return empty(x, (x.shape[0], num_columns(first, second)))
+
+
+fp8_linear_op = torch.ops.mla_compile.fp8_linear.default
+
+
+def linear_torch(
+    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
+) -> Tensor:
+    """`fp8_linear` in plain torch: every device and dtype."""
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, fp8.dequantize(weight, scale).to(x.dtype))
+
+    return fp8.each_matrix(product, first, first_scale, second, second_scale)
+
+
+def linear_by_row(
+    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
+) -> Tensor:
+    """`fp8_linear` with each token in a product of its own; wherever two weights lie, each by itself."""
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        columns = fp8.dequantize(weight, scale).to(x.dtype).t().unsqueeze(0)
+        return product_by_row(x.unsqueeze(1), columns).squeeze(1)
+
+    if second is None or second_scale is None:
+        return product(first, first_scale)
+    return torch.cat([product(first, first_scale), product(second, second_scale)], dim=1)

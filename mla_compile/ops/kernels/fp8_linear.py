@@ -1,0 +1,219 @@
+"""`x @ weight.T` by a weight in block FP8, `ops/fp8.py`: half of the bytes are read, and converted in registers.
+
+One or two tokens are multiplied on the plain cores, as in `gemv.py`; others on tensor cores, by tiles that lie within a
+block along k, so that a row of a tile has one scale. Of very many tokens the conversion, which every tile of tokens
+repeats, takes longer than to write the weight dequantised once. The values of weights are the same in all three.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops import fp8
+from mla_compile.ops.fp8 import each_matrix
+from mla_compile.ops.kernels.early import prefetch, starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.fp8 import BLOCK, dequantized
+from mla_compile.ops.kernels.plan import MatmulTiles, device_of, fp8_tiles
+
+LINES = tl.constexpr(32)
+"""Cache lines of a row that are requested at once."""
+
+
+@triton.jit
+def gemv_kernel(
+    x,  # [tokens, K], rows x_stride apart
+    weight,  # float8 [columns, K], contiguous
+    scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)], contiguous
+    out,  # [tokens, columns]
+    x_stride,
+    tokens,
+    columns,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """TOKENS tokens at least, BLOCK_C columns, of one block, of the result; grid `[blocks of columns]`."""
+    c = (tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    row_at = weight + tl.minimum(c, columns - 1) * K
+    if EARLY:
+        for start in tl.static_range(0, K, BLOCK * LINES):
+            line = start + BLOCK * tl.arange(0, LINES)
+            prefetch(row_at[:, None] + tl.minimum(line, K - 1)[None, :])
+    wait_for_kernel_before(EARLY)
+    t = tl.arange(0, TOKENS)
+    blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    scale_at = scale + tl.program_id(0) * BLOCK_C // BLOCK * blocks
+    w_at, x_at = row_at[:, None, None], (x + t * x_stride)[:, None, None]
+    in_columns, in_tokens = (c < columns)[:, None, None], (t < tokens)[:, None, None]
+    acc = tl.zeros([TOKENS, BLOCK_C, BLOCKS, BLOCK], tl.float32)
+    for start in range(0, K, BLOCKS * BLOCK):
+        b = start // BLOCK + tl.arange(0, BLOCKS)
+        k = (b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])[None, :, :]
+        s = tl.load(scale_at + b, mask=b < blocks, other=0.0)[None, :, None]
+        w = tl.load(w_at + k, mask=in_columns & (k < K), other=0.0)
+        w = dequantized(w, s, x.dtype.element_ty).to(tl.float32)
+        h = tl.load(x_at + k, mask=in_tokens & (k < K), other=0.0).to(tl.float32)
+        acc += h[:, None, :, :] * w[None, :, :, :]
+    at = out + t[:, None] * columns + c[None, :]
+    result = tl.sum(tl.sum(acc, 3), 2).to(out.dtype.element_ty)
+    tl.store(at, result, mask=(t < tokens)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def tiles_kernel(
+    x,  # [tokens, K], rows x_stride apart
+    weight,  # float8 [columns, K], contiguous
+    scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)], contiguous
+    out,  # [tokens, columns]
+    x_stride,
+    tokens,
+    columns,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK_T tokens, BLOCK_C columns; BLOCK_K divides BLOCK. Grid `[tiles of tokens * tiles of columns]`.
+
+    Programs of the same columns follow one another: all but the first find the weights in the cache.
+    """
+    wait_for_kernel_before(EARLY)
+    token_tiles = (tokens + BLOCK_T - 1) // BLOCK_T
+    program = tl.program_id(0)
+    t = (program % token_tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    c = (program // token_tiles * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + (t * x_stride)[:, None] + k[None, :]
+    w_at = weight + (c * K)[:, None] + k[None, :]
+    scale_at = scale + c // BLOCK * ((K + BLOCK - 1) // BLOCK)
+    in_x, in_w = (t < tokens)[:, None], (c < columns)[:, None]
+    result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        x_mask, w_mask = in_x, in_w
+        if K % BLOCK_K != 0:
+            inside = (start + k < K)[None, :]
+            x_mask, w_mask = in_x & inside, in_w & inside
+        h = tl.load(x_at + start, mask=x_mask, other=0.0)
+        w = tl.load(w_at + start, mask=w_mask, other=0.0)
+        s = tl.load(scale_at + start // BLOCK, mask=c < columns, other=0.0)
+        w = dequantized(w, s[:, None], h.dtype)
+        # Float32 on the plain cores: tensor cores would round it.
+        result = tl.dot(h, tl.trans(w), result, input_precision="ieee")
+    at = out + (t * columns)[:, None] + c[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def dequantize_kernel(
+    weight,  # float8 [rows, columns], contiguous
+    scale,  # float32 [ceil(rows / BLOCK), ceil(columns / BLOCK)], contiguous
+    out,  # [rows, columns]
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+):
+    """ROWS rows of one block of columns; grid `[blocks of columns, tiles of rows]`."""
+    r = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    at = (r * columns)[:, None] + c[None, :]
+    s = tl.load(scale + tl.program_id(1) * ROWS // BLOCK * tl.num_programs(0) + tl.program_id(0))
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(out + at, dequantized(w, s, out.dtype.element_ty), mask=inside)
+
+
+def linear_gemv(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    *,
+    tiles: tuple[int, int, int] = (4, 8, 4),
+) -> Tensor:
+    """What `fp8_linear` computes of a few tokens.
+
+    tiles: columns, a power of two up to 128, and blocks of k that a program reads at a time, and its warps.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, k = x.shape
+    block_c, blocks, warps = tiles
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        columns = weight.shape[0]
+        out = x.new_empty(tokens, columns)
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            gemv_kernel[(triton.cdiv(columns, block_c),)](
+                *(x, weight, scale, out, x.stride(0), tokens, columns),
+                K=k,
+                TOKENS=triton.next_power_of_2(tokens),
+                BLOCK_C=block_c,
+                BLOCKS=blocks,
+                EARLY=starts_early(x),
+                num_warps=warps,
+                launch_pdl=starts_early(x),
+            )
+        return out
+
+    return each_matrix(product, first, first_scale, second, second_scale)
+
+
+def linear_tiles(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    *,
+    tiles: MatmulTiles | None = None,
+) -> Tensor:
+    """What `fp8_linear` computes, with the same bits of a token for every number of tokens, whatever the tiles.
+
+    They are chosen by `plan.py` unless given.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tokens, k = x.shape
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        columns = weight.shape[0]
+        chosen = tiles or fp8_tiles(tokens, columns, x.dtype, device_of(x))
+        out = x.new_empty(tokens, columns)
+        programs = triton.cdiv(tokens, chosen.tokens) * triton.cdiv(columns, chosen.columns)
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            tiles_kernel[(programs,)](
+                *(x, weight, scale, out, x.stride(0), tokens, columns),
+                K=k,
+                EARLY=starts_early(x),
+                launch_pdl=starts_early(x),
+                **chosen.options(k),
+            )
+        return out
+
+    return each_matrix(product, first, first_scale, second, second_scale)
+
+
+def linear_dequantized(
+    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
+) -> Tensor:
+    """What `fp8_linear` computes: the weight is written dequantised, and cuBLAS multiplies."""
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, dequantize_triton(weight, scale, x.dtype))
+
+    return each_matrix(product, first, first_scale, second, second_scale)
+
+
+def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in FP8, `[rows, columns]`, in another dtype."""
+    rows, columns = weight.shape
+    out = weight.new_empty(weight.shape, dtype=dtype)
+    grid = (triton.cdiv(columns, fp8.BLOCK), triton.cdiv(rows, 32))
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        dequantize_kernel[grid](weight, scale, out, rows, columns, ROWS=32, num_warps=4)
+    return out

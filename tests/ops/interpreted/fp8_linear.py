@@ -1,0 +1,81 @@
+"""`fp8_linear` by its Triton kernels; `tests/ops/test_interpreted.py` runs this file."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton_interpreter import add_in_order, mend_interpreter
+
+mend_interpreter()
+
+from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
+    dequantize_triton,
+    linear_dequantized,
+    linear_gemv,
+    linear_tiles,
+)
+from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
+from tests.fp8_cases import fp8_weight, linear_by_definition, values_of  # noqa: E402
+
+SMALL = MatmulTiles(tokens=16, columns=16, depth=32, warps=4, stages=1)
+SIZES = ((40, 13), (128, 128), (300, 150), (1160, 5))
+"""Elements of k and columns: within a block, a block, and such as cut the last block on both sides."""
+
+
+def check(out: Tensor, x: Tensor, *weights: tuple[Tensor, Tensor]) -> None:
+    assert out.dtype == x.dtype and out.is_contiguous()
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[x.dtype]
+    torch.testing.assert_close(out.double(), linear_by_definition(x, *weights), atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_kernels_equal_the_definition(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    k, columns = size
+    weight, scale = fp8_weight(columns, k)
+    for tokens in (1, 2, 3):
+        for x in (torch.randn(tokens, k).to(dtype), torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]):
+            check(linear_gemv(x, weight, scale), x, (weight, scale))
+            check(linear_gemv(x, weight, scale, tiles=(2, 2, 2)), x, (weight, scale))
+    for tokens in (1, 20):
+        x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
+        check(linear_tiles(x, weight, scale), x, (weight, scale))
+        check(linear_tiles(x, weight, scale, tiles=SMALL), x, (weight, scale))
+        check(linear_dequantized(x, weight, scale, None, None), x, (weight, scale))
+    assert torch.equal(dequantize_triton(weight, scale, dtype).double(), values_of(weight, scale, dtype))
+
+
+@pytest.mark.parametrize("first", [128, 40], ids=["one matrix", "blocks that straddle"])
+def test_two_weights_side_by_side(first: int) -> None:
+    both = [fp8_weight(rows, 200, seed=rows) for rows in (first, 70)]
+    (a, b), (a_scale, b_scale) = ([part.contiguous() for part in parts] for parts in zip(*both, strict=True))
+    rows = torch.cat([a, b]), torch.cat([a_scale, b_scale])
+    a, b = rows[0].split([first, 70])
+    a_scale, b_scale = rows[1].split([len(a_scale), len(b_scale)])
+    for x in (torch.randn(2, 200), torch.randn(7, 200)):
+        weights = a, a_scale, b, b_scale
+        check(linear_gemv(x, *weights), x, *both)
+        check(linear_tiles(x, *weights), x, *both)
+        check(linear_dequantized(x, *weights), x, *both)
+
+
+def test_a_nan_stays_in_its_block_and_its_token() -> None:
+    weight, scale = fp8_weight(150, 300)
+    scale[0, 1] = torch.nan
+    x = torch.randn(5, 300)
+    x[3] = torch.nan
+    x[:3, 130:260] = 0  # which times NaN is NaN all the same
+    for product in (linear_gemv, linear_tiles):
+        out = product(x, weight, scale)
+        assert out[:, :128].isnan().all() and out[3].isnan().all()
+        assert out[[0, 1, 2, 4], 128:].isfinite().all()
+
+
+def test_a_tokens_bits_depend_on_no_other_token_and_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_in_order(monkeypatch)
+    weight, scale = fp8_weight(70, 300)
+    x = torch.randn(40, 300).bfloat16()
+    whole = linear_tiles(x, weight, scale, tiles=MatmulTiles(32, 64, 128, warps=4, stages=1))
+    for part in (slice(5, 6), slice(7, 30)):
+        assert torch.equal(linear_tiles(x[part], weight, scale), whole[part])
+        assert torch.equal(linear_tiles(x[part], weight, scale, tiles=SMALL), whole[part])

@@ -1,0 +1,208 @@
+"""`fp8_linear` on the CPU: values, bits, contracts, errors. Its kernels: `interpreted/fp8_linear.py`."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from mla_compile import MLAError
+from mla_compile.ops import fp8_linear
+from mla_compile.ops.fp8 import BLOCK, dequantize, quantize
+from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.kernels.plan import H200, Device, fp8_tiles
+from mla_compile.ops.library import choose
+from mla_compile.ops.moe import _experts, moe_experts, moe_experts_op
+from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
+from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding
+from tests.ops.test_choice import fake, on
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BOUND = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def check_op(op: Any, args: tuple[Any, ...]) -> None:
+    """`opcheck`, but for `test_schema`, which cannot compute with float8; instead, that nothing is written to."""
+    before = copy.deepcopy(args)
+    opcheck(
+        op, args, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
+    for one, other in zip(before, args, strict=True):
+        assert one is other is None or torch.equal(bits(one), bits(other))
+
+
+def bits(x: Any) -> Tensor:
+    x = x if isinstance(x, Tensor) else torch.tensor(x)
+    return x.contiguous().view(torch.uint8) if x.dim() else x
+
+
+def side_by_side(first: int, second: int, k: int) -> tuple[Tensor, ...]:
+    """Two weights with their scales, as `models/layout.py` lays them."""
+    (a, a_scale), (b, b_scale) = fp8_weight(first, k), fp8_weight(second, k, seed=1)
+    weights, scales = torch.cat([a, b]), torch.cat([a_scale, b_scale])
+    (a, b), (a_scale, b_scale) = weights.split([first, second]), scales.split([len(a_scale), len(b_scale)])
+    return a, a_scale, b, b_scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_values_are_those_of_the_definition(batch_invariant: bool, dtype: torch.dtype) -> None:
+    for first, second, k in ((128, 72, 200), (40, 70, 300), (256, 128, 128)):
+        x = torch.randn(5, k + 8).to(dtype)[:, :-8]
+        a, a_scale, b, b_scale = side_by_side(first, second, k)
+        for weights in ((a, a_scale), (a, a_scale, b, b_scale), (a, a_scale, b.clone(), b_scale.clone())):
+            out = fp8_linear(x, *weights, batch_invariant=batch_invariant)
+            assert out.dtype == dtype and out.is_contiguous()
+            pairs = zip(weights[::2], weights[1::2], strict=True)
+            expected = linear_by_definition(x, *pairs)
+            torch.testing.assert_close(out.double(), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tokens_bits_depend_on_no_other_token(dtype: torch.dtype) -> None:
+    weights, x = side_by_side(128, 72, 200), torch.randn(40, 200).to(dtype)
+    whole = fp8_linear(x, *weights, batch_invariant=True)
+    for part in (slice(0, 1), slice(3, 4), slice(7, 31), torch.randperm(40)):
+        assert torch.equal(fp8_linear(x[part], *weights, batch_invariant=True), whole[part])
+    alone = [fp8_linear(x, w, s, batch_invariant=True) for w, s in (weights[:2], weights[2:])]
+    assert torch.equal(torch.cat(alone, 1), whole)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_opcheck(batch_invariant: bool) -> None:
+    x = torch.randn(5, 216).bfloat16()[:, :200]
+    weights = side_by_side(128, 72, 200)
+    check_op(fp8_linear_op, (x, *weights, batch_invariant))
+    check_op(fp8_linear_op, (x, *weights[:2], None, None, batch_invariant))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("sizes", [(48, 40, 1), (200, 150, 1), (136, 128, 2)], ids=str)
+def test_experts_in_fp8(sizes: tuple[int, int, int], batch_invariant: bool, dtype: torch.dtype) -> None:
+    hidden, intermediate, shared = sizes
+    case = moe_case(9, 2, hidden=hidden, intermediate=intermediate, shared=shared, dtype=dtype, fp8=True)
+    check_moe(case, moe_experts_op(*case.all_args(), batch_invariant))
+    row_lens, q_len, runs = padding(case, 2, [2, 0, 1])
+    check_padded_moe(case, moe_experts_op(*case.all_args(row_lens, q_len), batch_invariant), runs)
+    check_op(moe_experts_op, (*case.all_args(row_lens, q_len), batch_invariant))
+
+
+def test_the_public_call_takes_scales() -> None:
+    case = moe_case(5, 2, fp8=True)
+    gate_up_scale, down_scale, *_ = case.scales
+    check_moe(case, moe_experts(*case.args(), gate_up_scale=gate_up_scale, down_scale=down_scale))
+
+
+def test_quantised_weights_are_within_half_a_step_of_fp8() -> None:
+    """Of 3 bits of mantissa a step is 2^-3 of the number's power of two, and 2^-9 of the scale at least."""
+    g = torch.Generator("cpu").manual_seed(0)
+    weight = torch.randn(2, 200, 300, generator=g) * 10 ** torch.empty(2, 200, 300).uniform_(
+        -6, 0, generator=g
+    )
+    weight[1, :128, 128:256] = 0
+    values, scale = quantize(weight)
+    assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
+    assert scale.shape == (2, 2, 3) and scale.dtype == torch.float32
+    assert scale[0, 1, 2] == weight[0, 128:, 256:].abs().max() / 448
+    error = (values_of(values, scale, torch.float32) - weight.double()).abs()
+    steps = scale[:, torch.arange(200)[:, None] // BLOCK, torch.arange(300) // BLOCK].double()
+    assert (error <= 1.0001 * torch.maximum(2.0**-4 * weight.double().abs(), 2.0**-10 * steps)).all()
+    assert not error[1, :128, 128:256].any()
+    assert torch.equal(dequantize(values, scale).double(), values_of(values, scale, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "tokens", "asked", "expected"),
+    [
+        ((9, 0), torch.bfloat16, 1, False, "triton"),
+        ((9, 0), torch.bfloat16, 2, False, "triton"),
+        ((9, 0), torch.bfloat16, 3, False, "tiles"),
+        ((9, 0), torch.bfloat16, 4096, False, "dequantized"),
+        ((9, 0), torch.float32, 4096, False, "tiles"),
+        *(((9, 0), torch.bfloat16, tokens, True, "tiles") for tokens in (1, 3, 4096)),
+        ((9, 0), torch.float64, 1, True, "by_row"),
+        ((8, 9), torch.bfloat16, 1, False, "triton"),
+        ((8, 0), torch.bfloat16, 1, False, "reference"),
+        (None, torch.bfloat16, 1, False, "reference"),
+        (None, torch.bfloat16, 1, True, "by_row"),
+    ],
+    ids=str,
+)
+def test_who_serves_a_call(
+    machine: Any, dtype: torch.dtype, tokens: int, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(machine, monkeypatch)
+    args = (torch.empty(tokens, 128, dtype=dtype), *fp8_weight(64, 128), None, None, asked)
+    assert choose("fp8_linear", fake(args, machine)).chosen.name == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"), [((9, 0), "triton_fp8"), ((8, 0), "reference"), (None, "reference")], ids=str
+)
+def test_who_serves_experts(machine: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on(machine, monkeypatch)
+    args = (*moe_case(4, 2, dtype=torch.bfloat16, fp8=True).all_args(), False)
+    assert choose("moe_experts", fake(args, machine)).chosen.name == expected
+
+
+@pytest.mark.parametrize("device", [H200, Device(108, (8, 9)), Device(148, (10, 0))], ids=str)
+def test_tiles_lie_within_a_block(device: Device) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (1, 16, 40, 128, 5000):
+            tiles = fp8_tiles(tokens, 5120, dtype, device)
+            assert BLOCK % tiles.depth == 0 and (dtype == torch.bfloat16 or tiles.depth == 32)
+
+
+X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((X.int(), WEIGHT, SCALE), "x: expected float16, bfloat16"),
+        ((X[:, :100], WEIGHT, SCALE), r"first: expected size 100 \(k of x\) in dimension 1"),
+        (
+            (X, WEIGHT.float(), SCALE),
+            "first: expected contiguous float8_e4m3fn, as it has scales, got torch.float32",
+        ),
+        (
+            (X, torch.cat([WEIGHT] * 2, 1)[:, :200], SCALE),
+            "first: expected contiguous float8_e4m3fn.*strides",
+        ),
+        ((X, WEIGHT, SCALE[:1]), r"first_scale: expected a scale for each block of 128 x 128: \[2, 2\]"),
+        ((X, WEIGHT, SCALE.double()), "first_scale: expected contiguous float32"),
+        ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: expected contiguous float32 \[2, 2\], got None"),
+    ],
+    ids=range(7),
+)
+def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(MLAError, match=f"^{message}"):
+        fp8_linear(*args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up_scale": None}, "gate_up_scale: expected contiguous float32 .*got None"),
+        ({"down_scale": torch.ones(3)}, "down_scale: expected a scale for each block"),
+        ({"w_down": torch.zeros(8, 48, 40)}, "w_down: expected contiguous float8_e4m3fn"),
+        ({"shared_up_scale": None}, "shared_up_scale: expected contiguous float32"),
+        (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: expected float16, bfloat16"),
+    ],
+    ids=range(5),
+)
+def test_wrong_scales_of_experts_are_named(changes: dict[str, Any], message: str) -> None:
+    names = [argument.name for argument in moe_experts_op._schema.arguments]
+    given = dict(zip(names, moe_case(4, 2, shared=1, fp8=True).all_args(), strict=False))
+    with pytest.raises(MLAError, match=f"^{message}"):
+        _experts(**given | changes)
+
+
+def test_blocks_that_two_shared_experts_share_are_refused() -> None:
+    with pytest.raises(
+        MLAError, match=r"^shared_gate: expected rows of one expert, or experts of a multiple of 128"
+    ):
+        _experts(*moe_case(4, 2, shared=2, fp8=True).all_args())

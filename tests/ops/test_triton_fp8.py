@@ -1,0 +1,76 @@
+"""The FP8 kernels without a GPU: what the compiled code uses; their results: `test_interpreted.py`."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from mla_compile.ops.kernels.plan import H200, MatmulTiles, fp8_tiles, moe_tiles
+from tests.fp8_cases import fp8_weight
+from tests.kernel_cases import moe_case
+
+PLANS = sorted(
+    {fp8_tiles(tokens, 2048, torch.bfloat16, H200) for tokens in (1, 17, 40, 128, 600, 5000)}, key=str
+)
+
+
+@pytest.mark.long
+def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.fp8_linear import dequantize_triton, linear_gemv, linear_tiles
+    from tests.triton_compile import compiled_for
+
+    weight, scale = fp8_weight(256, 512)
+    with compiled_for(90) as kernels:
+        for tokens in (1, 2):
+            linear_gemv(torch.randn(tokens, 512).bfloat16(), weight, scale)
+        for tiles in PLANS:
+            linear_tiles(torch.randn(tiles.tokens, 512).bfloat16(), weight, scale, tiles=tiles)
+        dequantize_triton(weight, scale, torch.bfloat16)
+    assert len(PLANS) > 3 and len(kernels) == 3 + len(PLANS)
+    for kernel in kernels:
+        assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes == 0, kernel.name
+
+
+def check_conversion(kernel: str, text: str) -> None:
+    """One multiplication for a weight, by its scale, and no sum joined to it: all variants round alike."""
+    found = Counter(re.findall(r"\b(fma|mul|add|sub)\.[\w.]*f32", text))
+    assert found["mul"] and not found["fma"], f"{kernel}: {found}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tiles", PLANS, ids=str)
+def test_every_tile_dequantises_alike(tiles: MatmulTiles) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.fp8_linear import linear_tiles
+    from tests.triton_compile import compiled_for
+
+    weight, scale = fp8_weight(256, 512)
+    with compiled_for(90) as kernels:
+        linear_tiles(torch.randn(tiles.tokens, 512).bfloat16(), weight, scale, tiles=tiles)
+    check_conversion(kernels[0].name, kernels[0].text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pairs", [4, 600, 4000, 70_000])
+def test_experts_in_fp8_fit_an_h200(pairs: int) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.moe import moe_triton
+    from tests.triton_compile import compiled_for
+
+    gate_up, down = (moe_tiles(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
+    case = moe_case(
+        min(pairs, 600),
+        1,
+        experts=64,
+        hidden=256,
+        intermediate=256,
+        shared=1,
+        dtype=torch.bfloat16,
+        fp8=True,
+    )
+    with compiled_for(90) as kernels:
+        moe_triton(*case.all_args(), gate_up=gate_up, down=down)
+    for kernel in kernels:
+        assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 16, kernel.name

@@ -1,0 +1,106 @@
+"""On a CUDA device: products and experts by FP8 weights at the sizes of real models, and an engine's tokens."""
+
+import pytest
+import torch
+
+from mla_compile import Engine, load_model
+from mla_compile.defaults import SHIPPED_MODEL
+from mla_compile.ops import fp8_linear
+from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.kernels.fp8_linear import dequantize_triton, linear_tiles
+from mla_compile.ops.kernels.plan import device_of, fp8_tiles
+from mla_compile.ops.library import choose
+from mla_compile.ops.moe import moe_experts_op
+from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
+from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding
+
+pytestmark = pytest.mark.gpu
+BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def converts_fp8() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs SM 89")
+
+
+@pytest.mark.parametrize(
+    ("columns", "k"), [(1344, 2048), (5120, 768), (7168, 2048), (200, 300), (7, 41)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_equal_the_definition(dtype: torch.dtype, columns: int, k: int) -> None:
+    weight, scale = fp8_weight(columns, k, device="cuda")
+    assert torch.equal(dequantize_triton(weight, scale, dtype).double(), values_of(weight, scale, dtype))
+    for tokens in (1, 2, 3, 16, 40, 128, 600):
+        x = torch.randn(tokens, k + 8, device="cuda", dtype=dtype)[:, 8:]
+        expected = linear_by_definition(x, (weight, scale))
+        for batch_invariant in (False, True):
+            args = x, weight, scale, None, None, batch_invariant
+            assert choose("fp8_linear", args).chosen.name in ("triton", "dequantized", "tiles")
+            error = (fp8_linear(*args).double() - expected).abs().max() / expected.abs().max()
+            assert error < BOUND[dtype], error
+
+
+def test_a_tokens_bits_depend_on_no_other_token() -> None:
+    for columns, k in ((1344, 2048), (7168, 2048), (200, 300)):
+        weight, scale = fp8_weight(columns, k, device="cuda")
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(3000, k, device="cuda", dtype=dtype)
+            whole = fp8_linear_op(x, weight, scale, None, None, True)
+            for tokens in (1, 2, 5, 16, 17, 33, 64, 100, 128, 129, 544, 1500):
+                for part in (slice(tokens), slice(-tokens, None)):
+                    assert torch.equal(fp8_linear_op(x[part], weight, scale, None, None, True), whole[part])
+
+
+def test_no_tile_changes_a_bit() -> None:
+    weight, scale = fp8_weight(5120, 768, device="cuda")
+    x = torch.randn(128, 768, device="cuda", dtype=torch.bfloat16)
+    numbers = (1, 17, 40, 128, 600, 5000)
+    plans = {fp8_tiles(n, columns, x.dtype, device_of(x)) for n in numbers for columns in (512, 5120)}
+    results = [linear_tiles(x, weight, scale, tiles=tiles) for tiles in plans]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 100, 2048])
+def test_experts_at_the_size_of_glm(tokens: int) -> None:
+    case = moe_case(
+        tokens,
+        4,
+        experts=16,
+        hidden=2048,
+        intermediate=1536,
+        shared=1,
+        dtype=torch.bfloat16,
+        device="cuda",
+        fp8=True,
+    )
+    assert choose("moe_experts", (*case.all_args(), False)).chosen.name == "triton_fp8"
+    whole = moe_experts_op(*case.all_args(), True)
+    if tokens <= 100:
+        check_moe(case, whole)
+        row_lens, q_len, runs = padding(case, 1, [0])
+        got = moe_experts_op(*case.all_args(row_lens, q_len), True)
+        assert torch.equal(got[runs], whole[runs])
+        if runs.any():
+            check_padded_moe(case, got, runs)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_engines_tokens_are_those_of_the_dequantised_model(k: int) -> None:
+    """In float32 and by CUDA graphs. The dequantised model has the same values: those that were quantised."""
+    model = load_model(SHIPPED_MODEL, device="cuda", quantize="fp8")
+    prompts = [[5, 9, 1, 30, 7], [2, 2, 8], list(range(1, 40))]
+    found = Engine(model, num_speculative_tokens=k, max_rows=4, max_model_len=128).generate(
+        prompts, max_new_tokens=24
+    )
+    plain = load_model(SHIPPED_MODEL, device="cuda")
+    for name, parameter in plain.named_parameters():
+        other = model.get_parameter(name)
+        if other.dtype == torch.float8_e4m3fn:
+            halves = 2 if name.endswith("w_gate_up") else 1
+            parts = (x.unflatten(-2, (halves, -1)) for x in (other, model.get_parameter(f"{name}_scale_inv")))
+            parameter.copy_(values_of(*parts, torch.float32).flatten(-3, -2))
+    expected = Engine(plain, num_speculative_tokens=0, max_rows=4, max_model_len=128, compile=False).generate(
+        prompts, max_new_tokens=24
+    )
+    assert [one.token_ids for one in found] == [other.token_ids for other in expected]
