@@ -37,6 +37,7 @@ from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
+    is_by_head,
     namespace_of,
     tensor_of,
     value_of,
@@ -159,13 +160,9 @@ def _matmul(node: fx.Node, given: dict[str, Any]) -> Any:
 def _einsum(node: fx.Node, given: dict[str, Any]) -> Any:
     """`thk,hkn->thn` by any letters: tokens by heads, with a matrix for each head."""
     equation, *operands = node.args
-    parts = str(equation).replace(" ", "").replace("->", ",").split(",")
-    if len(operands) == 2 and [len(part) for part in parts] == [3, 3, 3]:
-        first, second, third = parts
-        in_order = second[:2] == first[1:] and third == first[:2] + second[2]
-        if in_order and len({*first, second[2]}) == 4:
-            _check_weights(node, operands[1])
-            return inline(node, matmul_op, tuple(operands))
+    if is_by_head(node):
+        _check_weights(node, operands[1])
+        return inline(node, matmul_op, tuple(operands))
     raise _refused(node, f"einsum {equation}", "write it as F.linear, or as 'thk,hkn->thn'")
 
 
