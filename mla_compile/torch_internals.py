@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -88,29 +87,7 @@ def lower_with_inductor(
     """Compile a Dynamo graph with Inductor under the given config options."""
     from torch._inductor.compile_fx import compile_fx
 
-    with _compilers_start_early():
-        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
-
-
-@contextmanager
-def _compilers_start_early() -> Iterator[None]:
-    """Inside, the C++ compiler begins on a kernel once Inductor has written it, while Inductor writes the next ones.
-
-    Left to itself, Inductor runs the file of all kernels, which starts the compilers, when it has written the last one.
-    What was started is found there by its source. (Triton's kernels it starts early itself.)
-    """
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
-    define_kernel, names = PythonWrapperCodegen.define_kernel, {"async_compile": AsyncCompile()}
-
-    def define_and_start(self: Any, name: str, body: str, *args: Any, **kwargs: Any) -> None:
-        define_kernel(self, name, body, *args, **kwargs)
-        if body.startswith("async_compile.cpp_pybinding("):
-            eval(body, names)  # the text that the file has
-
-    with patch.object(PythonWrapperCodegen, "define_kernel", define_and_start):
-        yield
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
 
 
 def trace_graph(name: str, gm: fx.GraphModule) -> None:

@@ -2,8 +2,6 @@
 
 import copy
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -114,32 +112,3 @@ def test_a_module_without_mla_compiles_as_with_inductor() -> None:
     module, x = nn.Linear(4, 3), torch.randn(2, 4)
     torch.testing.assert_close(torch.compile(module, backend="mla", fullgraph=True)(x), module(x))
     assert compile_counters()["graphs"] >= 1
-
-
-@pytest.mark.long
-def test_the_compiler_begins_on_a_kernel_before_the_file_of_all_kernels_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What the file asks for is what has been started."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import PyCodeCache
-
-    seen: list[str] = []
-    ask, run = AsyncCompile.cpp_pybinding, PyCodeCache.load_by_key_path
-
-    def asked(self: AsyncCompile, types: list[str], source: str) -> Any:
-        seen.append(source)
-        return ask(self, types, source)
-
-    def ran(*args: Any, **kwargs: Any) -> Any:
-        seen.append("file")
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", asked)
-    monkeypatch.setattr(PyCodeCache, "load_by_key_path", ran)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    x = torch.randn(8, 8)
-    function = torch.compile(lambda x: (x.sin() @ x).softmax(0), backend="mla")
-    torch.testing.assert_close(function(x), (x.sin() @ x).softmax(0))
-    place = seen.index("file")
-    assert place == 2 and seen[:place] == seen[place + 1 :]
