@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mla_compile.ops.materialize import materialize_op
+from mla_compile.passes.effects import may_write, memory
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, set_example_value
 from mla_compile.passes.nodes import is_call, is_tensor, tensor_of, torch_name
 from mla_compile.torch_internals import statically_known_true
@@ -40,10 +41,10 @@ def are_alike(first: fx.Node, second: fx.Node) -> bool:
 
 
 def materialize(nodes: Iterable[fx.Node]) -> None:
-    """Compute the tensors of which these are views once for all who read them."""
+    """Compute the tensors of which these are views once for all who read them; not those that somebody writes to."""
     for node in sorted({_viewed(node) for node in nodes}):
         computed = node.op in ("call_function", "call_method") and not is_call(node, materialize_op)
-        if tensor_of(node).is_complex() or not computed:
+        if not computed or tensor_of(node).is_complex() or _is_written(node):
             continue
         with node.graph.inserting_after(node), torch.no_grad():
             kept = node.graph.call_function(materialize_op, (node,))
@@ -51,6 +52,10 @@ def materialize(nodes: Iterable[fx.Node]) -> None:
             set_example_value(kept, fake_mode_of(node))
         node.replace_all_uses_with(kept)
         kept.args = (node,)
+
+
+def _is_written(node: fx.Node) -> bool:
+    return any(not memory([node]).isdisjoint(memory(may_write(other))) for other in node.graph.nodes)
 
 
 def _viewed(node: fx.Node) -> fx.Node:

@@ -245,6 +245,8 @@ def _leave_to_append(rotation: fx.Node) -> None:
         if (taken and not looks) or node.op == "output":
             return
         node = node.next
+    if writer_between(rotation, node, [given["q_pe"], given["cos"], given["sin"]]) is not None:
+        return
     others = op_arguments(node)
     alike = all(are_alike(given[name], others[name]) for name in ("cos", "sin"))
     same = all(given[name] == others[name] for name in ("interleaved_in", "interleaved_out"))
