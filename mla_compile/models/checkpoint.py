@@ -84,10 +84,8 @@ def load_model(
     _check(model, files, directory, block)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    if block is not None and not dequantize:
-        fp8.put_fp8_layers(model, partial(_stays_fp8, model, files, block))
-    elif quantize is not None:
-        fp8.put_fp8_layers(model, lambda name: "eh_proj" not in name)
+    if not dequantize:
+        fp8.put_fp8_layers(model, partial(_is_fp8, model, files, block, quantize is not None))
     model.to_empty(device=device)
     lay_side_by_side(model)  # before they have values
     _fill(model, files, block, device)
@@ -116,11 +114,19 @@ def _fill(
         destination.copy_(tensor)
 
 
-def _stays_fp8(model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int], name: str) -> bool:
-    """Whether a parameter of the model, by its name, is FP8 in a checkpoint of such blocks, in a form that ops take."""
+def _is_fp8(
+    model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int] | None, quantize: bool, name: str
+) -> bool:
+    """Whether a parameter of the model, by its name, is FP8 in the checkpoint, in a form that ops take, or becomes it.
+
+    block: of the checkpoint's FP8 weights, if it has any.
+    """
     parameter = model.get_parameter(name)
     read = parts(name, parameter, model.arch.num_layers, files.entries)
-    if block != (BLOCK, BLOCK) or any(files.entries[part].dtype != _FLOAT8 for part in read):
+    in_fp8 = [files.entries[part].dtype == _FLOAT8 for part in read]
+    if not any(in_fp8):
+        return quantize and "eh_proj" not in name
+    if block != (BLOCK, BLOCK) or not all(in_fp8):
         return False
     # Of gate and up in one tensor a block may have rows of both.
     return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
@@ -177,8 +183,8 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
 
 
 def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
-    if not dtype.is_floating_point:
-        raise MLAError("dtype", "a floating dtype", dtype)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise MLAError("dtype", "float16, bfloat16, float32 or float64", dtype)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
@@ -238,7 +244,10 @@ def _check(
     quantized = [
         name
         for name, shape in required.items()
-        if (entry := files.entries.get(name)) and entry.dtype == _FLOAT8 and entry.shape == shape
+        if (entry := files.entries.get(name))
+        and entry.dtype == _FLOAT8
+        and entry.shape == shape
+        and len(shape) > 1
     ]
     if quantized and block is None:
         expected = "quantization_config with weight_block_size, as some tensors are float8"
@@ -254,7 +263,7 @@ def _check(
             continue
         if name not in known:
             extra.append(f"{name} {entry}")
-        elif entry.shape != known[name] or entry.dtype not in _accepted_dtypes(name):
+        elif entry.shape != known[name] or entry.dtype not in _accepted_dtypes(name, known[name]):
             misshapen.append(f"{name} (float {list(known[name])} expected, {entry} found)")
     mistakes = [
         f"{len(names)} {kind}: {_shorten(names)}"
@@ -267,8 +276,10 @@ def _check(
         )
 
 
-def _accepted_dtypes(name: str) -> tuple[str, ...]:
-    return (*FLOATS, _FLOAT8_SCALE if name.endswith(fp8.SCALE_SUFFIX) else _FLOAT8)
+def _accepted_dtypes(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    if name.endswith(fp8.SCALE_SUFFIX):
+        return (*FLOATS, _FLOAT8_SCALE)
+    return (*FLOATS, _FLOAT8) if len(shape) > 1 else FLOATS
 
 
 def _shorten(names: list[str]) -> str:

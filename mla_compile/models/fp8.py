@@ -21,7 +21,19 @@ _PLAIN = ("kv_b_proj", "lm_head")
 embedding in some models."""
 
 
-class FP8Linear(nn.Module):
+class _KeepsDtype(nn.Module):
+    """A module whose parameters go along to other devices, and stay FP8, with float32 scales, in `model.to(dtype)`."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_KeepsDtype":
+        def moved(x: Tensor) -> Tensor:
+            result = fn(x)
+            return result if result.dtype == x.dtype else x.to(result.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+class FP8Linear(_KeepsDtype):
     """A linear layer without bias whose weight is FP8: `weight` `[out, in]`, and a scale for each of its blocks."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
@@ -33,7 +45,7 @@ class FP8Linear(nn.Module):
         return fp8_linear(x, self.weight, self.weight_scale_inv)
 
 
-class FP8Experts(nn.Module):
+class FP8Experts(_KeepsDtype):
     """`Experts` whose weights are FP8; gate and up have blocks of their own."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:

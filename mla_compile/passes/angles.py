@@ -3,6 +3,7 @@
 Inductor would compute it again for each layer.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,10 +13,8 @@ from torch import fx
 from mla_compile.ops.materialize import materialize_op
 from mla_compile.passes.effects import may_write, memory
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, set_example_value
-from mla_compile.passes.nodes import is_call, is_tensor, tensor_of, torch_name
-from mla_compile.torch_internals import statically_known_true
-
-_VIEWS = ("unsqueeze", "squeeze", "view", "reshape", "flatten", "expand", "getitem", "transpose")
+from mla_compile.passes.nodes import is_tensor, namespace_of, tensor_of
+from mla_compile.torch_internals import overload_of, statically_known_true
 
 
 def cos_and_sin(angles: Sequence[Any]) -> tuple[Any, Any]:
@@ -43,15 +42,26 @@ def are_alike(first: fx.Node, second: fx.Node) -> bool:
 def materialize(nodes: Iterable[fx.Node]) -> None:
     """Compute the tensors of which these are views once for all who read them; not those that somebody writes to."""
     for node in sorted({_viewed(node) for node in nodes}):
-        computed = node.op in ("call_function", "call_method") and not is_call(node, materialize_op)
-        if not computed or tensor_of(node).is_complex() or _is_written(node):
+        if not _is_computed(node) or tensor_of(node).is_complex() or _is_written(node):
             continue
+        views = [
+            other for other in node.graph.nodes if other is not node and memory([other]) == memory([node])
+        ]
         with node.graph.inserting_after(node), torch.no_grad():
             kept = node.graph.call_function(materialize_op, (node,))
             copy_provenance(node, kept)
             set_example_value(kept, fake_mode_of(node))
         node.replace_all_uses_with(kept)
         kept.args = (node,)
+        for view in views:  # so that they share the memory of what they are views of now
+            set_example_value(view, fake_mode_of(view))
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether Inductor may compute a tensor where it is read. What an op of ours has made is in memory."""
+    maker: Any = node.args[0] if node.target is operator.getitem else node
+    ours = namespace_of(overload_of(maker.target)) == "mla_compile"
+    return node.op in ("call_function", "call_method") and is_tensor(node) and not ours
 
 
 def _is_written(node: fx.Node) -> bool:
@@ -59,7 +69,9 @@ def _is_written(node: fx.Node) -> bool:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, of all or some columns."""
-    while torch_name(node) in _VIEWS and is_tensor(node.args[0]) and is_tensor(node):
-        node = node.args[0]  # type: ignore[assignment]
+    """The node that made the memory of which a node's tensor is a view."""
+    while isinstance(before := node.args[0] if node.args else None, fx.Node):
+        if memory([node]) != memory([before]):
+            break
+        node = before
     return node

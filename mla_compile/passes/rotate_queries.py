@@ -171,8 +171,18 @@ def _sources(result: fx.Node, heads: int, rope: int) -> Iterator[fx.Node]:
 
 
 def _has_heads(x: Tensor, heads: int, rope: int) -> bool:
-    columns = x.shape[-1] if x.dim() > 1 else 0
+    columns = x.shape[-1] if x.dim() > 1 and _is_contiguous(x) else 0
     return type(columns) is int and columns > heads * rope and columns % heads == 0
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """Whether it is known to be; `x.is_contiguous()` asks whether an unknown size is 0."""
+    step: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride())):
+        if not statically_known_true(size == 1) and not statically_known_true(stride == step):
+            return False
+        step = step * size
+    return True
 
 
 def _has_memory_of_its_own(node: fx.Node) -> bool:
@@ -198,9 +208,18 @@ def _spares_rotated(node: fx.Node, match: _Match) -> bool:
     view, source = tensor_of(node), tensor_of(match.cone.source)
     width = source.shape[-1] // match.heads
     steps = view.stride()[:-1]
-    if not source.is_contiguous() or not all(type(step) is int and step % width == 0 for step in steps):
+    if _is_read_by_strides(node) or not all(type(step) is int and step % width == 0 for step in steps):
         return False
     return view.stride(-1) == 1 and view.storage_offset() % width + view.shape[-1] <= width - match.rope
+
+
+def _is_read_by_strides(view: fx.Node) -> bool:
+    """Whether somebody asks for other elements of a view's memory than its own."""
+    return any(
+        function_name(user).startswith("as_strided")
+        or (memory([user]) == memory([view]) and _is_read_by_strides(user))
+        for user in view.users
+    )
 
 
 def _replace(match: _Match) -> fx.Node | str:
@@ -257,16 +276,27 @@ def _leave_to_append(rotation: fx.Node) -> None:
 
 def _use_joined(cat: fx.Node, queries: fx.Node) -> None:
     """Put queries with all parts in the place of a `cat` of the two, which may be those of the prefill tokens alone."""
-    parts = _joined(cat)
-    first, second = map(tensor_of, parts)
-    gap = second.storage_offset() - first.storage_offset()
-    if first.stride() != second.stride() or not statically_known_true(gap == first.shape[-1]):
+    q_nope, q_pe = _joined(cat)
+    split = None
+    if q_pe.target is operator.getitem and q_pe.args[0].target is torch.split and len(q_pe.args[0].args) == 2:
+        split, place = q_pe.args  # that of `lower_mla_attention`, or the user's
+    # Of all tokens, before they are split: the rotated columns of these queries, and no others?
+    q, rotated, first, second = (
+        tensor_of(n) for n in (queries, split.args[0] if split else q_pe, q_nope, q_pe)
+    )
+    width = first.shape[-1] + second.shape[-1]
+    apart = second.storage_offset() - first.storage_offset(), rotated.storage_offset() - q.storage_offset()
+    same = (
+        rotated.dim() == 3
+        and q.stride() == rotated.stride() == second.stride() == first.stride()
+        and q.shape[1:] == (*rotated.shape[1:2], width)
+        and all(statically_known_true(gap == first.shape[-1]) for gap in apart)
+        and statically_known_true(q.shape[0] == rotated.shape[0])
+    )
+    if not same:
         return
-    taken = parts[1]
-    if taken.target is operator.getitem and taken.args[0].target is torch.split:
-        split, place = taken.args
+    whole = queries
+    if split is not None:
         whole = inline(cat, lambda q, sizes: torch.split(q, sizes)[place], (queries, split.args[1]))
-    else:
-        whole = queries
     cat.replace_all_uses_with(whole)
     cat.graph.erase_node(cat)

@@ -172,6 +172,19 @@ def kept_by_their_strides(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
     return q_nope, q_pe, q_pe.as_strided((len(q), 1), (HEADS * ROPE, 1))
 
 
+def read_beyond_a_view(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe, _ = in_two_parts(q, angles)
+    return q_nope, q_pe, q_nope.as_strided((len(q), 1), (HEADS * WIDTH, 1), WIDTH - 1)
+
+
+def transposed(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    """Queries of which the memory is not that of tokens in their order."""
+    q = (q.view(-1, 2, HEADS * WIDTH).transpose(0, 1) * 1.0).reshape(-1, HEADS, WIDTH)
+    q_nope, q_pe = q.split([NOPE, ROPE], dim=-1)
+    q = torch.cat([q_nope, halves(q_pe, angles[:, None])], dim=-1)
+    return *q.split([NOPE, ROPE], dim=-1), 0
+
+
 def written(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
     q_nope, q_pe = q.view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
     wide = q_pe + 0
@@ -186,6 +199,8 @@ REFUSED = {
     "angles of each head": (unlike, "not those of each token"),
     "heads in another order": (heads_mixed, "computes something else"),
     "somebody who knows the strides": (kept_by_their_strides, "`more` may count on how queries lie"),
+    "somebody who reads beyond a view": (read_beyond_a_view, "also used by `split_1`|also used by `q_nope`"),
+    "tokens in another order in memory": (transposed, "no projection|computes something else|reads"),
     "a write in between": (written, "used by `mul_`"),
 }
 
@@ -249,10 +264,13 @@ class Normed(fused.Author):
     between: Callable = staticmethod(lambda q_pe: 0)
     written = False
 
+    def angles(self, emb: Tensor) -> tuple[Tensor, Tensor]:
+        return emb.cos(), emb.sin()
+
     def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
         layer, angles = self.layer, torch.outer(torch.arange(len(x)) + 1.0, torch.tensor([1.0, 0.1]))
         emb = torch.cat((angles, angles), dim=-1)
-        cos, sin = emb.cos(), emb.sin()
+        cos, sin = self.angles(emb)
         q_nope, q_pe = layer.q_proj(x).view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
         q_pe = q_pe * cos[:, None] + fused.rotate_half(q_pe) * sin[:, None]
         if self.written:
@@ -267,6 +285,56 @@ class Normed(fused.Author):
 
 class ReadBefore(Normed):
     between = staticmethod(lambda q_pe: q_pe.sum((1, 2))[:, None])
+
+
+class Shifted(nn.Module):
+    """Attention to some tokens of a projection alone."""
+
+    def __init__(self, take: Callable) -> None:
+        super().__init__()
+        self.layer, self.take = Layer().requires_grad_(False), take
+
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        layer, more = self.layer, torch.cat([x[:2], x])
+        angles = torch.outer(torch.arange(len(more)) + 1.0, torch.tensor([1.0, 0.1]))
+        q_nope, q_pe = map(self.take, in_two_parts(layer.q_proj(more), angles)[:2])
+        kv_c, k_pe = layer.kv_proj(x).split([layer.w_uk.shape[2], ROPE], dim=-1)
+        out = mla_attention(q_nope, q_pe, kv_c, k_pe, layer.kv_cache, layer.w_uk, layer.w_uv, batch, 0.3)
+        return x + layer.o_proj(out.flatten(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "take",
+    [lambda t: t[2:], lambda t: torch.split(t, [2, len(t) - 2])[1], lambda t: t.split([2, len(t) - 2])[1]],
+    ids=["slice", "split", "method"],
+)
+def test_queries_of_some_tokens_are_joined_by_themselves(take: Callable, kind: str) -> None:
+    compare(Shifted(take), KINDS[kind])
+
+
+class Table(Normed):
+    """Cos and sin in one tensor, which is filled after views of it were taken."""
+
+    def angles(self, emb: Tensor) -> tuple[Tensor, Tensor]:
+        both = emb.new_empty(2, *emb.shape)
+        cos, sin = both.select(0, 0), both.select(0, 1)
+        both[0] = emb.cos()
+        both[1] = emb.sin()
+        return cos, sin
+
+
+class Chunked(Normed):
+    def angles(self, emb: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = torch.cat([emb.cos(), emb.sin()], dim=-1).chunk(2, dim=-1)
+        return cos, sin
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [Table, Chunked])
+def test_angles_that_are_views_of_one_tensor(model: Any, kind: str) -> None:
+    gm = compare(model(fused.upcast, halves), KINDS[kind])
+    assert len(rotations(gm)) == 1
 
 
 class AngleWritten(Normed):
