@@ -184,7 +184,7 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
 
 def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise MLAError("dtype", "float16, bfloat16, float32 or float64", dtype)
+        raise MLAError("dtype", "a float dtype: float16, bfloat16, float32 or float64", dtype)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA

@@ -1,5 +1,6 @@
 """Models whose weights stay in FP8: what is loaded, their logits, and the tokens of an engine."""
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -216,7 +217,34 @@ def test_a_misshapen_scale_is_named(checkpoint: Path, tmp_path: Path) -> None:
         load_model(path)
 
 
-def test_a_model_converted_to_another_dtype_says_that_its_weights_are_lost(checkpoint: Path) -> None:
-    model = load_model(checkpoint).bfloat16()
-    with pytest.raises(MLAError, match="first: expected contiguous float8_e4m3fn"):
-        logits(model)
+def test_another_dtype_converts_all_but_the_weights_in_fp8(checkpoint: Path) -> None:
+    model = load_model(checkpoint).to(torch.bfloat16)
+    expected = load_model(checkpoint, dtype=torch.bfloat16)
+    for (name, value), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        other = other.to(torch.bfloat16) if name.endswith("correction_bias") else other
+        assert value.dtype == other.dtype and torch.equal(value.float(), other.float()), name
+    assert logits(model).isfinite().all()
+
+
+def test_what_a_checkpoint_has_plain_beside_fp8_is_quantised_too(plain: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(plain, tmp_path / "copy")
+    set_quantization(path, quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128])
+    made, expected = (load_model(source, quantize="fp8").state_dict() for source in (path, plain))
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[name].float(), value.float()) for name, value in expected.items())
+
+
+def test_a_norm_in_fp8_and_a_model_of_fp8_numbers_are_refused_by_name(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(checkpoint, tmp_path / "copy")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors, scales = load_file(path / "weights.safetensors"), load_file(path / "scales.safetensors")
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    scales[f"{name}_scale_inv"] = torch.ones(2)
+    save_file(tensors, path / "weights.safetensors")
+    save_file(scales, path / "scales.safetensors")
+    with pytest.raises(MLAError, match=f"misshapen: {re.escape(name)}"):
+        load_model(path)
+    with pytest.raises(MLAError, match="^dtype: expected a float dtype"):
+        load_model(checkpoint, dtype=torch.float8_e4m3fn)
