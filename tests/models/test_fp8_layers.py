@@ -246,5 +246,5 @@ def test_a_norm_in_fp8_and_a_model_of_fp8_numbers_are_refused_by_name(
     save_file(scales, path / "scales.safetensors")
     with pytest.raises(MLAError, match=f"misshapen: {re.escape(name)}"):
         load_model(path)
-    with pytest.raises(MLAError, match="^dtype: expected a float dtype"):
+    with pytest.raises(MLAError, match=r"^dtype: expected a float dtype"):
         load_model(checkpoint, dtype=torch.float8_e4m3fn)
