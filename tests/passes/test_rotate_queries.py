@@ -105,6 +105,7 @@ def attention_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rotation_is_seen_however_it_is_written_and_nothing_is_joined(way: Callable, kind: str) -> None:
@@ -205,6 +206,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("queries", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_it_is_left_as_it_is_and_the_log_says_why(
     queries: Callable, reason: str, caplog: pytest.LogCaptureFixture
@@ -303,6 +305,7 @@ class Shifted(nn.Module):
         return x + layer.o_proj(out.flatten(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "take",
@@ -330,6 +333,7 @@ class Chunked(Normed):
         return cos, sin
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", [Table, Chunked])
 def test_angles_that_are_views_of_one_tensor(model: Any, kind: str) -> None:
@@ -347,6 +351,7 @@ class Sized(Normed):
     between = staticmethod(lambda q_pe: torch.zeros(q_pe.size(0), 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS | UNKNOWN)
 @pytest.mark.parametrize("model", [Normed, Sized, ReadBefore, AngleWritten])
 def test_an_append_rotates_queries_in_its_launch_unless_they_are_read_before(model: Any, kind: str) -> None:
