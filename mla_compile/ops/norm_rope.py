@@ -38,3 +38,8 @@ def rotate(
     if interleaved_out:
         return torch.stack([first, second], dim=-1).flatten(-2).to(dtype)
     return torch.cat([first, second], dim=-1).to(dtype)
+
+
+def rotate_heads(q_pe: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool) -> None:
+    """`rotate` every head of queries `[tokens, heads, d]` in place; cos, sin: by token."""
+    q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))

@@ -18,7 +18,7 @@ from mla_compile.ops.implementations import (
     triton,
 )
 from mla_compile.ops.library import define_op
-from mla_compile.ops.norm_rope import rms_norm, rotate
+from mla_compile.ops.norm_rope import rms_norm, rotate, rotate_heads
 from mla_compile.ops.paging import write_latents
 
 NORM_ROPE_APPEND = (
@@ -86,11 +86,7 @@ def mla_norm_rope_append(
         raise MLAError(
             "weight", f"an even number of columns less than kv_a's {kv_a.shape[1]}", weight.shape[0]
         )
-    sizes.check("cos", cos, "tokens, angles", like=kv_a)
-    if cos.shape[1] not in (rope // 2, rope):
-        expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
-        raise MLAError("cos", expected, list(cos.shape))
-    sizes.floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
+    sizes.angles(cos, sin, rope, like=kv_a)
     sizes.slots(slot_mapping, kv_cache)
     if q_pe is not None and q_pe.shape[2] != rope:
         raise MLAError("q_pe", f"{rope} columns, as many as are rotated of kv_a", q_pe.shape[2])
@@ -116,4 +112,4 @@ def norm_rope_append_torch(
     k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
     write_latents(torch.cat([rms_norm(kv_c, weight, eps), k_pe], dim=1), kv_cache, slot_mapping)
     if q_pe is not None:
-        q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))
+        rotate_heads(q_pe, cos, sin, interleaved_in, interleaved_out)

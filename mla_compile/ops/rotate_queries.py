@@ -10,7 +10,7 @@ from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.implementations import FLOATS, SOME, UNIT, reference, triton
 from mla_compile.ops.library import define_op
-from mla_compile.ops.norm_rope import rotate
+from mla_compile.ops.norm_rope import rotate_heads
 
 ROTATE_QUERIES = (
     triton(
@@ -52,11 +52,7 @@ def mla_rotate_queries(
     rope = q_pe.shape[2]
     if rope < 2 or rope % 2:
         raise MLAError("q_pe", "an even number of columns", rope)
-    sizes.check("cos", cos, "tokens, angles", like=q_pe)
-    if cos.shape[1] not in (rope // 2, rope):
-        expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
-        raise MLAError("cos", expected, list(cos.shape))
-    sizes.floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
+    sizes.angles(cos, sin, rope, like=q_pe)
 
 
 rotate_queries_op = torch.ops.mla_compile.mla_rotate_queries.default
@@ -66,4 +62,4 @@ def rotate_queries_torch(
     q_pe: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool
 ) -> None:
     """`mla_rotate_queries` in plain torch: every device and dtype."""
-    q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))
+    rotate_heads(q_pe, cos, sin, interleaved_in, interleaved_out)

@@ -50,6 +50,14 @@ class Layouts:
                 )
             inference_only(name, x)
 
+    def angles(self, cos: Tensor, sin: Tensor, rope: int, *, like: Tensor) -> None:
+        """Check cos and sin of a rotation of `rope` columns, which `rotate` describes."""
+        self.check("cos", cos, "tokens, angles", like=like)
+        if cos.shape[1] not in (rope // 2, rope):
+            expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
+            raise MLAError("cos", expected, list(cos.shape))
+        self.floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
+
     def check(
         self,
         name: str,

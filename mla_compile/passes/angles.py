@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mla_compile.ops.materialize import materialize_op
-from mla_compile.passes.effects import may_write, memory
+from mla_compile.passes.effects import made_of, may_write, memory
 from mla_compile.passes.emit import copy_provenance, fake_mode_of, set_example_value
 from mla_compile.passes.nodes import is_tensor, namespace_of, tensor_of
 from mla_compile.torch_internals import overload_of, statically_known_true
@@ -35,13 +35,13 @@ def are_alike(first: fx.Node, second: fx.Node) -> bool:
     """Whether two tensors are the same view of one tensor."""
     a, b = tensor_of(first), tensor_of(second)
     places = [(x.storage_offset(), x.stride(), x.shape[1:]) for x in (a, b)]
-    same = _viewed(first) is _viewed(second) and places[0] == places[1]
+    same = made_of(first) is made_of(second) and places[0] == places[1]
     return same and statically_known_true(a.shape[0] == b.shape[0])
 
 
 def materialize(nodes: Iterable[fx.Node]) -> None:
     """Compute the tensors of which these are views once for all who read them; not those that somebody writes to."""
-    for node in sorted({_viewed(node) for node in nodes}):
+    for node in sorted({made_of(node) for node in nodes}):
         if not _is_computed(node) or tensor_of(node).is_complex() or _is_written(node):
             continue
         views = [
@@ -66,12 +66,3 @@ def _is_computed(node: fx.Node) -> bool:
 
 def _is_written(node: fx.Node) -> bool:
     return any(not memory([node]).isdisjoint(memory(may_write(other))) for other in node.graph.nodes)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """The node that made the memory of which a node's tensor is a view."""
-    while isinstance(before := node.args[0] if node.args else None, fx.Node):
-        if memory([node]) != memory([before]):
-            break
-        node = before
-    return node

@@ -34,6 +34,20 @@ def memory(nodes: Iterable[fx.Node]) -> set[int]:
     return {storage_key(value) for node in nodes for value in values_of(node) if isinstance(value, Tensor)}
 
 
+def made_of(node: fx.Node, columns: int = 0) -> fx.Node:
+    """The node whose tensor a node's tensor is a view of, and that is no view itself.
+
+    columns: the climb ends before a tensor whose last dimension has fewer.
+    """
+    while isinstance(before := node.args[0] if node.args else None, fx.Node):
+        value = value_of(before)
+        too_few = columns > 0 and isinstance(value, Tensor) and value.shape[-1] < columns
+        if too_few or memory([node]) != memory([before]):
+            break
+        node = before
+    return node
+
+
 def mutates(node: fx.Node) -> bool:
     """Whether a node that moves must not cross this one.
 

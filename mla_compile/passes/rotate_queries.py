@@ -36,7 +36,7 @@ from mla_compile.ops.prefill import prefill_op
 from mla_compile.ops.rotate_queries import ROTATE_QUERIES, rotate_queries_op
 from mla_compile.passes.angles import are_alike, cos_and_sin, materialize
 from mla_compile.passes.cone import Cone, cut
-from mla_compile.passes.effects import erase, live_nodes, memory, writer_between
+from mla_compile.passes.effects import erase, live_nodes, made_of, memory, writer_between
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     argument,
@@ -87,7 +87,8 @@ def rotate_queries(
         if is_tensor(q_pe := _rotated_part(node))
         and (everywhere or first_serves(ROTATE_QUERIES, tensor_of(q_pe)))
     ]
-    rotated = {_made(q_pe): tensor_of(q_pe) for q_pe in parts}
+    # A head in the last dimension: what is rotated may be a view of pairs.
+    rotated = {made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe) for q_pe in parts}
     if not rotated:
         return gm
     live, known = live_nodes(gm.graph), dict[str, Rotation | str]()
@@ -131,16 +132,6 @@ def _joined(q: fx.Node) -> Any:
     """The two parts that `lower_mla_attention` joins for prefill."""
     parts = argument(q, 0, "tensors") if q.target is torch.cat else ()
     return parts if len(parts) == 2 and argument(q, 1, "dim") == -1 else None
-
-
-def _made(q_pe: fx.Node) -> fx.Node:
-    """The first node whose tensor these queries are a view of, with all columns of a head in its last dimension."""
-    node, rope = q_pe, tensor_of(q_pe).shape[2]
-    while isinstance(before := node.args[0] if node.args else None, fx.Node):
-        if memory([node]) != memory([before]) or (is_tensor(before) and tensor_of(before).shape[-1] < rope):
-            break
-        node = before
-    return node
 
 
 def _match(result: fx.Node, q_pe: Tensor, live: set[fx.Node], known: dict[str, Any]) -> _Match | str:

@@ -67,6 +67,20 @@ def compiled_graph(function: Callable[..., Any], *inputs: Any) -> fx.GraphModule
     return capture.after[0]
 
 
+def compared(
+    model: nn.Module, batch: dict[str, Any], dtype: torch.dtype, passes: Sequence[pipeline.Pass]
+) -> fx.GraphModule:
+    """The graph after the passes, whose results and caches are those of the model run eagerly."""
+    x, metadata = make_inputs(**batch)
+    x, expected, capture = x.to(dtype), copy.deepcopy(model), Capture(passes)
+    out = torch.compile(model, backend=capture, fullgraph=True)(x, metadata)
+    tolerance = {"rtol": 1e-2, "atol": 4e-2} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out, expected(x, metadata), **tolerance)
+    for mine, theirs in zip(model.buffers(), expected.buffers()):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    return capture.after[0]
+
+
 def rows_computed(gm: fx.GraphModule) -> dict[str, set[Any]]:
     """Rows that each op computes, but for gathers and writes."""
     found: dict[str, set[Any]] = {}

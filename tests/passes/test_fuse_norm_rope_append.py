@@ -25,7 +25,19 @@ from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph, compile_counters
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import HEADS, NOPE, RANK, ROPE, Capture, Layer, make_inputs, nodes_of, ops, shape
+from tests.passes.capture import (
+    HEADS,
+    NOPE,
+    RANK,
+    ROPE,
+    Capture,
+    Layer,
+    compared,
+    make_inputs,
+    nodes_of,
+    ops,
+    shape,
+)
 
 EPS = 1e-4
 DECODE = {"rows": 3, "q_len": 2}
@@ -142,15 +154,7 @@ ROPES = [halves, halves_with_a_factor, deinterleaved, as_complex, neighbours]
 
 
 def compare(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float32) -> fx.GraphModule:
-    """The graph after the passes, whose results and caches are those of the model run eagerly."""
-    x, metadata = make_inputs(**batch)
-    x, expected, capture = x.to(dtype), copy.deepcopy(model), Capture(PASSES)
-    out = torch.compile(model, backend=capture, fullgraph=True)(x, metadata)
-    tolerance = {"rtol": 1e-2, "atol": 4e-2} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(out, expected(x, metadata), **tolerance)
-    for mine, theirs in zip(model.buffers(), expected.buffers()):
-        torch.testing.assert_close(mine, theirs, **tolerance)
-    return capture.after[0]
+    return compared(model, batch, dtype, PASSES)
 
 
 def is_fused(gm: fx.GraphModule) -> bool:

@@ -25,7 +25,18 @@ from mla_compile.torch_internals import capture_graph
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
 from tests.passes import test_fuse_norm_rope_append as fused
-from tests.passes.capture import HEADS, NOPE, ROPE, Capture, Layer, make_inputs, nodes_of, ops, shape
+from tests.passes.capture import (
+    HEADS,
+    NOPE,
+    ROPE,
+    Capture,
+    Layer,
+    compared,
+    make_inputs,
+    nodes_of,
+    ops,
+    shape,
+)
 from tests.passes.test_fuse_norm_rope_append import halves, neighbours
 
 WIDTH = NOPE + ROPE
@@ -81,15 +92,7 @@ WAYS = [in_two_parts, partial(in_two_parts, rope=neighbours), by_slices, joined_
 
 
 def compare(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float32) -> fx.GraphModule:
-    """The graph after the passes, whose results and caches are those of the model run eagerly."""
-    x, metadata = make_inputs(**batch)
-    x, theirs, capture = x.to(dtype), copy.deepcopy(model), Capture(EVERYWHERE)
-    out = torch.compile(model, backend=capture, fullgraph=True)(x, metadata)
-    tolerance = {"rtol": 1e-2, "atol": 4e-2} if dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(out, theirs(x, metadata), **tolerance)
-    for mine, other in zip(model.buffers(), theirs.buffers()):
-        torch.testing.assert_close(mine, other, **tolerance)
-    return capture.after[0]
+    return compared(model, batch, dtype, EVERYWHERE)
 
 
 def rotations(gm: fx.GraphModule) -> list[fx.Node]:

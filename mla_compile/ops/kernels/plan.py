@@ -225,7 +225,7 @@ MOST_UNSORTED_PAIRS = 512
 """(token, expert) pairs up to which each program of the expert kernels finds its own; more are sorted first."""
 
 MOST_NARROW_PAIRS = 128
-"""Pairs an expert up to which Hopper gets narrow tiles. On an H200 those won at 68 pairs, the wide ones at 256."""
+"""Pairs an expert up to which Hopper gets narrow tiles of down. On an H200 those won at 68 pairs, wide ones at 256."""
 
 
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
