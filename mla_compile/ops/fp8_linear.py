@@ -1,37 +1,67 @@
 """`fp8_linear`: a product by block-FP8 weights, which stay FP8 in memory."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.ops import fp8, validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, at_least, reference, triton
+from mla_compile.ops.implementations import (
+    FLOATS,
+    HALF,
+    SOME,
+    UNIT,
+    Implementation,
+    at_least,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.side_by_side import num_columns
 
 _FLOAT8 = (8, 9)
 """The oldest GPU whose Triton converts float8_e4m3fn."""
 _SIZES = {"k": SOME, "columns": SOME}
+_TILES = triton(
+    "tiles are dequantised in registers",
+    "mla_compile.ops.kernels.fp8_linear:linear_tiles",
+    name="tiles",
+    takes={"dtype": FLOATS, "tokens": SOME, **_SIZES},
+    min_capability=_FLOAT8,
+)
+# Numbers of tokens are those up to which each was quickest on an H200. All that are batch-invariant give a token the
+# same bits.
 FP8_LINEAR = (
     triton(
-        "one or two tokens: a program reads a few rows of the weight, on the plain cores",
+        "one token: a program reads a few rows of the weight, on the plain cores",
         "mla_compile.ops.kernels.fp8_linear:linear_gemv",
-        takes={"dtype": FLOATS, "tokens": range(1, 3), **_SIZES},
+        takes={"dtype": FLOATS, "tokens": UNIT, **_SIZES},
         min_capability=_FLOAT8,
     ),
     triton(
         "many tokens: the weight is dequantised first, and cuBLAS multiplies",
         "mla_compile.ops.kernels.fp8_linear:linear_dequantized",
         name="dequantized",
-        takes={"dtype": HALF, "tokens": at_least(512), **_SIZES},
+        takes={"dtype": HALF, "tokens": at_least(65), **_SIZES},
         min_capability=_FLOAT8,
     ),
+    _TILES,
+    replace(
+        _TILES,
+        name="tiles_in_order",
+        description="tiles are dequantised in registers, and multiplied in one order along k",
+        function="mla_compile.ops.kernels.fp8_linear:linear_tiles_in_order",
+        takes={**_TILES.takes, "dtype": HALF, "tokens": range(1, 17)},
+        max_capability=(9, 0),  # newer ones may add the products of tiles of few tokens in another order
+        batch_invariant=True,
+    ),
     triton(
-        "tiles are dequantised in registers; one order along k, whatever the tile",
-        "mla_compile.ops.kernels.fp8_linear:linear_tiles",
-        name="tiles",
-        takes={"dtype": FLOATS, "tokens": SOME, **_SIZES},
+        "the weight is dequantised first, and multiplied in the same order",
+        "mla_compile.ops.kernels.matmul:linear_fp8_in_order",
+        name="dequantized_in_order",
+        takes=_TILES.takes,
         min_capability=_FLOAT8,
         batch_invariant=True,
     ),

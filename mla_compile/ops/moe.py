@@ -31,14 +31,23 @@ _TRITON = triton(
     },
     batch_invariant=True,
 )
+_TRITON_FP8 = replace(
+    _TRITON,
+    name="triton_fp8",
+    description="the same of weights in FP8, which are dequantised in registers",
+    min_capability=(8, 9),  # the oldest whose Triton converts float8_e4m3fn
+    takes={**_TRITON.takes, "weights": ("FP8",)},
+    batch_invariant=False,
+)
 MOE_EXPERTS = (
     _TRITON,
+    _TRITON_FP8,
     replace(
-        _TRITON,
-        name="triton_fp8",
-        description="the same of weights in FP8, which are dequantised in registers",
-        min_capability=(8, 9),  # the oldest whose Triton converts float8_e4m3fn
-        takes={**_TRITON.takes, "weights": ("FP8",)},
+        _TRITON_FP8,
+        name="triton_fp8_in_order",
+        description="the same with one order along k, whatever the tile",
+        function="mla_compile.ops.kernels.moe:moe_in_order",
+        batch_invariant=True,
     ),
     reference("mla_compile.ops.moe:moe_torch"),
     Implementation(

@@ -6,19 +6,18 @@ from collections import Counter
 import pytest
 import torch
 
-from mla_compile.ops.kernels.plan import H200, MatmulTiles, fp8_tiles, moe_tiles
+from mla_compile.ops.kernels.plan import H200, MatmulTiles, fp8_moe_tiles, fp8_tiles
 from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case
 
-PLANS = sorted(
-    {fp8_tiles(tokens, 2048, torch.bfloat16, H200) for tokens in (1, 17, 40, 128, 600, 5000)}, key=str
-)
+PLANS = sorted({fp8_tiles(8, columns, torch.bfloat16, H200) for columns in (2048, 7168)}, key=str)
 
 
 @pytest.mark.long
 def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.fp8_linear import dequantize_triton, linear_gemv, linear_tiles
+    from mla_compile.ops.kernels.fp8 import dequantize_triton
+    from mla_compile.ops.kernels.fp8_linear import linear_gemv, linear_tiles
     from tests.triton_compile import compiled_for
 
     weight, scale = fp8_weight(256, 512)
@@ -28,7 +27,7 @@ def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
         for tiles in PLANS:
             linear_tiles(torch.randn(tiles.tokens, 512).bfloat16(), weight, scale, tiles=tiles)
         dequantize_triton(weight, scale, torch.bfloat16)
-    assert len(PLANS) > 3 and len(kernels) == 3 + len(PLANS)
+    assert len(PLANS) == 2 and len(kernels) == 3 + len(PLANS)
     for kernel in kernels:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes == 0, kernel.name
 
@@ -53,13 +52,13 @@ def test_every_tile_dequantises_alike(tiles: MatmulTiles) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pairs", [4, 600, 4000, 70_000])
+@pytest.mark.parametrize("pairs", [4, 40, 600, 4000, 70_000])
 def test_experts_in_fp8_fit_an_h200(pairs: int) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
-    gate_up, down = (moe_tiles(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
+    gate_up, down = (fp8_moe_tiles(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
     case = moe_case(
         min(pairs, 600),
         1,

@@ -1,8 +1,8 @@
 """`x @ weight.T` by a weight in block FP8, `ops/fp8.py`: half of the bytes are read, and converted in registers.
 
-One or two tokens are multiplied on the plain cores, as in `gemv.py`; others on tensor cores, by tiles that lie within a
-block along k, so that a row of a tile has one scale. Of very many tokens the conversion, which every tile of tokens
-repeats, takes longer than to write the weight dequantised once. The values of weights are the same in all three.
+One token is multiplied on the plain cores, as in `gemv.py`; a few on tensor cores, by tiles that lie within a block
+along k, so that a row of a tile has one scale. Of many tokens the conversion, which every tile of tokens repeats, takes
+longer than to write the weight dequantised once. The values of weights are the same in all three.
 """
 
 import torch
@@ -11,14 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops import fp8
 from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels.early import prefetch, starts_early, wait_for_kernel_before
-from mla_compile.ops.kernels.fp8 import BLOCK, dequantized
+from mla_compile.ops.kernels.fp8 import BLOCK, dequantize_triton, dequantized
 from mla_compile.ops.kernels.plan import MatmulTiles, device_of, fp8_tiles
 
 LINES = tl.constexpr(32)
 """Cache lines of a row that are requested at once."""
+
+_FEW_COLUMNS = 2304
+"""Up to so many columns a program takes two: with four there would be too few programs."""
 
 
 @triton.jit
@@ -55,7 +57,7 @@ def gemv_kernel(
         k = (b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])[None, :, :]
         s = tl.load(scale_at + b, mask=b < blocks, other=0.0)[None, :, None]
         w = tl.load(w_at + k, mask=in_columns & (k < K), other=0.0)
-        w = dequantized(w, s, x.dtype.element_ty).to(tl.float32)
+        w = dequantized(w, s, x.dtype.element_ty, False).to(tl.float32)
         h = tl.load(x_at + k, mask=in_tokens & (k < K), other=0.0).to(tl.float32)
         acc += h[:, None, :, :] * w[None, :, :, :]
     at = out + t[:, None] * columns + c[None, :]
@@ -76,6 +78,7 @@ def tiles_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """BLOCK_T tokens, BLOCK_C columns; BLOCK_K divides BLOCK. Grid `[tiles of tokens * tiles of columns]`.
@@ -101,30 +104,11 @@ def tiles_kernel(
         h = tl.load(x_at + start, mask=x_mask, other=0.0)
         w = tl.load(w_at + start, mask=w_mask, other=0.0)
         s = tl.load(scale_at + start // BLOCK, mask=c < columns, other=0.0)
-        w = dequantized(w, s[:, None], h.dtype)
+        w = dequantized(w, s[:, None], h.dtype, IN_ORDER)
         # Float32 on the plain cores: tensor cores would round it.
         result = tl.dot(h, tl.trans(w), result, input_precision="ieee")
     at = out + (t * columns)[:, None] + c[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < columns)[None, :])
-
-
-@triton.jit
-def dequantize_kernel(
-    weight,  # float8 [rows, columns], contiguous
-    scale,  # float32 [ceil(rows / BLOCK), ceil(columns / BLOCK)], contiguous
-    out,  # [rows, columns]
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-):
-    """ROWS rows of one block of columns; grid `[blocks of columns, tiles of rows]`."""
-    r = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    at = (r * columns)[:, None] + c[None, :]
-    s = tl.load(scale + tl.program_id(1) * ROWS // BLOCK * tl.num_programs(0) + tl.program_id(0))
-    w = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + at, dequantized(w, s, out.dtype.element_ty), mask=inside)
 
 
 def linear_gemv(
@@ -134,18 +118,19 @@ def linear_gemv(
     second: Tensor | None = None,
     second_scale: Tensor | None = None,
     *,
-    tiles: tuple[int, int, int] = (4, 8, 4),
+    tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """What `fp8_linear` computes of a few tokens.
 
-    tiles: columns, a power of two up to 128, and blocks of k that a program reads at a time, and its warps.
+    tiles: columns, a power of two up to 128, and blocks of k that a program reads at a time, and its warps. Unless
+        given, those that were quickest for most products of one token on an H200.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, k = x.shape
-    block_c, blocks, warps = tiles
 
     def product(weight: Tensor, scale: Tensor) -> Tensor:
         columns = weight.shape[0]
+        block_c, blocks, warps = tiles or (2 if columns <= _FEW_COLUMNS else 4, 4, 2)
         out = x.new_empty(tokens, columns)
         with torch.cuda.device_of(x):  # Triton launches on the current device
             gemv_kernel[(triton.cdiv(columns, block_c),)](
@@ -171,10 +156,13 @@ def linear_tiles(
     second_scale: Tensor | None = None,
     *,
     tiles: MatmulTiles | None = None,
+    in_order: bool = False,
 ) -> Tensor:
-    """What `fp8_linear` computes, with the same bits of a token for every number of tokens, whatever the tiles.
+    """What `fp8_linear` computes.
 
-    They are chosen by `plan.py` unless given.
+    tiles: chosen by `plan.py` unless given.
+    in_order: a token has the same bits in every number of tokens, whatever the tiles: those that `matmul_triton` gives
+        it with the weight dequantised.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, k = x.shape
@@ -188,6 +176,7 @@ def linear_tiles(
             tiles_kernel[(programs,)](
                 *(x, weight, scale, out, x.stride(0), tokens, columns),
                 K=k,
+                IN_ORDER=in_order and x.is_cuda,
                 EARLY=starts_early(x),
                 launch_pdl=starts_early(x),
                 **chosen.options(k),
@@ -195,6 +184,13 @@ def linear_tiles(
         return out
 
     return each_matrix(product, first, first_scale, second, second_scale)
+
+
+def linear_tiles_in_order(
+    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
+) -> Tensor:
+    """`linear_tiles` with the same bits of a token in every number of tokens."""
+    return linear_tiles(x, first, first_scale, second, second_scale, in_order=True)
 
 
 def linear_dequantized(
@@ -207,13 +203,3 @@ def linear_dequantized(
             return F.linear(x, dequantize_triton(weight, scale, x.dtype))
 
     return each_matrix(product, first, first_scale, second, second_scale)
-
-
-def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in FP8, `[rows, columns]`, in another dtype."""
-    rows, columns = weight.shape
-    out = weight.new_empty(weight.shape, dtype=dtype)
-    grid = (triton.cdiv(columns, fp8.BLOCK), triton.cdiv(rows, 32))
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        dequantize_kernel[grid](weight, scale, out, rows, columns, ROWS=32, num_warps=4)
-    return out

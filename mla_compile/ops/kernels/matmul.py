@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.fp8 import each_matrix
+from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.plan import MatmulTiles, device_of, matmul_tiles, splits_matmul
 
 PART = 256
@@ -142,3 +144,15 @@ def matmul_triton(
             grid = (triton.cdiv(out.numel(), 1024),)
             add_parts_kernel[grid](written, out, out.numel(), PARTS=parts, BLOCK=1024, num_warps=4)
     return out
+
+
+def linear_fp8_in_order(
+    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
+) -> Tensor:
+    """What `fp8_linear` computes, of weights that are written dequantised: a row's bits are as in `matmul_triton`."""
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        columns = dequantize_triton(weight, scale, x.dtype).t()
+        return matmul_triton(x[:, None], columns[None]).flatten(1)
+
+    return each_matrix(product, first, first_scale, second, second_scale)

@@ -13,8 +13,11 @@ which it chose them.
 Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
 weight 1, after those that were chosen. They need no search.
 
-Weights in FP8 are dequantised in registers: they have the values that `ops/fp8.py` says, in every tile.
+Weights in FP8 are dequantised in registers: they have the values that `ops/fp8.py` says, in every tile. Their products
+add along k in an order that is not that of every tile, unless asked for it: `kernels/fp8.py`.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +26,14 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK, dequantized
-from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles, device_of, moe_tiles, power_of_two
+from mla_compile.ops.kernels.plan import (
+    MOST_UNSORTED_PAIRS,
+    MoeTiles,
+    device_of,
+    fp8_moe_tiles,
+    moe_tiles,
+    power_of_two,
+)
 
 _MOST_AT_ONCE = 128
 """Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
@@ -307,6 +317,7 @@ def gate_up_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
@@ -352,8 +363,8 @@ def gate_up_kernel(
                 block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
                 of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
                 of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
-                w_gate = dequantized(w_gate, of_gate[:, None], of_tokens.dtype)
-                w_up = dequantized(w_up, of_up[:, None], of_tokens.dtype)
+                w_gate = dequantized(w_gate, of_gate[:, None], of_tokens.dtype, IN_ORDER)
+                w_up = dequantized(w_up, of_up[:, None], of_tokens.dtype, IN_ORDER)
             gate = tl.dot(of_tokens, tl.trans(w_gate), gate, input_precision="ieee")
             up = tl.dot(of_tokens, tl.trans(w_up), up, input_precision="ieee")
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
@@ -388,6 +399,7 @@ def down_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The down projection of one `_tile`, BLOCK_C columns."""
@@ -426,7 +438,8 @@ def down_kernel(
             w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
             if down_scale is not None:
                 scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
-                w = dequantized(w, tl.load(scale_at, mask=c < HIDDEN, other=0.0)[:, None], inner.dtype)
+                scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)[:, None]
+                w = dequantized(w, scale, inner.dtype, IN_ORDER)
             result = tl.dot(inner, tl.trans(w), result, input_precision="ieee")
         at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
@@ -528,10 +541,14 @@ def moe_triton(
     *,
     gate_up: MoeTiles | None = None,
     down: MoeTiles | None = None,
+    in_order: bool = False,
 ) -> Tensor:
     """What `moe_experts_op` computes, with its arguments, on the GPU or in Triton's interpreter; sums in float32.
 
-    The tiles are chosen by `plan.py` unless given. Nothing is read on the host.
+    Nothing is read on the host.
+
+    gate_up, down: tiles, chosen by `plan.py` unless given.
+    in_order: of FP8 weights, have a token's bits be those that it has with the weights dequantised, in every batch.
     """
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
@@ -545,8 +562,9 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    gate_up = gate_up or moe_tiles(pairs, experts, 2, x.dtype, device)
-    down = down or moe_tiles(pairs, experts, 1, x.dtype, device)
+    plan = moe_tiles if gate_up_scale is None else fp8_moe_tiles
+    gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
+    down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
     padding, padded = _padding(topk_ids, row_lens, q_len)
     padded["SHARED"] = shared
@@ -562,6 +580,7 @@ def moe_triton(
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
+    order_of_k = {"IN_ORDER": in_order and x.is_cuda}
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
@@ -575,12 +594,14 @@ def moe_triton(
             *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
             *(activated, *sizes, order, *routing),
             **shapes,
+            **order_of_k,
             **early,
             **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
             *(activated, w_down, shared_down, down_scale, shared_down_scale, pair_outs, tokens, *routing),
             **shapes,
+            **order_of_k,
             **early,
             **down.options(intermediate),
         )
@@ -593,3 +614,8 @@ def moe_triton(
             **early,
         )
     return out
+
+
+def moe_in_order(*args: Any) -> Tensor:
+    """`moe_triton` of FP8 weights, with a token's bits the same in every batch."""
+    return moe_triton(*args, in_order=True)

@@ -312,31 +312,31 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
     return _widest_that_fill(choices, tokens, columns, device)
 
 
-# Not timed. A tile is one block deep, so that a row of it has one scale; and no wider than a block, as conversion takes
-# registers too.
+# A tile is one block deep, so that a row of it has one scale. On an H200 wider ones took longer up to 64 tokens, and
+# from there on it was quicker to write the weight dequantised.
 _FP8 = (
-    MatmulTiles(128, 128, 128, warps=8, stages=3),
-    MatmulTiles(64, 128, 128, warps=4, stages=3),
-    MatmulTiles(64, 64, 128, warps=4, stages=3),
-    MatmulTiles(64, 32, 128, warps=4, stages=4),
-    MatmulTiles(32, 32, 128, warps=4, stages=4),
     MatmulTiles(16, 32, 128, warps=4, stages=4),
     MatmulTiles(16, 16, 128, warps=2, stages=4),
-)
-_FP8_BLACKWELL = (
-    MatmulTiles(128, 128, 64, warps=4, stages=3),
-    MatmulTiles(128, 32, 64, warps=4, stages=4),
 )
 
 
 def fp8_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> MatmulTiles:
-    """Tiles of a product by block-FP8 weights, chosen as `matmul_tiles` are. None changes a bit there either."""
-    choices: tuple[MatmulTiles, ...] = _FP8_BLACKWELL
-    if dtype == torch.float32:
-        choices = _not_wider(_MATMUL_FLOAT32, tokens)
-    elif device.capability[0] != 10:
-        choices = _not_wider(_FP8, tokens, least=64)
+    """Tiles of a product by block-FP8 weights: the widest that still give most multiprocessors a program."""
+    choices = _not_wider(_MATMUL_FLOAT32, tokens) if dtype == torch.float32 else _FP8
     return _widest_that_fill(choices, tokens, columns, device)
+
+
+def fp8_moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
+    """`moe_tiles` of weights in block FP8, as an H200 was quickest: conversion takes registers and time too."""
+    if dtype == torch.float32 or device.capability[0] != 9:
+        return moe_tiles(pairs, experts, products, dtype, device)
+    if pairs > MOST_NARROW_PAIRS * experts:
+        return MoeTiles(tokens=128, columns=256 // products, depth=64, warps=8, stages=3)
+    if pairs > 16 * experts:
+        return MoeTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
+    if pairs >= 32:
+        return MoeTiles(tokens=16, columns=64, depth=128, warps=4, stages=5 - products)
+    return MoeTiles(tokens=16, columns=32, depth=128, warps=2 * products, stages=4)
 
 
 def _not_wider(choices: tuple[MatmulTiles, ...], tokens: int, least: int = 0) -> tuple[MatmulTiles, ...]:

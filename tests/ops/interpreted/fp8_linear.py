@@ -8,12 +8,9 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
-    dequantize_triton,
-    linear_dequantized,
-    linear_gemv,
-    linear_tiles,
-)
+from mla_compile.ops.kernels.fp8 import dequantize_triton  # noqa: E402
+from mla_compile.ops.kernels.fp8_linear import linear_dequantized, linear_gemv, linear_tiles  # noqa: E402
+from mla_compile.ops.kernels.matmul import linear_fp8_in_order  # noqa: E402
 from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of  # noqa: E402
 
@@ -41,7 +38,8 @@ def test_the_kernels_equal_the_definition(dtype: torch.dtype, size: tuple[int, i
         x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
         check(linear_tiles(x, weight, scale), x, (weight, scale))
         check(linear_tiles(x, weight, scale, tiles=SMALL), x, (weight, scale))
-        check(linear_dequantized(x, weight, scale, None, None), x, (weight, scale))
+        for product in (linear_dequantized, linear_fp8_in_order):
+            check(product(x, weight, scale, None, None), x, (weight, scale))
     assert torch.equal(dequantize_triton(weight, scale, dtype).double(), values_of(weight, scale, dtype))
 
 
@@ -57,6 +55,7 @@ def test_two_weights_side_by_side(first: int) -> None:
         check(linear_gemv(x, *weights), x, *both)
         check(linear_tiles(x, *weights), x, *both)
         check(linear_dequantized(x, *weights), x, *both)
+        check(linear_fp8_in_order(x, *weights), x, *both)
 
 
 def test_a_nan_stays_in_its_block_and_its_token() -> None:
@@ -79,3 +78,4 @@ def test_a_tokens_bits_depend_on_no_other_token_and_no_tile(monkeypatch: pytest.
     for part in (slice(5, 6), slice(7, 30)):
         assert torch.equal(linear_tiles(x[part], weight, scale), whole[part])
         assert torch.equal(linear_tiles(x[part], weight, scale, tiles=SMALL), whole[part])
+    assert torch.equal(linear_fp8_in_order(x, weight, scale, None, None), whole)
