@@ -1,0 +1,173 @@
+"""A decode step of GLM-4.7-Flash's shape with weights in bfloat16 and in block FP8, of the same values.
+
+    python -m benchmarks.fp8_step --output benchmarks/results/fp8_step.json
+
+Our own model, 47 layers, random weights, quantised to FP8; the bfloat16 model has them dequantised. About 1,000 tokens
+a row, without drafts. For each batch size and mode: the floor (bytes of the weights and latents that a step must read,
+over the bandwidth that a plain read reaches in the same run), and `ms_per_step`, the median between two steps in which
+all rows decode.
+
+Tokens: the bfloat16 model, run eagerly, scores what was written. `mean_gap` and `worst_gap` are how far a chosen
+token's logit lies below the best one, `chance_gap` is the mean of tokens chosen by lot: random weights make many
+near-ties, which rounding decides. `agreement` is the share of places where its likeliest token is the chosen one.
+
+The output is one row for each kind of weights, mode and batch: a run replaces those that it measures.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Glm4MoeLiteConfig
+
+from benchmarks.reporting import add_row
+from benchmarks.transformers_generate import DEVICE, TINY, Marks, floor_bytes, read_bandwidth
+from mla_compile import Engine, MLABatch, prefill_segment
+from mla_compile.models import MLAForCausalLM
+from mla_compile.models.fp8 import SCALE_SUFFIX, put_fp8_layers
+from mla_compile.models.layout import lay_side_by_side
+from mla_compile.ops.fp8 import DTYPE, dequantize, quantize
+
+CONTEXT, PAGE_SIZE = 1000, 64
+WARM_UP, NEW_TOKENS = 8, 72
+
+
+def models(layers: int | None, *, tiny: bool) -> dict[str, MLAForCausalLM]:
+    """The two models, on the GPU if there is one."""
+    shape = {**(TINY if tiny else {}), **({} if layers is None else {"num_hidden_layers": layers})}
+    config = Glm4MoeLiteConfig(**shape)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        plain = MLAForCausalLM(config, mtp=False)
+    with torch.device("meta"):
+        in_fp8 = MLAForCausalLM(config, mtp=False)
+    torch.set_default_dtype(torch.float32)
+    put_fp8_layers(in_fp8, lambda name: True)
+    in_fp8.to_empty(device=DEVICE)
+    in_fp8.load_state_dict(
+        {name: value for name, value in plain.state_dict().items() if "proj" not in name}, strict=False
+    )
+    for name, parameter in in_fp8.named_parameters():
+        if name.endswith(SCALE_SUFFIX):
+            continue
+        source = plain.get_parameter(name)
+        if parameter.dtype != DTYPE:
+            parameter.data.copy_(source)
+            continue
+        scale = in_fp8.get_parameter(name + SCALE_SUFFIX)
+        # An expert at a time, and gate and up by themselves, as they have blocks of their own.
+        halves = 2 if name.endswith("w_gate_up") else 1
+        tensors = (
+            x.flatten(0, -3).unflatten(-2, (halves, -1)) for x in map(at_least_3d, (source, parameter, scale))
+        )
+        for of_source, of_parameter, of_scale in zip(*tensors, strict=True):
+            values, scales = quantize(of_source)
+            of_parameter.copy_(values)
+            of_scale.copy_(scales)
+            of_source.copy_(dequantize(values, scales))
+    for model in (plain, in_fp8):
+        lay_side_by_side(model)
+        model.eval()
+    return {"bf16": plain, "fp8": in_fp8}
+
+
+def at_least_3d(x: Tensor) -> Tensor:
+    return x.data if x.dim() > 2 else x.data[None]
+
+
+def engine_of(model: MLAForCausalLM, max_rows: int, exact: bool) -> Engine:
+    return Engine(
+        model,
+        num_speculative_tokens=0,
+        max_rows=max_rows,
+        max_model_len=CONTEXT + NEW_TOKENS + 8,
+        page_size=PAGE_SIZE,
+        batch_invariant=exact,
+        prefix_caching=False,
+    )
+
+
+def steps(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float]]:
+    """What the prompts are continued by, and times."""
+    began, marks = time.perf_counter(), Marks()
+    for _ in range(2):
+        engine.generate(prompts, max_new_tokens=WARM_UP)
+    first = time.perf_counter() - began
+    with marks.after_launches(len(prompts)):
+        found = engine.generate(prompts, max_new_tokens=NEW_TOKENS)
+    ms = statistics.median(marks.intervals_ms()[2:])
+    return [one.token_ids for one in found], {"ms_per_step": round(ms, 3), "first_call_s": round(first, 1)}
+
+
+def judged(model: MLAForCausalLM, prompt: list[int], written: list[int]) -> dict[str, Any]:
+    """What the model, run eagerly, thinks of tokens after a prompt."""
+    ids = torch.tensor(prompt + written[:-1], device=DEVICE)
+    pages = -(-len(ids) // PAGE_SIZE)
+    model.allocate_cache(1 + pages, PAGE_SIZE)
+    table = torch.arange(1, 1 + pages, dtype=torch.int32, device=DEVICE)[None]
+    segment, positions = prefill_segment([len(ids)], [0], table, page_size=PAGE_SIZE)
+    logits = model.logits(model(ids, positions, MLABatch(prefill=segment))[len(prompt) - 1 :]).float()
+    best, tokens = logits.amax(-1), torch.tensor(written, device=DEVICE)
+    gap = best - logits.gather(1, tokens[:, None])[:, 0]
+    return {
+        "agreement": round((logits.argmax(-1) == tokens).float().mean().item(), 3),
+        "mean_gap": round(gap.mean().item(), 4),
+        "worst_gap": round(gap.max().item(), 4),
+        "chance_gap": round((best - logits.mean(-1)).mean().item(), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--tiny", action="store_true", help="a small shape, for a CPU")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--modes", nargs="*", choices=["default", "exact"], default=["default", "exact"])
+    args = parser.parse_args()
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": where,
+        "layers": args.layers or 47,
+        "rows": [],
+    }
+    if args.output is not None and args.output.exists():
+        known = json.loads(args.output.read_text())
+        if known | {"rows": []} != report:
+            raise SystemExit(f"{args.output} is of another machine, torch or shape")
+        report = known
+    of_weights = models(args.layers, tiny=args.tiny)
+    bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
+    vocab = of_weights["bf16"].vocab_size
+    for mode in args.modes:
+        for name, model in of_weights.items():
+            engine, written = engine_of(model, max(args.batches), mode == "exact"), {}
+            for batch in args.batches:
+                prompts = torch.randint(
+                    1, vocab, (batch, CONTEXT), generator=torch.Generator().manual_seed(batch)
+                )
+                texts, times = steps(engine, prompts.tolist())
+                written[batch] = times, prompts[0].tolist(), texts[0]
+            for batch, (times, prompt, text) in written.items():
+                row = {"weights": name, "mode": mode, "batch": batch}
+                report["rows"] = [other for other in report["rows"] if not row.items() <= other.items()]
+                row |= {
+                    "floor_ms": round(floor_bytes(model, batch, CONTEXT) / bandwidth * 1e3, 3),
+                    **times,
+                    "gigabytes_of_weights": round(sum(p.nbytes for p in model.parameters()) / 1e9, 2),
+                    **judged(of_weights["bf16"], prompt, text),
+                }
+                add_row(report, row, args.output)
+
+
+if __name__ == "__main__":
+    main()
