@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case
 
 PLANS = sorted({fp8_tiles(8, columns, torch.bfloat16, H200) for columns in (2048, 7168)}, key=str)
+ALL_TILES = list(product(PLANS, (False, True)))
 
 
 @pytest.mark.long
@@ -24,10 +26,11 @@ def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
     with compiled_for(90) as kernels:
         for tokens in (1, 2):
             linear_gemv(torch.randn(tokens, 512).bfloat16(), weight, scale)
-        for tiles in PLANS:
-            linear_tiles(torch.randn(tiles.tokens, 512).bfloat16(), weight, scale, tiles=tiles)
+        for tiles, in_order in ALL_TILES:
+            x = torch.randn(tiles.tokens, 512).bfloat16()
+            linear_tiles(x, weight, scale, tiles=tiles, in_order=in_order)
         dequantize_triton(weight, scale, torch.bfloat16)
-    assert len(PLANS) == 2 and len(kernels) == 3 + len(PLANS)
+    assert len(ALL_TILES) == 4 and len(kernels) == 3 + len(ALL_TILES)
     for kernel in kernels:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes == 0, kernel.name
 
@@ -39,21 +42,22 @@ def check_conversion(kernel: str, text: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tiles", PLANS, ids=str)
-def test_every_tile_dequantises_alike(tiles: MatmulTiles) -> None:
+@pytest.mark.parametrize(("tiles", "in_order"), ALL_TILES, ids=str)
+def test_every_tile_dequantises_alike(tiles: MatmulTiles, in_order: bool) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.fp8_linear import linear_tiles
     from tests.triton_compile import compiled_for
 
     weight, scale = fp8_weight(256, 512)
     with compiled_for(90) as kernels:
-        linear_tiles(torch.randn(tiles.tokens, 512).bfloat16(), weight, scale, tiles=tiles)
+        linear_tiles(torch.randn(tiles.tokens, 512).bfloat16(), weight, scale, tiles=tiles, in_order=in_order)
     check_conversion(kernels[0].name, kernels[0].text)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
 @pytest.mark.parametrize("pairs", [4, 40, 600, 4000, 70_000])
-def test_experts_in_fp8_fit_an_h200(pairs: int) -> None:
+def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
@@ -70,6 +74,6 @@ def test_experts_in_fp8_fit_an_h200(pairs: int) -> None:
         fp8=True,
     )
     with compiled_for(90) as kernels:
-        moe_triton(*case.all_args(), gate_up=gate_up, down=down)
+        moe_triton(*case.all_args(), gate_up=gate_up, down=down, in_order=in_order)
     for kernel in kernels:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 16, kernel.name

@@ -8,6 +8,8 @@ from torch import Tensor
 from mla_compile.ops import fp8
 
 BLOCK = tl.constexpr(fp8.BLOCK)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter knows no assembly."""
 
 
 @triton.jit
@@ -18,9 +20,9 @@ def dequantized(weight, scale, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
     operands of a tile of few tokens out in another order, which is quicker to load. It does not see past the move.
     """
     result = (weight.to(tl.float32) * scale).to(dtype)
-    if IN_ORDER and dtype != tl.float32:
+    if IN_ORDER and dtype != tl.float32 and not _INTERPRETED:
         result = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [result], dtype=dtype, is_pure=False, pack=2
+            "mov.b32 $0, $1;", "=r,r", [result], dtype=result.dtype, is_pure=False, pack=2
         )
     return result
 

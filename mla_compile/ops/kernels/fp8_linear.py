@@ -176,7 +176,7 @@ def linear_tiles(
             tiles_kernel[(programs,)](
                 *(x, weight, scale, out, x.stride(0), tokens, columns),
                 K=k,
-                IN_ORDER=in_order and x.is_cuda,
+                IN_ORDER=in_order,
                 EARLY=starts_early(x),
                 launch_pdl=starts_early(x),
                 **chosen.options(k),

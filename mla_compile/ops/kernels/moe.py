@@ -580,7 +580,7 @@ def moe_triton(
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
-    order_of_k = {"IN_ORDER": in_order and x.is_cuda}
+    order_of_k = {"IN_ORDER": in_order}
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
