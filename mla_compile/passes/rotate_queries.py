@@ -81,17 +81,19 @@ def rotate_queries(
 
     everywhere: also where the op has no kernel.
     """
-    parts = [
-        q_pe
+    parts = {
+        node: q_pe
         for node in calls(gm.graph, decode_op, prefill_op)
         if is_tensor(q_pe := _rotated_part(node))
         and (everywhere or first_serves(ROTATE_QUERIES, tensor_of(q_pe)))
-    ]
-    # A head in the last dimension: what is rotated may be a view of pairs.
-    rotated = {made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe) for q_pe in parts}
-    if not rotated:
+    }
+    if not parts:
         return gm
     live, known = live_nodes(gm.graph), dict[str, Rotation | str]()
+    # Not those of a layer that only fills its cache: an append that rotates them would have them computed.
+    needed = [q_pe for node, q_pe in parts.items() if node in live]
+    # A head in the last dimension: what is rotated may be a view of pairs.
+    rotated = {made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe) for q_pe in needed}
     wholes: list[fx.Node] = []
     superseded: set[fx.Node] = set()
     angles: set[fx.Node] = set()
@@ -106,6 +108,8 @@ def rotate_queries(
         superseded |= set(found.cone.nodes)
         angles |= set(found.angles)
         log.info("rotated in place: %s: %s", name, found.rotation)
+    # Before the appends: a `cat` of the parts, which nobody needs now, reads queries.
+    erase(gm.graph, live, superseded)
     for node in calls(gm.graph, rotate_queries_op):
         _leave_to_append(node)
     by_memory = {frozenset(memory([whole])): whole for whole in wholes}
@@ -114,7 +118,6 @@ def rotate_queries(
         whole = by_memory.get(frozenset(memory(_joined(cat) or [])))
         if whole is not None:
             _use_joined(cat, whole)
-    erase(gm.graph, live, superseded)
     materialize(angles)
     return gm
 

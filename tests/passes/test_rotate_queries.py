@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile import MLABatch, mla_attention
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.ops import implementations
 from mla_compile.ops.norm_rope_append import norm_rope_append_op
 from mla_compile.ops.rotate_queries import rotate_queries_op
 from mla_compile.passes import PASSES, pipeline
@@ -20,8 +21,10 @@ from mla_compile.passes.effects import may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.nodes import calls, op_arguments
 from mla_compile.passes.rotate_queries import rotate_queries
-from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SpeculativeDecoder
 from mla_compile.torch_internals import capture_graph
+from tests.integrations.families import stock_model
+from tests.integrations.mtp import random_mtp
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
 from tests.passes import test_fuse_norm_rope_append as fused
@@ -385,6 +388,33 @@ def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
     gm = pipeline.run(*found, EVERYWHERE)
     assert len(rotations(gm)) == len(nodes_of(gm, "mla_decode")) == 3
     assert len(nodes_of(gm, "mla_rotate_queries")) == 1, "of the MTP layer's tokens a gather takes some"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["default", "exact"])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_launch(
+    kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: no pass is left out, and our attention does not copy queries, as it does on the CPU."""
+    pytest.importorskip("triton")
+    model = stock_model("glm4_moe_lite", num_hidden_layers=2)
+    target = TransformersTarget(model, random_mtp(model).layers[0]).to("meta", torch.bfloat16)
+    target.allocate_cache(9, 4)
+    state = DecodeState.allocate(2, 1, max_pages=4, device="meta")
+    decoder = SpeculativeDecoder(target, 1, page_size=4)
+    chunks = PackedChunks.pack([PromptChunk(0, [1, 2, 3, 4, 5, 6], 0, 5)], state, page_size=4)
+    step = decoder.mixed if kind == "mixed" else decoder
+    with target.installed(16):
+        found = capture_graph(step, (state, chunks)[: 1 + (kind == "mixed")], {})
+    assert found is not None
+    monkeypatch.setattr(implementations, "describe_device", lambda device: ("cuda", (9, 0)))
+    gm = pipeline.run(*found, pipeline.passes_for(found[0], batch_invariant=batch_invariant))
+    assert len(nodes_of(gm, "fused_linear")) > 0
+    assert len(nodes_of(gm, "mla_rotate_queries")) == 0
+    assert len(rotations(gm)) == len(nodes_of(gm, "mla_decode")) == 3
+    # The MTP layer of a mixed step fills its cache first. Nobody needs the queries of that.
+    assert len(nodes_of(gm, "mla_norm_rope_append")) == 3 + (kind == "mixed")
 
 
 LEFT = {"longcat_flash", "mistral4"}
