@@ -19,7 +19,7 @@ from mla_compile.ops.implementations import Call
 from mla_compile.ops.kernels.plan import device_of, matmul_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
-from mla_compile.ops.matmul import batch_invariant_matmul_op
+from mla_compile.ops.matmul import batch_invariant_matmul_op, matmul_by_head
 from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.prefill import PREFILL
@@ -894,6 +894,24 @@ def test_a_product_of_few_tokens(dtype: torch.dtype, columns: int, k: int) -> No
         )
         expected = (x.double() @ weight.double().T).float()
         torch.testing.assert_close(fused_linear(x, weight).float(), expected, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [1, 20, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int) -> None:
+    """Of w_uv as the models have it, a transposed part of `kv_b_proj`."""
+    w = torch.randn(heads, 448, 512, device="cuda", dtype=dtype)[:, 192:].mT
+    for tokens in (0, 1, 2, 4, 33, 300):
+        x = torch.randn(tokens, heads, 512, device="cuda", dtype=dtype) / 512**0.5
+        expected = torch.einsum("thk,hkn->thn", x.double(), w.double())
+        torch.testing.assert_close(matmul_by_head(x, w).double(), expected, atol=2e-2, rtol=1e-2)
+        with torch.profiler.profile() as profile:
+            matmul_by_head(x, w)
+        names = [
+            event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        # cuBLAS may add up parts of a product in a second one.
+        assert not any("copy" in name or "elementwise" in name for name in names), names
 
 
 def test_products_and_norms_that_start_early_wait_for_each_other() -> None:

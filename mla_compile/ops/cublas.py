@@ -126,8 +126,11 @@ def _padded(x: Tensor, w: Tensor, fewest: int) -> Tensor:
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     """One call of cuBLAS."""
-    if w.shape[0] == 1:
-        return torch.mm(x[:, 0], w[0]).unsqueeze(1)
+    return torch.mm(x[:, 0], w[0]).unsqueeze(1) if w.shape[0] == 1 else multiply_by_head(x, w)
+
+
+def multiply_by_head(x: Tensor, w: Tensor) -> Tensor:
+    """`out[t, h] = x[t, h] @ w[h]`, contiguous: cuBLAS writes each head's columns where they belong."""
     out = x.new_empty(x.shape[0], w.shape[0], w.shape[2])
     torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
     return out

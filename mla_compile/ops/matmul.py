@@ -1,5 +1,6 @@
 """Products with weights: `batch_invariant_matmul`, of which a token's row has the same bits whatever other rows there
-are, and `fused_linear`, whose kernel is chosen by the number of tokens."""
+are, `fused_linear`, whose kernel is chosen by the number of tokens, and `matmul_by_head`, whose result is contiguous.
+"""
 
 from dataclasses import replace
 
@@ -158,6 +159,29 @@ def fused_linear(
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
+
+
+@define_op(run=cublas.multiply_by_head)
+def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
+    """`out[t, h] = x[t, h] @ w[h]`, one product that writes a token's heads side by side.
+
+    `torch.bmm` gives heads first, which the next layer's product would have copied.
+
+    Args:
+        x: `[tokens, heads, k]`, float.
+        w: `[heads, k, n]`, the dtype of `x`.
+
+    Returns:
+        `[tokens, heads, n]`, contiguous, in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    validate.Layouts().floats(x=(x, "tokens, heads, k"), w=(w, "heads, k, n"))
+    return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
+
+
+matmul_by_head_op = torch.ops.mla_compile.matmul_by_head.default
 
 
 def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:

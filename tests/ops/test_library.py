@@ -72,6 +72,7 @@ SCHEMAS = {
     "batch_invariant_sum": "(Tensor x) -> Tensor",
     "row_argmax": "(Tensor x) -> Tensor",
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
+    "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",
     "mla_attention": (
@@ -191,9 +192,19 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         ("mla_norm_rope_append", norm_rope_append_case(4, heads=2).args(), {0: 0, 2: 0, 3: 0, 5: 0, 9: 0}),
         ("mla_rotate_queries", rotation_case(4), {0: 0, 1: 0, 2: 0}),
         ("row_argmax", (torch.randn(3, 8),), {0: 0}),
+        ("matmul_by_head", (torch.randn(4, 2, 8), torch.randn(2, 8, 3)), {0: 0}),
         ("mla_decode_metadata", metadata_args(3, 4, ragged=True), {0: 0, 1: 0, 2: 0}),
     ],
-    ids=["decode", "experts", "router", "norm_rope_append", "rotate_queries", "row_argmax", "metadata"],
+    ids=[
+        "decode",
+        "experts",
+        "router",
+        "norm_rope_append",
+        "rotate_queries",
+        "row_argmax",
+        "by_head",
+        "metadata",
+    ],
 )
 def test_checks_of_unbacked_sizes_add_no_guard(
     op: str, args: tuple[Any, ...], varying: dict[int, int]
