@@ -3,6 +3,7 @@
 Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `import mla_compile` stays light.
 """
 
+import math
 import threading
 import types
 from collections import defaultdict
@@ -146,6 +147,33 @@ def mark_cache(tensor: torch.Tensor) -> None:
     """Tell the compiler of a cache what it takes for granted of a module's buffers: it stays, and keeps its sizes."""
     torch._dynamo.mark_static_address(tensor, guard=False)
     torch._dynamo.mark_static(tensor)
+
+
+def tensors_side_by_side(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor], tuple[int, ...]]:
+    """Tensors in one piece of memory, so that one copy fills them: that as a whole, `[n]`, they, and where each begins.
+
+    Each begins at a multiple of 16 bytes, which Inductor takes for granted. Nothing has a value yet.
+    """
+    places, end, unit = [], 0, 16 // dtype.itemsize
+    for shape in shapes:
+        places.append(end)
+        end += -(-math.prod(shape) // unit) * unit
+    whole = torch.empty(end, dtype=dtype, device=device)
+    parts = [with_shape(whole[place:], shape) for place, shape in zip(places, shapes, strict=True)]
+    return whole, parts, tuple(places)
+
+
+def with_shape(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor at the beginning of another one's memory, `[n]`, and to the compiler one of its own.
+
+    A view would be compiled with what it is a view of, and with where in that it begins.
+    """
+    size, begin = flat.dtype.itemsize, flat.storage_offset() * flat.dtype.itemsize
+    memory = flat.untyped_storage()[begin : begin + math.prod(shape) * size]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(memory, 0, shape, strides)
 
 
 def with_own_code(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ class Launcher:
             self._captures.check_again()
         state = self.rows.prepare(plan)
         variant, sampled = self.rows.variant, plan.sampled
-        on_host = any(request.is_chosen_on_host for request in sampled)
+        on_host = self.rows.on_host and any(request.is_chosen_on_host for request in sampled)
         chunks = self._packed(plan, state) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
         length = choose_length(bucket)
@@ -119,8 +119,11 @@ class Launcher:
         else:
             self.step(variant, length)(state)
         rows = [self.rows[request] for request in sampled]
-        wanted = ((row, request.params.logprobs) for row, request in zip(rows, sampled, strict=True))
-        report = StepReport(state, rows, {row: count for row, count in wanted if count is not None})
+        counts: dict[int, int] = {}
+        if variant.num_logprobs is not None:
+            wanted = ((row, request.params.logprobs) for row, request in zip(rows, sampled, strict=True))
+            counts = {row: count for row, count in wanted if count is not None}
+        report = StepReport(state, rows, counts)
         drafting = Drafting(length, min(length, self._num_made), bucket)
         self._num_made = length
         return Launch(plan, report, drafting, on_host, began, self._captures.num_unusual == unusual)

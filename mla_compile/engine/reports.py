@@ -52,9 +52,7 @@ class StepReport:
         if not state.report.is_cuda:
             self._copies = [tensor.clone() for tensor in reported]
             return
-        self._copies = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True) for x in reported]
-        for copy, tensor in zip(self._copies, reported, strict=True):
-            copy.copy_(tensor, non_blocking=True)
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in reported]  # to pinned memory
         self._event = torch.cuda.Event()
         self._event.record()
 

@@ -4,6 +4,7 @@ Captured graphs know the addresses of a state's tensors, so there is one state f
 step, and requests move between them. All writes are ops on the stream of the steps: none of them waits for any.
 """
 
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -46,21 +47,23 @@ class Rows:
         self._pages_per_grant = pages_per_grant
         self._device = device
         self._row_of: dict[Request, int] = {}
-        self._texts: dict[Request, Tensor] = {}
+        self._texts: dict[Request, array[int]] = {}
         self.state: DecodeState | None = None
         """In which the rows are; None before the first."""
         self.variant = Variant()
+        self.on_host = False
+        """Whether any request that runs is chosen on the host."""
 
     def clear(self) -> None:
         """Forget all requests: the next one finds its state's rows inactive."""
-        self._row_of, self._texts, self.state = {}, {}, None
+        self._row_of, self._texts, self.state, self.on_host = {}, {}, None, False
 
     def __getitem__(self, request: Request) -> int:
         """The row of the current state that a request has."""
         return self._row_of[request]
 
-    def text(self, request: Request) -> Tensor:
-        """What it was admitted with, on the CPU, int64 `[n]`: its prompt, and what it was to go on from."""
+    def text(self, request: Request) -> "array[int]":
+        """What it was admitted with: its prompt, and what it was to go on from."""
         return self._texts[request]
 
     def prepare(self, plan: Plan) -> DecodeState:
@@ -73,7 +76,7 @@ class Rows:
         inactive = [self._row_of.pop(request) for request in plan.removed]
         for request in plan.removed:
             del self._texts[request]
-        self._texts |= {request: torch.tensor(request.tokens, device="cpu") for request in plan.admitted}
+        self._texts |= {request: array("q", request.tokens) for request in plan.admitted}
         state = self._fitting_state([*self._row_of, *plan.admitted])
         if state is not before:
             inactive = []  # nothing but live rows came along
@@ -89,13 +92,13 @@ class Rows:
         """The current state if it serves these requests, else a better one, with a copy of the rows that there are."""
         needed = Variant.of([request.params for request in live])
         places = max(stop_id_places(request.stop_ids) for request in live)
+        self.on_host = any(request.is_chosen_on_host for request in live)
         old = self.state
         if old is not None and self._row_of and self.variant.serves(needed):
             rows, width = old.stop_ids.shape
             if width >= places and len(live) <= rows < FEW * len(live):
                 return old
-        on_host = any(request.is_chosen_on_host for request in live)
-        new = self._state_for(len(live), needed, places, on_host)
+        new = self._state_for(len(live), needed, places, self.on_host)
         if new is not old:
             new.active.zero_()
             new.block_table.zero_()

@@ -15,7 +15,7 @@ from mla_compile.ops.prefill_metadata import prefill_metadata_op
 from mla_compile.ops.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
-from mla_compile.torch_internals import mark_state_tensor, mark_varying
+from mla_compile.torch_internals import mark_state_tensor, mark_varying, tensors_side_by_side, with_shape
 
 
 class PromptChunk(NamedTuple):
@@ -23,11 +23,11 @@ class PromptChunk(NamedTuple):
 
     row: of the state, that the prompt belongs to.
     token_ids: the whole prompt; of a preempted row, what it has emitted too. Where `stop` is its end, a token is
-        sampled after it. A tensor is int64 `[n]`, on the CPU.
+        sampled after it. An `array("q")` is read the quickest.
     """
 
     row: int
-    token_ids: Sequence[int] | Tensor
+    token_ids: Sequence[int]
     start: int
     stop: int
 
@@ -67,8 +67,12 @@ class PackedChunks:
     room: uint8 `[keys]`. Only its size counts, places for the keys of a part: a size that compiled code can vary by.
     host_lens: `lens` on the CPU, int32.
     page_size: tokens a cache page.
-    sent: the first six on the device, one behind the other, as the host sends them; pieces: views of it, in their
-        shapes. No step reads these.
+    sizes: tokens, chunks and keys, padding included: a CUDA graph serves chunks of the same sizes.
+
+    How the host writes these, which no step reads:
+
+    sent: the memory of the first six, int64 `[numbers]`; places: where each of them begins.
+    numbers: what is sent next; host: a tensor of its memory; lens_on_host: the memory of `host_lens`.
     """
 
     token_ids: Tensor
@@ -80,8 +84,12 @@ class PackedChunks:
     room: Tensor
     host_lens: Tensor
     page_size: int
+    sizes: tuple[int, int, int]
     sent: Tensor
-    pieces: tuple[Tensor, ...]
+    places: tuple[int, ...]
+    numbers: "array[int]"
+    host: Tensor
+    lens_on_host: "array[int]"
 
     @classmethod
     def pack(
@@ -109,9 +117,8 @@ class PackedChunks:
             MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
                 or a table that cannot hold it.
         """
-        (rows, max_pages), device = state.block_table.shape, state.block_table.device
-        texts = [_text(chunk) for chunk in chunks]
-        _check(chunks, texts, rows, max_pages, page_size)
+        rows, max_pages = state.block_table.shape
+        _check(chunks, rows, max_pages, page_size)
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
         capacity = max_pages * page_size
         padded = prompt_padding(counts, starts, capacity=capacity, pad=pad, most=most)
@@ -124,56 +131,39 @@ class PackedChunks:
         )
         tokens = max(padded["num_tokens"], sum(counts))
         keys = max(padded.get("num_keys", 0), most_keys(bounds))
-
-        host = torch.zeros(
-            2 * tokens + rows + len(lens) * (3 + len(bounds[0])),
-            dtype=torch.int64,
-            device="cpu",
-            pin_memory=device.type == "cuda",
-        )
-        last_of_row, end = [-1] * rows, 0
-        for (row, _, start, stop), text in zip(chunks, texts, strict=True):
-            host[end : end + stop - start] = text[start:stop]
-            behind = text[start + 1 : stop + 1]
-            host[tokens + end : tokens + end + behind.shape[0]] = behind
-            end += stop - start
-            if stop == text.shape[0]:
-                last_of_row[row] = end - 1
-        of_state = [*(chunk.row for chunk in chunks), *[-1] * (len(lens) - len(chunks))]
-        # In a tenth of the time that `torch.tensor` takes to look at each of them.
-        others = array("q", [*last_of_row, *of_state, *chain(*lens), *chain(*bounds)])
-        host[2 * tokens :] = torch.frombuffer(others, dtype=torch.int64)
-
-        shapes = (tokens,), (tokens,), (rows,), (len(lens),), (len(lens), 2), (len(lens), len(bounds[0]))
+        key = tokens, rows, len(lens), len(bounds[0]), keys
         kept = kept if len(bounds[0]) == 2 else None
-        key = *chain(*shapes), keys
         packed = None if kept is None else kept.get(key)
         if packed is None:
-            packed = cls._allocate(shapes, keys, page_size, device, stays=kept is not None)
+            device = state.block_table.device
+            packed = cls._allocate(*key, page_size=page_size, device=device, stays=kept is not None)
             if kept is not None:
                 kept[key] = packed
-        packed._receive(host)
+        packed._receive(chunks, lens, bounds, rows)
         return packed
 
     @classmethod
     def _allocate(
         cls,
-        shapes: Sequence[tuple[int, ...]],
+        tokens: int,
+        rows: int,
+        chunks: int,
+        columns: int,
         keys: int,
+        *,
         page_size: int,
         device: torch.device,
-        *,
         stays: bool,
     ) -> "PackedChunks":
-        """shapes: of what the host sends."""
+        """columns: of `bounds`. stays: whether the tensors stay where they are."""
+        shapes = (tokens,), (tokens,), (rows,), (chunks,), (chunks, 2), (chunks, columns)
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            given = [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
-            sent = torch.empty(sum(x.numel() for x in given), dtype=torch.int64, device=device)
-            pieces = sent.split([x.numel() for x in given])
-            pieces = tuple(piece.view(x.shape) for piece, x in zip(pieces, given, strict=True))
+            sent, given, places = tensors_side_by_side(shapes, torch.int64, device)
             room = torch.empty(keys, dtype=torch.uint8, device=device)
-            host_lens = torch.empty(shapes[4], dtype=torch.int32, device="cpu")
-        token_ids, next_token_ids, last_of_row, rows, lens, bounds = given
+            numbers, lens_on_host = array("q", bytes(8 * len(sent))), array("i", bytes(4 * 2 * chunks))
+            host = torch.frombuffer(numbers, dtype=torch.int64)
+            host_lens = with_shape(torch.frombuffer(lens_on_host, dtype=torch.int32), (chunks, 2))
+        token_ids, next_token_ids, last_of_row, of_state, lens, bounds = given
         for tensor in (*given, room):
             varying = (0, 1) if tensor is bounds else (0,)
             if stays:
@@ -185,29 +175,47 @@ class PackedChunks:
             token_ids,
             next_token_ids,
             last_of_row,
-            rows,
+            of_state,
             lens,
             bounds,
             room,
             host_lens,
             page_size,
+            (tokens, chunks, columns // 2 * keys),
             sent,
-            pieces,
+            places,
+            numbers,
+            host,
+            lens_on_host,
         )
 
-    def _receive(self, host: Tensor) -> None:
-        """Take what the host sends."""
-        mine = [self.token_ids, self.next_token_ids, self.last_of_row, self.rows, self.lens, self.bounds]
+    def _receive(
+        self, chunks: Sequence[PromptChunk], lens: list[list[int]], bounds: list[list[int]], rows: int
+    ) -> None:
+        """Take what the host sends, written without torch: each of its calls costs more than all that is written."""
+        numbers, (end, next_end, last_of_row, of_state, at_lens, at_bounds) = self.numbers, self.places
+        numbers[last_of_row : last_of_row + rows] = array("q", [-1]) * rows
+        of_chunks = [chunk.row for chunk in chunks] + [-1] * (len(lens) - len(chunks))
+        numbers[of_state : of_state + len(lens)] = array("q", of_chunks)
+        for row, token_ids, start, stop in chunks:
+            count, text = stop - start, array("q", token_ids[start : stop + 1])
+            if stop == len(token_ids):
+                numbers[last_of_row + row] = end + count - 1
+                text.append(0)
+            numbers[end : end + count] = text[:count]
+            numbers[next_end : next_end + count] = text[1:]
+            end, next_end = end + count, next_end + count
+        num_padding = self.sizes[0] - end
+        numbers[end : end + num_padding] = array("q", [0]) * num_padding
+        numbers[next_end : next_end + num_padding] = array("q", [0]) * num_padding
+        told = list(chain.from_iterable(lens))
+        numbers[at_lens : at_lens + len(told)] = array("q", told)
+        self.lens_on_host[:] = array("i", told)
+        told = list(chain.from_iterable(bounds))
+        numbers[at_bounds : at_bounds + len(told)] = array("q", told)
+        # Pinned memory is a copy's own until it is done, so the next one may be written at once.
+        host = self.host.pin_memory() if self.sent.is_cuda else self.host
         self.sent.copy_(host, non_blocking=True)
-        torch._foreach_copy_(mine, self.pieces)
-        end = host.shape[0] - self.bounds.numel()
-        self.host_lens.copy_(host[end - self.lens.numel() : end].view(-1, 2))
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Tokens, chunks and keys, padding included: a CUDA graph serves chunks of the same sizes."""
-        chunks, bounds = self.bounds.shape
-        return self.token_ids.shape[0], chunks, bounds // 2 * self.room.shape[0]
 
     @property
     def begins(self) -> Tensor:
@@ -246,22 +254,15 @@ class PackedChunks:
         torch._check(self.last_of_row.shape[0] == rows)
 
 
-def _text(chunk: PromptChunk) -> Tensor:
-    ids = chunk.token_ids
-    return ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=torch.int64, device="cpu")
-
-
-def _check(
-    chunks: Sequence[PromptChunk], texts: Sequence[Tensor], rows: int, max_pages: int, page_size: int
-) -> None:
+def _check(chunks: Sequence[PromptChunk], rows: int, max_pages: int, page_size: int) -> None:
     seen: set[int] = set()
     capacity = max_pages * page_size
-    for i, ((row, _, start, stop), text) in enumerate(zip(chunks, texts, strict=True)):
+    for i, (row, token_ids, start, stop) in enumerate(chunks):
         if not 0 <= row < rows or row in seen:
             raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
         seen.add(row)
-        if not 0 <= start < stop <= text.shape[0]:
-            expected = f"0 <= start < stop <= {text.shape[0]} tokens"
+        if not 0 <= start < stop <= len(token_ids):
+            expected = f"0 <= start < stop <= {len(token_ids)} tokens"
             raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
         if stop > capacity:
             expected = f"at most {capacity} tokens ({max_pages} pages of {page_size})"

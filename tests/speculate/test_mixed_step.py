@@ -501,6 +501,27 @@ def test_chunks_of_the_same_sizes_are_kept_in_the_same_place() -> None:
             assert mine.equal(getattr(second, name)), name
 
 
+def test_what_the_host_sends_lies_side_by_side_and_no_tensor_is_a_view() -> None:
+    """One copy to the device fills all of it; a view would be compiled with what it is a view of."""
+    state = DecodeState.allocate(3, 0, max_pages=MAX_PAGES)
+    packed = PackedChunks.pack([PromptChunk(1, [1, 2, 3], 0, 3)], state, page_size=PAGE)
+    sent = packed.sent
+    given = (
+        packed.token_ids,
+        packed.next_token_ids,
+        packed.last_of_row,
+        packed.rows,
+        packed.lens,
+        packed.bounds,
+    )
+    assert [list(tensor.shape) for tensor in given] == [[3], [3], [3], [1], [1, 2], [1, 2]]
+    for tensor, place in zip(given, packed.places, strict=True):
+        assert tensor._base is None and tensor.storage_offset() == 0 and tensor.is_contiguous()
+        assert tensor.data_ptr() == sent.data_ptr() + 8 * place and tensor.data_ptr() % 16 == 0
+        assert tensor.untyped_storage().nbytes() == 8 * tensor.numel()
+        assert tensor.equal(sent[place : place + tensor.numel()].view(tensor.shape))
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("k", [*(pytest.param(k, marks=pytest.mark.slow) for k in (0, 3)), 1])
