@@ -165,14 +165,15 @@ class Request:
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
-        positions = [*range(1, len(report.tokens)), 0]
+        num_told = len(report.tokens)
         if self.said is not completion:
             report = self._without_what_was_said(report)
             if report.active and not report.tokens:
                 return
         num_known, num_new = len(completion.token_ids), len(report.tokens)
         completion.token_ids += report.tokens
-        completion.draft_positions += positions[len(positions) - num_new :]
+        if num_new:
+            completion.draft_positions += [*range(1 + num_told - num_new, num_told), 0]
         if report.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += report.logprobs

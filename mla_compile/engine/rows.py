@@ -111,6 +111,8 @@ class Rows:
 
     def _write(self, state: DecodeState, inactive: list[int], admitted: Sequence[Request]) -> None:
         """One copy of integers to the device and one of other numbers, then ops there."""
+        if not inactive and not admitted:
+            return
         width = state.stop_ids.shape[1]
         at = [self._row_of[request] for request in admitted]
         k = state.drafts.shape[1]
@@ -176,8 +178,13 @@ def stop_id_places(stop_ids: Collection[int]) -> int:
 
 
 def upload(columns: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Columns of numbers on the device, by one copy that nobody waits for."""
-    flat = copied_to(device, torch.tensor(list(chain(*columns)), dtype=dtype, device="cpu"))
+    """Columns of numbers, not all of them empty, on the device by one copy that nobody waits for.
+
+    dtype: int64 or float64.
+    """
+    # In a tenth of the time that `torch.tensor` takes to look at each of them.
+    numbers = array("q" if dtype == torch.int64 else "d", chain.from_iterable(columns))
+    flat = copied_to(device, torch.frombuffer(numbers, dtype=dtype))
     return list(flat.split([len(column) for column in columns]))
 
 

@@ -55,16 +55,17 @@ class EngineStats:
 
     def count_reports(self, plan: Plan, reports: Sequence[RowReport]) -> None:
         """What came of a step, before its requests take it in: those that have ended by now get nothing."""
-        for index, (request, report) in enumerate(zip(plan.sampled, reports, strict=True)):
-            if request.has_ended:
-                continue
-            again = min(len(report.tokens), request.num_to_repeat)
-            self.num_tokens += len(report.tokens) - again
-            self.num_repeated_tokens += again
-            if index < len(plan.decodes):
-                self.num_verified += 1
-                self.num_drafts += report.num_verified
-                self.num_verified_tokens += len(report.tokens)
+        told = [(r, report) for r, report in zip(plan.sampled, reports, strict=True) if not r.has_ended]
+        again = sum(
+            min(len(report.tokens), r.num_to_repeat) for r, report in told if r.said is not r.completion
+        )
+        self.num_tokens += sum(len(report.tokens) for _, report in told) - again
+        self.num_repeated_tokens += again
+        decoded = zip(plan.decodes, reports[: len(plan.decodes)], strict=True)
+        verified = [report for r, report in decoded if not r.has_ended]
+        self.num_verified += len(verified)
+        self.num_drafts += sum(report.num_verified for report in verified)
+        self.num_verified_tokens += sum(len(report.tokens) for report in verified)
 
     @property
     def acceptance_length(self) -> float | None:

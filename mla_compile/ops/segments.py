@@ -104,16 +104,19 @@ def chunk_lens_and_bounds(
 
     capacity: tokens of a row at most.
     """
+    lens: list[list[int]] = []
+    bounds: list[list[int]] = []
+    whole: list[tuple[int, int]] = []
+    for row, (n, cached) in enumerate(zip(chunk_lens, num_cached, strict=True)):
+        begin = cached - cached % MAX_KEYS
+        lens.append([n, cached + n])
+        bounds.append([begin, cached + n])
+        whole += [(row, at) for at in range(0, begin, MAX_KEYS)]
+    for row, last in enumerate(bounds if whole else ()):
+        parts = ((at, at + MAX_KEYS) if row == owner else (0, 0) for owner, at in whole)
+        bounds[row] = [*chain.from_iterable(parts), *last]
     padding = [min(capacity, rest) for rest in range(num_tokens - sum(chunk_lens), 0, -capacity)]
-    padding += [0] * (num_chunks - len(chunk_lens) - len(padding))
-    lens = [[n, cached + n] for n, cached in zip(chunk_lens, num_cached, strict=True)]
-    whole = [
-        (row, at) for row, cached in enumerate(num_cached) for at in range(MAX_KEYS, cached + 1, MAX_KEYS)
-    ]
-    bounds = []
-    for row, ((_, end), cached) in enumerate(zip(lens, num_cached, strict=True)):
-        parts = ((at - MAX_KEYS, at) if row == owner else (0, 0) for owner, at in whole)
-        bounds.append([*chain(*parts), cached - cached % MAX_KEYS, end])
+    padding += [0] * (num_chunks - len(lens) - len(padding))
     # Padding sees no key: page 0 holds anything.
     no_keys = [[0] * (2 * len(whole) + 2) for _ in padding]
     return [*lens, *([n, n] for n in padding)], [*bounds, *no_keys]
