@@ -4,6 +4,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -403,7 +404,13 @@ def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_lau
     target.allocate_cache(9, 4)
     state = DecodeState.allocate(2, 1, max_pages=4, device="meta")
     decoder = SpeculativeDecoder(target, 1, page_size=4)
-    chunks = PackedChunks.pack([PromptChunk(0, [1, 2, 3, 4, 5, 6], 0, 5)], state, page_size=4)
+    packed = PackedChunks.pack(
+        [PromptChunk(0, [1, 2, 3, 4, 5, 6], 0, 5)],
+        DecodeState.allocate(2, 1, max_pages=4, device="cpu"),
+        page_size=4,
+    )
+    on_device = ("token_ids", "next_token_ids", "last_of_row", "rows", "lens", "bounds", "room")
+    chunks = replace(packed, **{name: getattr(packed, name).to("meta") for name in on_device})
     step = decoder.mixed if kind == "mixed" else decoder
     with target.installed(16):
         found = capture_graph(step, (state, chunks)[: 1 + (kind == "mixed")], {})
