@@ -1,9 +1,10 @@
 """The commands' signatures and help, and the mistakes that show before a model is loaded; nothing imports torch."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
+from typer import Argument, Option
 
 from mla_compile.cli.progress import progress
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
@@ -261,6 +262,40 @@ def env() -> None:
     print_environment()
 
 
+def tune(
+    models: Annotated[
+        list[Path] | None,
+        Argument(
+            metavar="DIR",
+            help="Checkpoints whose products are timed; only their config.json is read.",
+            show_default="the shipped model",
+        ),
+    ] = None,
+    *,
+    tokens: Annotated[
+        str,
+        Option(metavar="N,N,...", help="Numbers of tokens; those between are served as the next greater."),
+    ] = "1,2,4,8,16,32,64,128",
+    output: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Where the table goes.", show_default="the GPU's name, with .json"),
+    ] = None,
+) -> None:
+    """Time who computes products fastest on this GPU, and write a table.
+
+    MLA_COMPILE_TUNED=FILE has models served by it. Nothing is timed then. A line is written where another
+    implementation is at least 3% faster than the one that serves anyway.
+    """
+    counts = tokens.split(",")
+    if not all(re.fullmatch("[1-9][0-9]{0,4}", count) for count in counts):
+        raise MLAError("--tokens", "numbers from 1 to 99999, as 1,2,4", repr(tokens))
+    for model in models or ():
+        _check_directory(model, "DIR")
+    with progress(IMPORTING):
+        from mla_compile.cli.tune import tune
+    tune(models or [SHIPPED_MODEL], tokens=sorted(set(map(int, counts))), output=output)
+
+
 def demo(
     *,
     model: Model = SHIPPED_MODEL,
@@ -440,7 +475,7 @@ def serve(
     )
 
 
-def _check_directory(model: Path) -> None:
+def _check_directory(model: Path, name: str = "--model") -> None:
     if not model.is_dir():
         mend = "give a directory in Hugging Face format"
-        raise MLAError(f"--model {model}", "a checkpoint's directory", "no such directory", mend)
+        raise MLAError(f"{name} {model}", "a checkpoint's directory", "no such directory", mend)

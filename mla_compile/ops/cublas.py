@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_compile.ops.implementations import HALF, describe_device
+from mla_compile.ops.implementations import HALF, is_nvidia_gpu_here
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -75,17 +75,12 @@ def weights_of(x: Tensor, w: Tensor) -> Weights | None:
     return Weights(x.device, x.dtype, groups, k, n, strides)
 
 
-def _is_here(device: torch.device) -> bool:
-    """Whether a device, that of a fake tensor perhaps, is an NVIDIA GPU of this machine."""
-    return device.type == "cuda" and torch.cuda.is_available() and describe_device(device)[0] == "cuda"
-
-
 def fewest_tokens(x: Tensor, w: Tensor) -> int | None:
     """The number of tokens from which on a row of `x @ w` has the same bits in any batch; fewer are padded to it.
 
     None where there is no such number, or it is not known: while a CUDA graph is recorded, nothing is tried.
     """
-    weights = weights_of(x, w) if x.dtype in HALF and _is_here(x.device) else None
+    weights = weights_of(x, w) if x.dtype in HALF and is_nvidia_gpu_here(x.device) else None
     if weights is None:
         return None
     fewest = _known(_fewest, weights, lambda: _try_numbers(weights))

@@ -196,6 +196,11 @@ def describe_device(device: torch.device) -> tuple[str, tuple[int, int] | None]:
     return ("cuda", torch.cuda.get_device_capability(device)) if torch.version.hip is None else ("hip", None)
 
 
+def is_nvidia_gpu_here(device: torch.device) -> bool:
+    """Whether a device, that of a fake tensor perhaps, is an NVIDIA GPU of this machine."""
+    return device.type == "cuda" and torch.cuda.is_available() and describe_device(device)[0] == "cuda"
+
+
 @functools.cache
 def _imported(function: str) -> Callable[..., Any]:
     found: Callable[..., Any] = pkgutil.resolve_name(function)

@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from mla_compile.ops import tuned
 from mla_compile.ops.implementations import Call, Implementation, Selection, describe_device, select
 from mla_compile.torch_internals import is_fake
 
@@ -55,6 +56,7 @@ def define_op(
     *,
     table: Table = (),
     facts: Callable[..., Mapping[str, object]] | None = None,
+    tuned_by: tuple[str, ...] = (),
     run: Callable[..., Any] | None = None,
     name: str = "",
     mutates: tuple[str, ...] = (),
@@ -68,6 +70,8 @@ def define_op(
     Args:
         table: its implementations, fastest first; the last one takes every call.
         facts: what the rows' `takes` speak of, made of those of the op's arguments that `facts` has parameters for.
+        tuned_by: the facts of the weights by which a GPU's table (`ops/tuned`) may choose among the rows; none: it may
+            not.
         run: what to run instead of the table's choice, with all of the op's arguments by position.
         name: of the op; by default that of the function.
         mutates: the arguments that are written to. An op that mutates without saying so is removed as dead code,
@@ -95,13 +99,15 @@ def define_op(
             args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
             if run is not None:
                 return run(*args)
-            row = _serving(op, args)
+            row = serving(op, args)
             return row.load()(*args[:-1] if op in flagged else args)
 
         def fake(*args: Any) -> Any:
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
 
         tables[op], implementations[op] = table, implementation
+        if tuned_by:
+            tuned.tunable[op] = tuned.Tunable(table, tuned_by)
         if facts is not None:
             names = [p.name for p in parameters]
             wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
@@ -178,13 +184,26 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 def choose(op: str, args: Sequence[Any]) -> Selection[Implementation]:
     """Who serves a call of an op with these arguments, and why the faster ones do not."""
-    call = Call(
-        *describe_device(args[0].device), facts=_facts_of[op](args), batch_invariant=_is_asked(op, args)
-    )
-    return select(tables[op], call)
+    call, table = _call(op, args), tables[op]
+    row = _tuned_row(op, args, call.facts)
+    if row is None:
+        return select(table, call)
+    passed_over = table[: table.index(row)]
+    reason = f"the GPU's table chooses {row.name}"
+    return Selection(row, tuple((other.name, other.why_not(call) or reason) for other in passed_over))
 
 
-def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
+def candidates(op: str, args: Sequence[Any]) -> list[Implementation]:
+    """The rows that may be fastest at a call, in the table's order.
+
+    Without those for any device that are batch-invariant: they take each token by itself, or call another op.
+    """
+    call = _call(op, args)
+    rows = [row for row in tables[op] if row.device_types is not None or not row.batch_invariant]
+    return [row for row in rows if row.why_not(call) is None]
+
+
+def serving(op: str, args: Sequence[Any]) -> Implementation:
     """What `choose` chooses, without the reasons, which would cost an eager call more than the choice."""
     here = _rows_on(op, args[0].device, _is_asked(op, args))
     if log.isEnabledFor(logging.DEBUG):
@@ -192,7 +211,23 @@ def _serving(op: str, args: tuple[Any, ...]) -> Implementation:
     if len(here) == 1:
         return here[0]
     facts = _facts_of[op](args)
-    return next(row for row in here if row.why_not_given(facts) is None)
+    return _tuned_row(op, args, facts) or next(row for row in here if row.why_not_given(facts) is None)
+
+
+def _tuned_row(op: str, args: Sequence[Any], facts: Mapping[str, object]) -> Implementation | None:
+    """The row that the GPU's table names for a call; None where it names none, or one that does not take the call."""
+    device, asked = args[0].device, _is_asked(op, args)
+    table = tuned.table_of(device) if op in tuned.tunable else None
+    if table is None:
+        return None
+    name = table.row_of(op, asked or op not in flagged, facts)
+    rows = (row for row in _rows_on(op, device, asked) if row.name == name)
+    return next((row for row in rows if row.why_not_given(facts) is None), None)
+
+
+def _call(op: str, args: Sequence[Any]) -> Call:
+    device = describe_device(args[0].device)
+    return Call(*device, facts=_facts_of[op](args), batch_invariant=_is_asked(op, args))
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:

@@ -2,16 +2,14 @@
 are, `fused_linear`, whose kernel is chosen by the number of tokens, and `matmul_by_head`, whose result is contiguous.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.ops import cublas, validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementation, triton
-from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, triton
+from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.side_by_side import lies_before, num_columns, one_matrix
 
 # Who serves a call depends on the weights alone, not on x: two rows of the table need not give the same bits.
@@ -49,6 +47,7 @@ BATCH_INVARIANT_MATMUL = (
         "n": w.shape[2],
         "bits in any batch": "different" if cublas.fewest_tokens(x, w) is None else "equal",
     },
+    tuned_by=("groups", "k", "n"),
 )
 def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
     """`out[t, g] = x[t, g] @ w[g]`, where the bits of `out[t]` depend on `x[t]` and `w` alone.
@@ -87,19 +86,18 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
     return product_by_row(x, w)
 
 
-_GEMV = triton(
-    "a program reads a few rows of the weight, on the plain cores",
-    "mla_compile.ops.kernels.gemv:linear_gemv",
-    takes={"dtype": HALF, "tokens": UNIT, "k": SOME, "columns": SOME, "weights": ("one matrix",)},
-)
+# Wide products of two tokens are a little faster by cuBLAS on an H200, whose table says so (`tuned/nvidia_h200.json`).
 FUSED_LINEAR = (
-    _GEMV,
-    # Wide products of two tokens, 20,480 columns of 2,048, took 24 us by cuBLAS and 25 so (H200); narrow ones 11 and 7.
-    replace(
-        _GEMV,
-        name="triton_two",
-        description="the same of two tokens",
-        takes={**_GEMV.takes, "tokens": range(2, 3), "columns": range(1, 8193)},
+    triton(
+        "one or two tokens: a program reads a few rows of the weight, on the plain cores",
+        "mla_compile.ops.kernels.gemv:linear_gemv",
+        takes={
+            "dtype": HALF,
+            "tokens": range(1, 3),
+            "k": SOME,
+            "columns": SOME,
+            "weights": ("one matrix",),
+        },
     ),
     Implementation(
         "reference",
@@ -124,6 +122,7 @@ FUSED_LINEAR = (
         "columns": num_columns(first, second),
         "weights": "one matrix" if is_one_matrix(first, second) else "two",
     },
+    tuned_by=("k", "columns"),
 )
 def fused_linear(
     x: Tensor, first: Tensor, second: Tensor | None = None, batch_invariant: bool = False
@@ -200,10 +199,11 @@ def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
 def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     """`fused_linear` with the bits of `batch_invariant_matmul`."""
     x = x.unsqueeze(1)
-    if second is not None and _has_bits_of_each(x, first, second):
+    weights = [_as_matrix(weight) for weight in (first, second) if weight is not None]
+    rows = (serving("batch_invariant_matmul", (x, weight)) for weight in weights)
+    if _has_bits_of_each(x, first, second) and all(row is BATCH_INVARIANT_MATMUL[0] for row in rows):
         return cublas.multiply(x, _as_matrix(one_matrix(first, second))).squeeze(1)
-    weights = [first] if second is None else [first, second]
-    products = [batch_invariant_matmul_op(x, _as_matrix(weight)) for weight in weights]
+    products = [batch_invariant_matmul_op(x, weight) for weight in weights]
     return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)
 
 

@@ -168,7 +168,7 @@ def test_numbers_that_are_tried_ascend() -> None:
 
 
 def test_symbolic_sizes_of_weights_are_not_tried_and_add_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "_is_here", lambda device: True)
+    monkeypatch.setattr(cublas, "is_nvidia_gpu_here", lambda device: True)
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         n = shapes.create_unbacked_symint()
@@ -223,7 +223,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(cublas, "NUMBERS", (*range(1, 20), 31, 32, 63, 64, 65, 127, 128, 129, 255, 256, 300))
     monkeypatch.setattr(cublas, "_fewest", {})
     monkeypatch.setattr(cublas, "_as_contiguous", {})
-    monkeypatch.setattr(cublas, "_is_here", lambda device: True)
+    monkeypatch.setattr(cublas, "is_nvidia_gpu_here", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.recording)
     return made
 

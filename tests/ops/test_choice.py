@@ -40,7 +40,7 @@ def mostly(draw: random.Random, good: list[Any], bad: list[Any]) -> Any:
 def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
     """A call of an op, of any sizes, strides and dtypes."""
     dtype = mostly(draw, [*HALF, torch.float32], [torch.float64])
-    count = mostly(draw, [1, 3, 40], [0])
+    count = mostly(draw, [1, 2, 3, 40], [0])
     rank, rope = mostly(draw, [16, 48, 512], [8, 40, 528]), mostly(draw, [16, 64, 128], [8, 24, 144])
 
     def strided(x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
     "fused_linear": lambda x, first, second, *_: (
         runs(x)
         and x.dtype != torch.float32
-        and len(x) == 1
+        and len(x) in (1, 2)
         and (second is None or lies_before(first, second))
     ),
     "mla_masked_decode": lambda q_latent, q_pe, kv_c, k_pe, *_: (
@@ -177,7 +177,7 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         with pytest.MonkeyPatch.context() as patch:
             on(machine, patch, triton=installed)
             selection = choose(op, args)
-            assert library._serving(op, args) is selection.chosen
+            assert library.serving(op, args) is selection.chosen
         is_new = isinstance(machine, tuple) and machine >= (8, 0)
         expected = is_new and installed and KERNEL_SERVES[op](*args)
         many = op == "moe_router" and len(args[0]) > 32
@@ -353,7 +353,7 @@ def test_a_batch_invariant_row_serves_every_call_that_asks_for_one_and_no_other(
         with pytest.MonkeyPatch.context() as patch:
             on(machine, patch)
             chosen = choose(op, (*args, True)).chosen
-            assert library._serving(op, (*args, True)) is chosen and chosen.batch_invariant
+            assert library.serving(op, (*args, True)) is chosen and chosen.batch_invariant
             ordinary = choose(op, (*args, False)).chosen
             assert chosen.name == ("by_token" if ordinary.name == "reference" else ordinary.name), (
                 f"seed {seed}"

@@ -13,7 +13,7 @@ from torch.library import opcheck
 from mla_compile import MLAError
 from mla_compile.ops import batch_invariant_matmul, cublas, fused_linear
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import fused_linear_op
+from mla_compile.ops.matmul import BATCH_INVARIANT_MATMUL, fused_linear_op
 from mla_compile.ops.side_by_side import lies_before
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -157,7 +157,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(cublas, "NUMBERS", (1, 2, 3, 64, 300))
     for found in ("_fewest", "_as_contiguous", "_as_parts"):
         monkeypatch.setattr(cublas, found, {})
-    monkeypatch.setattr(cublas, "_is_here", lambda device: True)
+    monkeypatch.setattr(cublas, "is_nvidia_gpu_here", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
@@ -167,18 +167,20 @@ def no_longer(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lay", "other_for", "multiplied"),
+    ("lay", "other_for", "serves", "multiplied"),
     [
-        (lambda first, second: (first, second), set(), [40]),
-        (lambda first, second: (first, second), {40}, []),
-        (lambda first, second: (first, second), {16}, []),
-        (lambda first, second: (first, second.clone()), set(), []),
+        (lambda first, second: (first, second), set(), "cublas", [40]),
+        (lambda first, second: (first, second), {40}, "cublas", []),
+        (lambda first, second: (first, second), {16}, "cublas", []),
+        (lambda first, second: (first, second.clone()), set(), "cublas", []),
+        (lambda first, second: (first, second), set(), "triton", []),
     ],
-    ids=["the same bits", "other bits of both", "other bits of the second", "apart"],
+    ids=["the same bits", "other bits of both", "other bits of the second", "apart", "tuned to another row"],
 )
 def test_one_product_of_cublas_where_it_gives_each_column_the_same_bits(
     lay: Callable[..., tuple[Tensor, Tensor]],
     other_for: set[int],
+    serves: str,
     multiplied: list[int],
     library: Library,
     monkeypatch: pytest.MonkeyPatch,
@@ -191,6 +193,8 @@ def test_one_product_of_cublas_where_it_gives_each_column_the_same_bits(
     library.columns.clear()
     for search in ("_try_numbers", "_try_strides", "_try_parts"):
         monkeypatch.setattr(cublas, search, no_longer)
+    row = next(row for row in BATCH_INVARIANT_MATMUL if row.name == serves)
+    monkeypatch.setattr("mla_compile.ops.matmul.serving", lambda op, args: row)  # of each weight
     out = fused_linear_op(x, first, second, True)
     # The CPU has no row for cuBLAS: what is not one product of it is two in plain torch.
     assert library.columns == multiplied
