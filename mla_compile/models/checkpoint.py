@@ -157,6 +157,11 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     return config, block
 
 
+def names_mtp(config: "PreTrainedConfig") -> bool:
+    """Whether a config speaks of an MTP layer; the checkpoint's tensors have the last word."""
+    return bool(getattr(config, "num_nextn_predict_layers", 0))
+
+
 def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
     """What a config.json says of positions, in the place where transformers 5 has it."""
     top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
