@@ -74,7 +74,7 @@ def load_model(
     directory = Path(path)
     _check_target(dtype, device)
     config, block = read_config(directory)
-    _check_quantize(quantize, dequantize, block)
+    check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not False:
@@ -196,7 +196,7 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
-def _check_quantize(quantize: object, dequantize: bool, block: tuple[int, int] | None) -> None:
+def check_quantize(quantize: object, dequantize: bool, block: tuple[int, int] | None) -> None:
     if quantize not in (None, "fp8"):
         raise MLAError("quantize", "'fp8' or None", f"{quantize!r:.80}")
     if quantize is not None and dequantize:
