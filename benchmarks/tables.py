@@ -517,7 +517,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "server": server,
     **{
         f"help.{name}": functools.partial(command_help, name)
-        for name in ("demo", "env", "generate", "inspect", "serve", "tune")
+        for name in ("demo", "env", "generate", "inspect", "plan", "serve", "tune")
     },
 }
 

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 import mla_compile
 from mla_compile.cli import streams
-from mla_compile.cli.commands import demo, env, generate, inspect, serve, tune
+from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve, tune
 from mla_compile.cli.progress import progress
 from mla_compile.errors import MLAError
 from mla_compile.waits import shown_by
@@ -90,7 +90,7 @@ def _options(
     """What comes before a command's name."""
 
 
-for command in (generate, serve, inspect, env, tune, demo):
+for command in (generate, serve, plan, inspect, env, tune, demo):
     app.command()(command)
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from mla_compile.cli.progress import progress
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
@@ -475,7 +475,90 @@ def serve(
     )
 
 
-def _check_directory(model: Path, name: str = "--model") -> None:
+def plan(
+    model: Annotated[
+        Path, Argument(metavar="MODEL_DIR", help="A directory with the config.json of a checkpoint.")
+    ],
+    *,
+    gpus: Annotated[int, Option(metavar="N", min=1, help="GPUs that one model is divided among.")] = 1,
+    gpu_memory: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="What each GPU has: 141GB, 80GiB, ....",
+            show_default="that of the first GPU here, else 141GB",
+        ),
+    ] = None,
+    expert_parallel: Annotated[
+        bool, Option("--expert-parallel", help="Divide routed experts by whole ones, not each of them.")
+    ] = False,
+    dtype: Dtype = "bfloat16",
+    quantize: Quantize = None,
+    dequantize: Dequantize = False,
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            min=0,
+            max=MAX_DRAFTS,
+            help="Tokens drafted per step; 0 leaves the MTP layer out.",
+            show_default=f"{DEFAULT_DRAFTS} if the config names an MTP layer, else 0",
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int, Option(metavar="N", min=1, help="Requests that run at once.")
+    ] = DEFAULT_MAX_ROWS,
+    max_model_len: Annotated[
+        int, Option(metavar="N", min=2, help="Tokens of a request, prompt included.")
+    ] = DEFAULT_MAX_MODEL_LEN,
+    page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = DEFAULT_PAGE_SIZE,
+    num_pages: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            min=2,
+            help="Pages of the cache.",
+            show_default="enough for all rows at their longest",
+        ),
+    ] = None,
+    max_tokens_per_step: Annotated[
+        int | None,
+        Option(metavar="N", min=1, help="Tokens of a step at most.", show_default="2048 or more"),
+    ] = None,
+    capture_budget: Annotated[int, Option(metavar="BYTES", min=0, help="Device memory for CUDA graphs.")] = 2
+    ** 31,
+) -> None:
+    """Say what a model takes of each GPU, and what fits.
+
+    Only config.json is read: bytes of weights, cache, steps and graphs, the requests that have room, and what would fit
+    if this does not. The flags are those of serve, which runs on one GPU as yet: plans for more say what will be
+    needed.
+
+    Exit code 1 if it does not fit.
+    """
+    _check_directory(model, "MODEL_DIR")
+    with progress(IMPORTING):
+        from mla_compile.cli.plan import Wish, print_plan
+    wish = Wish(
+        model=model,
+        dtype=dtype,
+        quantize=quantize,
+        dequantize=dequantize,
+        gpus=gpus,
+        expert_parallel=expert_parallel,
+        num_speculative_tokens=num_speculative_tokens,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_tokens_per_step=max_tokens_per_step,
+        capture_budget=capture_budget,
+    )
+    if not print_plan(wish, gpu_memory):
+        raise Exit(1)
+
+
+def _check_directory(model: Path, argument: str = "--model") -> None:
     if not model.is_dir():
         mend = "give a directory in Hugging Face format"
-        raise MLAError(f"{name} {model}", "a checkpoint's directory", "no such directory", mend)
+        raise MLAError(f"{argument} {model}", "a checkpoint's directory", "no such directory", mend)

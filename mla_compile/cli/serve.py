@@ -10,7 +10,7 @@ from mla_compile.cli.machine import pick_device
 from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, default_drafts
 from mla_compile.engine.config import EngineConfig
 from mla_compile.errors import MLAError
-from mla_compile.models.checkpoint import read_config
+from mla_compile.models.checkpoint import names_mtp, read_config
 from mla_compile.serving.settings import ServerSettings
 
 API_KEY = "MLA_COMPILE_API_KEY"
@@ -40,8 +40,7 @@ def serve_checkpoint(
     serve = _server(replicas)
     config, _ = read_config(model)
     if num_speculative_tokens is None:
-        has_mtp = bool(config.num_nextn_predict_layers)
-        num_speculative_tokens = default_drafts(has_mtp, engine["drafter"])
+        num_speculative_tokens = default_drafts(names_mtp(config), engine["drafter"])
     positions = config.max_position_embeddings
     if max_model_len is None:
         max_model_len = min(DEFAULT_MAX_MODEL_LEN, positions)

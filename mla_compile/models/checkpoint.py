@@ -74,7 +74,7 @@ def load_model(
     directory = Path(path)
     _check_target(dtype, device)
     config, block = read_config(directory)
-    _check_quantize(quantize, dequantize, block)
+    check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not False:
@@ -157,6 +157,11 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     return config, block
 
 
+def names_mtp(config: "PreTrainedConfig") -> bool:
+    """Whether a config speaks of an MTP layer; the checkpoint's tensors have the last word."""
+    return bool(getattr(config, "num_nextn_predict_layers", 0))
+
+
 def _rope(raw: dict[str, Any], prefix: str) -> dict[str, Any]:
     """What a config.json says of positions, in the place where transformers 5 has it."""
     top: dict[str, Any] = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if name in raw}
@@ -191,7 +196,7 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
-def _check_quantize(quantize: object, dequantize: bool, block: tuple[int, int] | None) -> None:
+def check_quantize(quantize: object, dequantize: bool, block: tuple[int, int] | None) -> None:
     if quantize not in (None, "fp8"):
         raise MLAError("quantize", "'fp8' or None", f"{quantize!r:.80}")
     if quantize is not None and dequantize:

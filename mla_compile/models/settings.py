@@ -70,6 +70,7 @@ SETTINGS: dict[str, Rule] = {
     "vocab_size": _integer(1, 2**24),
     "hidden_size": _WIDTH,
     "num_hidden_layers": _integer(1, _MAX_LAYERS),
+    "num_nextn_predict_layers": _or_null(_integer(0, _MAX_LAYERS)),
     "num_attention_heads": _integer(1, 2**16),
     "num_key_value_heads": _or_null(_integer(1, 2**16)),
     "q_lora_rank": _or_null(_WIDTH),

@@ -159,6 +159,7 @@ class TransformersTarget(nn.Module):
 
 def check_model(model: Any) -> None:
     """Raises `MLAError` for a model that `TransformersTarget` would run wrongly."""
+    _check_whole(model)
     layers = attention_layers(model)
     if not layers or not hasattr(model, "get_decoder"):
         mend = "docs/transformers.md has the families"
@@ -178,3 +179,13 @@ def check_model(model: Any) -> None:
             raise MLAError(
                 "model", "no hooks on kv_b_proj, whose forward is not called", "some", "remove them"
             )
+
+
+def _check_whole(model: Any) -> None:
+    """Raises `MLAError` for a model of whose layers or weights each process has a part."""
+    # Loading sets the mesh of a model that it divides; the plan alone says nothing, as every model has one.
+    divided = getattr(model, "_device_mesh", None) is not None
+    if divided or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):  # DTensors
+        got = f"a {type(model).__name__} that is divided among processes"
+        mend = "load it on one GPU, without tp_plan and distributed_config; or use load_model"
+        raise MLAError("model", "a model that is whole in this process", got, mend)

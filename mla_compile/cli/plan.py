@@ -1,0 +1,202 @@
+"""`mla-compile plan`: what a model takes of each GPU, by its config alone, what fits beside it, and what would."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+import typer
+
+from mla_compile.defaults import default_drafts
+from mla_compile.engine.config import EngineConfig
+from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
+from mla_compile.errors import MLAError
+from mla_compile.models.checkpoint import names_mtp, read_config
+from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.fp8 import SCALE_SUFFIX
+from mla_compile.models.outline import outline
+from mla_compile.models.sharding import numbers_of_gpus
+
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1, "": 1}
+_H200 = 141 * 10**9
+_CONTEXTS = (2_048, 8_192, 32_768, 131_072)
+_WORDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to run where; the settings are those of `serve`."""
+
+    model: Path
+    dtype: Literal["float32", "bfloat16"]
+    quantize: Literal["fp8"] | None
+    dequantize: bool
+    gpus: int
+    expert_parallel: bool
+    num_speculative_tokens: int | None
+    max_rows: int
+    max_model_len: int
+    page_size: int
+    num_pages: int | None
+    max_tokens_per_step: int | None
+    capture_budget: int
+
+    @property
+    def drafts(self) -> int:
+        given, says_mtp = self.num_speculative_tokens, names_mtp(read_config(self.model)[0])
+        return default_drafts(says_mtp, None) if given is None else given
+
+    def outline(self) -> MLAForCausalLM:
+        without = False if self.drafts == 0 else None
+        return _outline(self.model, self.dtype, self.quantize, self.dequantize, without)
+
+    def plan(self) -> MemoryPlan:
+        """Raises `MLAError` for a setting that the model rules out."""
+        config = EngineConfig(
+            num_speculative_tokens=self.drafts,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            max_tokens_per_step=self.max_tokens_per_step,
+            capture_budget=self.capture_budget,
+        )
+        parallel = self.expert_parallel
+        return plan_memory(self.outline(), config, self.gpus, expert_parallel=parallel, argument="--gpus")
+
+
+@cache
+def _outline(
+    path: Path,
+    dtype: Literal["float32", "bfloat16"],
+    quantize: Literal["fp8"] | None,
+    dequantize: bool,
+    mtp: bool | None,
+) -> MLAForCausalLM:
+    return outline(path, dtype=_WORDS[dtype], mtp=mtp, quantize=quantize, dequantize=dequantize)
+
+
+def print_plan(wish: Wish, gpu_memory: str | None) -> bool:
+    """Print what a wish takes, and whether it fits, which is returned.
+
+    gpu_memory: of each GPU, "141GB" say; None: what the first GPU here has, else an H200's.
+
+    Raises:
+        MLAError: a mistake, named.
+    """
+    memory = _memory(gpu_memory)
+    plan = wish.plan()
+    for line in (*_head(wish), *_table(wish, plan, memory)):
+        typer.echo(line)
+    if plan.fits(memory):
+        for line in _room(wish, plan, memory):
+            typer.echo(line)
+        return True
+    typer.echo(f"It does not fit: {_gb(plan.total - available(memory))} too much. What fits:")
+    found = list(_remedies(wish, memory)) or ["  nothing that one change alone mends"]
+    for line in found:
+        typer.echo(line)
+    return False
+
+
+def _memory(text: str | None) -> int:
+    """Bytes, of "141GB" say.
+
+    Raises:
+        MLAError: anything else.
+    """
+    if text is None:
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else _H200
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([A-Za-z]{0,3})", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        expected = "a number of bytes above 0, as 141GB or 80GiB"
+        raise MLAError("--gpu-memory", expected, text)
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+def _head(wish: Wish) -> Iterator[str]:
+    model = wish.outline()
+
+    def billions(part: torch.nn.Module) -> str:
+        named = part.named_parameters()
+        return f"{sum(p.numel() for name, p in named if not name.endswith(SCALE_SUFFIX)) / 1e9:.1f}"
+
+    mtp = "no MTP layer" if model.mtp is None else f"{billions(model.mtp)} of them the MTP layer's"
+    yield f"{wish.model.name}: {billions(model)} billion parameters, {mtp}"
+    parallel = "whole experts" if wish.expert_parallel else "each expert"
+    among = f", divided by heads, {parallel} and vocabulary" if wish.gpus > 1 else ""
+    yield f"On each of {wish.gpus} GPUs{among}:" if wish.gpus > 1 else "On one GPU:"
+
+
+def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
+    alike = f"{_gb(plan.alike)} of them on every GPU alike" if plan.num_gpus > 1 else ""
+    pages = f"{plan.num_pages} pages of {plan.page_size}"
+    rows = pages if wish.num_pages else f"{wish.max_rows} rows x {wish.max_model_len} tokens: {pages}"
+    bound = f"a bound, with serve --capture-budget {plan.graphs}"
+    lines = {
+        "weights": (plan.weights, alike),
+        "cache": (plan.cache, rows + (", on every GPU alike" if plan.num_gpus > 1 else "")),
+        "steps": (plan.steps, "an estimate of what one step computes with"),
+        "graphs": (plan.graphs, bound),
+        "reserved": (memory - available(memory), f"{RESERVED:.0%}, for CUDA, kernels' code and gaps"),
+        "total": (plan.total + memory - available(memory), f"of {_gb(memory)}"),
+    }
+    for name, (num_bytes, note) in lines.items():
+        yield f"  {name:<9}{_gb(num_bytes):>9}  {note}".rstrip()
+
+
+def _room(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
+    pages = plan.most_pages(memory)
+    yield f"It fits. The cache may have {pages} pages (--num-pages), room at once for"
+    positions = wish.outline().config.max_position_embeddings
+    contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), wish.max_model_len, positions])
+    for tokens in sorted(contexts):
+        yield f"  {plan.most_rows(memory, tokens):>8} rows x {tokens:>6} tokens"
+
+
+def _remedies(wish: Wish, memory: int) -> Iterator[str]:
+    """What else fits, one change each."""
+    plan, model = wish.plan(), wish.outline()
+    pages = plan.most_pages(memory)
+    needed = 1 + -(-wish.max_model_len // wish.page_size)
+    if pages >= needed:
+        yield f"  --num-pages {pages}: requests that find no page wait"
+        rows = plan.most_rows(memory, wish.max_model_len)
+        yield f"  --max-rows {rows}"
+    elif (tokens := (pages - 1) * wish.page_size) >= wish.page_size:
+        yield f"  --max-rows 1 --max-model-len {tokens}"
+    gpus = _enough_gpus(wish, memory)
+    if gpus is not None:
+        yield f"  --gpus {gpus}" + " --expert-parallel" * wish.expert_parallel
+    by_expert = _enough_gpus(replace(wish, expert_parallel=True), memory)
+    if by_expert is not None and (gpus is None or by_expert < gpus):
+        yield f"  --gpus {by_expert} --expert-parallel"
+    if wish.dequantize:
+        yield from _if_fits(replace(wish, dequantize=False), memory, "without --dequantize")
+    elif wish.quantize is None:
+        yield from _if_fits(replace(wish, quantize="fp8"), memory, "--quantize fp8")
+    if model.mtp is not None:
+        yield from _if_fits(replace(wish, num_speculative_tokens=0), memory, "--num-speculative-tokens 0")
+
+
+def _enough_gpus(wish: Wish, memory: int) -> int | None:
+    """The least number of GPUs that hold it; None: it cannot be divided among so many."""
+    for gpus in numbers_of_gpus(wish.outline(), expert_parallel=wish.expert_parallel):
+        if replace(wish, gpus=gpus).plan().fits(memory):
+            return gpus
+    return None
+
+
+def _if_fits(wish: Wish, memory: int, change: str) -> Iterator[str]:
+    try:
+        if wish.plan().fits(memory):
+            yield f"  {change}"
+    except MLAError:
+        return  # FP8 blocks may not be divided among so many GPUs

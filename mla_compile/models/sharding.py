@@ -1,0 +1,155 @@
+"""How a model's tensors are divided among GPUs: a table, by their names.
+
+Attention is divided by heads, MLPs and experts by their intermediate width or experts by whole ones, embedding and head
+by the vocabulary. Every GPU has all of the rest: norms, routers, the projections to latents, and the cache.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mla_compile.errors import MLAError
+from mla_compile.models.architecture import Architecture
+from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.fp8 import SCALE_SUFFIX
+from mla_compile.ops.fp8 import BLOCK, DTYPE
+
+VOCABULARY = "vocab_size"
+HEADS = "num_attention_heads"
+INTERMEDIATE = "intermediate_size"
+EXPERTS = "n_routed_experts"
+EXPERT_INTERMEDIATE = "moe_intermediate_size"
+SHARED_INTERMEDIATE = "n_shared_experts * moe_intermediate_size"
+
+
+@dataclass(frozen=True)
+class Division:
+    """A tensor is cut along `dim`; where it stacks several matrices along it, gate and up say, each of them is cut.
+
+    of: what of the config is divided. Each GPU gets whole ones of it.
+    """
+
+    dim: int
+    of: str
+    stacked: int = 1
+
+    def part(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """What the GPU `rank` of `size` has of a tensor that can be divided so: a view of it if nothing is stacked."""
+        pieces = tensor.unflatten(self.dim, (self.stacked, size, -1))
+        part: Tensor = pieces.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1)
+        return part
+
+
+def _mlp(parent: str, of: str) -> dict[str, Division]:
+    up, down = Division(0, of), Division(1, of)
+    return {f"{parent}.gate_proj": up, f"{parent}.up_proj": up, f"{parent}.down_proj": down}
+
+
+_DIVIDED = {
+    "embed_tokens": Division(0, VOCABULARY),
+    "lm_head": Division(0, VOCABULARY),
+    "self_attn.q_proj": Division(0, HEADS),
+    "self_attn.q_b_proj": Division(0, HEADS),
+    "self_attn.kv_b_proj": Division(0, HEADS),
+    "self_attn.o_proj": Division(1, HEADS),
+    **_mlp("mlp", INTERMEDIATE),
+    **_mlp("shared_experts", SHARED_INTERMEDIATE),
+    "experts.w_gate_up": Division(1, EXPERT_INTERMEDIATE, stacked=2),
+    "experts.w_down": Division(2, EXPERT_INTERMEDIATE),
+}
+"""By the last two words of a tensor's name, "weight" left out."""
+_BY_EXPERT = {name: Division(0, EXPERTS) for name in _DIVIDED if name.startswith("experts.")}
+_WHOLE = (
+    "q_a_proj",
+    "q_a_layernorm",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_cache",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "gate",
+    "e_score_correction_bias",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "norm",
+    "inv_freq",
+)
+"""The last words of the others."""
+
+
+def division(name: str, *, expert_parallel: bool) -> Division | None:
+    """How a tensor of `MLAForCausalLM`, a parameter or a buffer, is divided; None: every GPU has all of it.
+
+    name: as the model has it. Scales of FP8 weights are divided as the weights are.
+
+    expert_parallel: routed experts are divided by whole ones, not each by its intermediate width.
+
+    Raises:
+        MLAError: a name that is not in the table.
+    """
+    words = name.removesuffix(SCALE_SUFFIX).removesuffix(".weight").split(".")
+    table = _DIVIDED | _BY_EXPERT if expert_parallel else _DIVIDED
+    found = table.get(".".join(words[-2:]))
+    if found is None and words[-1] not in _WHOLE:
+        raise MLAError("name", "the name of a tensor of MLAForCausalLM", name)
+    return found
+
+
+def numbers_of_gpus(model: MLAForCausalLM, *, expert_parallel: bool) -> list[int]:
+    """The numbers of GPUs that a model can be divided among, ascending."""
+    most = math.gcd(*(limit.number for limit in _limits(model, expert_parallel=expert_parallel)))
+    return [size for size in range(1, most + 1) if most % size == 0]
+
+
+def check_divisible(
+    model: MLAForCausalLM, size: int, *, expert_parallel: bool, argument: str = "size"
+) -> None:
+    """Raises `MLAError` where a model cannot be divided among `size` GPUs, with the numbers that work.
+
+    argument: what `size` is called in the error.
+    """
+    limits = _limits(model, expert_parallel=expert_parallel)
+    against = {limit.of: limit.words for limit in reversed(limits) if size < 1 or limit.number % size}
+    if against:
+        numbers = ", ".join(map(str, numbers_of_gpus(model, expert_parallel=expert_parallel)))
+        reasons = "; ".join(reversed(against.values()))
+        raise MLAError(argument, f"one of {numbers}", size, f"it does not divide {reasons}")
+
+
+class _Limit(NamedTuple):
+    """A number that a number of GPUs must divide: so many of a setting there are, or of its FP8 blocks."""
+
+    of: str
+    number: int
+    words: str
+
+
+def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> list[_Limit]:
+    """Settings first, blocks behind them."""
+    counts = _counts(model.arch)
+    settings: dict[_Limit, None] = {}
+    blocks: dict[_Limit, None] = {}
+    for name, tensor in model.named_parameters():
+        how = division(name, expert_parallel=expert_parallel)
+        if how is not None:
+            settings[_Limit(how.of, counts[how.of], f"{how.of} = {counts[how.of]}")] = None
+            width = tensor.shape[how.dim] // how.stacked
+            if tensor.dtype == DTYPE and how.of != EXPERTS:
+                whole, rest = divmod(width, BLOCK)  # a block that is cut belongs to one GPU, and so does all
+                words = f"{width} columns of {how.of} in FP8 blocks of {BLOCK}"
+                blocks[_Limit(how.of, 1 if rest else whole, words)] = None
+    return [*settings, *blocks]
+
+
+def _counts(arch: Architecture) -> dict[str, int]:
+    return {
+        VOCABULARY: arch.vocab_size,
+        HEADS: arch.num_heads,
+        INTERMEDIATE: arch.intermediate_size,
+        EXPERTS: arch.routing.num_experts,
+        EXPERT_INTERMEDIATE: arch.moe_intermediate_size,
+        SHARED_INTERMEDIATE: arch.num_shared_experts * arch.moe_intermediate_size,
+    }

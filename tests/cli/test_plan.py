@@ -1,0 +1,114 @@
+"""`mla-compile plan`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import Run
+from tests.models import published
+
+
+@pytest.fixture(params=["KIMI_K2"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / request.param
+    path.mkdir()
+    (path / "config.json").write_text(getattr(published, request.param))
+    return path
+
+
+def of(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("directory", [name], indirect=True)
+
+
+@of("DEEPSEEK_V3")
+def test_deepseek_v3_fits_eight_h200(run: Run, directory: Path) -> None:
+    result = run("plan", directory, "--gpus", 8, "--gpu-memory", "141GB")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "DEEPSEEK_V3: 682.6 billion parameters, 11.6 of them the MTP layer's"
+    assert lines[1] == "On each of 8 GPUs, divided by heads, each expert and vocabulary:"
+    assert lines[2].split()[:2] == ["weights", "86.9"]
+    assert "8 rows x 2048 tokens: 1025 pages of 16" in lines[3]
+    assert "an estimate" in lines[4]
+    assert "a bound, with serve --capture-budget 2147483648" in lines[5]
+    assert lines[8].startswith("It fits.")
+    assert lines[-1].endswith(" rows x 163840 tokens")
+
+
+@pytest.mark.long
+@of("DEEPSEEK_V3")
+@pytest.mark.parametrize("more", [(), ("--dequantize",), ("--max-rows", 900), ("--max-model-len", 10**6)])
+def test_every_remedy_mends_it(run: Run, directory: Path, more: tuple[object, ...]) -> None:
+    flags = ["--gpus", 4 if not more else 8, "--gpu-memory", "131.3 GiB", *more]
+    result = run("plan", directory, *flags)
+    assert result.exit_code == 1
+    head, _, rest = result.stdout.partition("It does not fit: ")
+    assert head
+    remedies = [line.partition(":")[0].split() for line in rest.splitlines()[1:]]
+    assert remedies
+    for remedy in remedies:
+        if remedy[0] == "without":
+            changed = [flag for flag in flags if flag != remedy[1]]
+        else:
+            changed = [*flags, *remedy]
+        assert run("plan", directory, *changed).exit_code == 0, remedy
+
+
+@pytest.mark.long
+def test_a_model_that_nothing_alone_makes_fit_says_so(run: Run, directory: Path) -> None:
+    result = run("plan", directory, "--gpu-memory", "24GB")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("nothing that one change alone mends\n")
+
+
+@pytest.mark.long
+@of("GLM_4_7_FLASH")
+def test_flags_change_the_plan(run: Run, directory: Path) -> None:
+    def weights(*flags: object) -> float:
+        result = run("plan", directory, *flags)
+        assert result.exit_code == 0, result.output
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("  weights"))
+        return float(line.split()[1])
+
+    whole = weights()
+    assert whole == 61.2
+    assert weights("--num-speculative-tokens", 0) < whole
+    assert weights("--quantize", "fp8") == pytest.approx(whole / 2, rel=0.06)
+    assert weights("--dtype", "float32") == pytest.approx(2 * whole, rel=0.01)
+    assert weights("--gpus", 4, "--expert-parallel") == pytest.approx(weights("--gpus", 4), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--gpus", 7), "--gpus: expected one of 1, 2, 4, 8, 16, got 7; it does not divide vocab_size"),
+        (("--gpu-memory", "0.2TB"), "--gpu-memory: expected a number of bytes above 0, as 141GB or 80GiB"),
+        (("--gpu-memory", "0GB"), "--gpu-memory: expected a number of bytes above 0"),
+        (("--gpu-memory", "nan"), "--gpu-memory: expected a number of bytes above 0"),
+        (("--num-pages", 3), "num_pages: expected at least 129"),
+        (("--quantize", "fp8", "--dequantize"), "quantize, dequantize: expected one of the two"),
+        (("--gpus", 0), "--gpus"),
+    ],
+)
+def test_mistakes_are_named(run: Run, directory: Path, flags: tuple[object, ...], expected: str) -> None:
+    result = run("plan", directory, *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert expected in result.stderr
+
+
+def test_no_directory_and_no_config_are_named(run: Run, tmp_path: Path) -> None:
+    assert f"MODEL_DIR {tmp_path / 'none'}: expected" in run("plan", tmp_path / "none").stderr
+    assert "config.json: expected a checkpoint's config, got none" in run("plan", tmp_path).stderr
+
+
+@of("GLM_4_7_FLASH")
+def test_the_memory_is_that_of_the_gpu_here(
+    run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "of 141.0 GB" in run("plan", directory).stdout
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = type("Properties", (), {"total_memory": 24 * 10**9})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert "of 24.0 GB" in run("plan", directory).stdout

@@ -1,0 +1,29 @@
+"""What `mla-compile serve` sets an engine to, by the config of a model alone."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mla_compile.cli import serve
+from mla_compile.cli.app import app
+from tests.models import published
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"), [("DEEPSEEK_V3", 3), ("GLM_4_7_FLASH", 3), ("KIMI_K2", 0), ("DEEPSEEK_V2", 0)]
+)
+def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
+    name: str, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(getattr(published, name))
+    told = SimpleNamespace()
+    monkeypatch.setattr(
+        serve, "_server", lambda replicas: lambda settings, **_: vars(told).update(it=settings)
+    )
+    result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    settings: Any = told.it
+    assert settings.engine.num_speculative_tokens == drafts
