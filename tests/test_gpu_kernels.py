@@ -898,11 +898,16 @@ def test_a_product_of_few_tokens(
 
 @pytest.mark.parametrize("heads", [1, 20, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int) -> None:
-    """Of w_uv as the models have it, a transposed part of `kv_b_proj`."""
-    w = torch.randn(heads, 448, 512, device="cuda", dtype=dtype)[:, 192:].mT
+@pytest.mark.parametrize("of", ["w_uk", "w_uv"])
+def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int, of: str) -> None:
+    """Of weights as the models have them: parts of `kv_b_proj`, w_uv transposed."""
+    kv_b = torch.randn(heads, 448, 512, device="cuda", dtype=dtype)
+    w = kv_b[:, :192] if of == "w_uk" else kv_b[:, 192:].mT
+    k = w.shape[1]
     for tokens in (0, 1, 2, 4, 33, 300):
-        x = torch.randn(tokens, heads, 512, device="cuda", dtype=dtype) / 512**0.5
+        x = torch.randn(tokens, heads, k, device="cuda", dtype=dtype) / k**0.5
+        name = "triton" if 1 <= tokens <= 2 and heads <= 64 else "reference"
+        assert choose("matmul_by_head", (x, w)).chosen.name == name
         expected = torch.einsum("thk,hkn->thn", x.double(), w.double())
         torch.testing.assert_close(matmul_by_head(x, w).double(), expected, atol=2e-2, rtol=1e-2)
         with torch.profiler.profile() as profile:

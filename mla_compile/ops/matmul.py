@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mla_compile.ops import cublas, validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import FLOATS, HALF, SOME, Implementation, triton
+from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementation, reference, triton
 from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.side_by_side import lies_before, num_columns, one_matrix
 
@@ -160,7 +160,35 @@ def fused_linear(
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
 
 
-@define_op(run=cublas.multiply_by_head)
+MATMUL_BY_HEAD = (
+    # Up to where an H200 was quicker by it than by cuBLAS.
+    triton(
+        "one or two tokens: a program reads a few columns of a head's matrix, on the plain cores",
+        "mla_compile.ops.kernels.by_head:multiply_by_head_triton",
+        takes={
+            "dtype": HALF,
+            "tokens": range(1, 3),
+            "heads": range(1, 65),
+            "k": range(1, 1025),
+            "n": SOME,
+            "w.stride(1) or w.stride(2)": UNIT,
+        },
+    ),
+    reference("mla_compile.ops.matmul:matmul_by_head_torch"),
+)
+
+
+@define_op(
+    table=MATMUL_BY_HEAD,
+    facts=lambda x, w: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "heads": w.shape[0],
+        "k": w.shape[1],
+        "n": w.shape[2],
+        "w.stride(1) or w.stride(2)": min(w.stride()[1:]),
+    },
+)
 def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
     """`out[t, h] = x[t, h] @ w[h]`, one product that writes a token's heads side by side.
 
@@ -181,6 +209,11 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
 
 
 matmul_by_head_op = torch.ops.mla_compile.matmul_by_head.default
+
+
+def matmul_by_head_torch(x: Tensor, w: Tensor) -> Tensor:
+    """`matmul_by_head` in plain torch: every device and dtype."""
+    return cublas.multiply_by_head(x, w)
 
 
 def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:

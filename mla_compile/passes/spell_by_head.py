@@ -1,32 +1,32 @@
 """Spell products by head as what they are computed with.
 
-    before                                       after
+    before                                       after, on a GPU
 
-    x, w ──> einsum("thk,hkn->thn") ──> o        x ──> transpose ─┬─> bmm ──> transpose ──> o
+    x, w ──> einsum("thk,hkn->thn") ──> o        x, w ──> matmul_by_head ──> o
+
+                                                 after, on the CPU
+
+                                                 x ──> transpose ─┬─> bmm ──> transpose ──> o
                                                  w ───────────────┘
-
-    mla_decode ─┬─> einsum ──> o                 mla_decode ─┬─> matmul_by_head ──> o
-    w ──────────┘                                w ──────────┘
 
 Torch takes an einsum apart whenever a graph is traced, into eleven operations, of which most are views that do nothing.
 Each asks for sizes that are symbols, so the two einsums of a layer took a twentieth of the time that Python spends on
 compiling it. The other passes see the einsum: its rows are dimension 0 before and after, as nowhere else on the way.
 
 What comes after attention reads a token's heads side by side, and `bmm` has heads first: Inductor would copy them in a
-launch of its own. `matmul_by_head` writes them where they are read. Only on GPUs: on the CPU Inductor fuses the copy.
+launch of its own. `matmul_by_head` writes them where they are read, and has a kernel for few tokens, of use to queries
+too. Only on GPUs: on the CPU Inductor fuses the copy.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from mla_compile.ops.decode import decode_op
 from mla_compile.ops.matmul import matmul_by_head_op
 from mla_compile.passes.emit import fake_mode_of, inline, product_by_head, set_example_value
-from mla_compile.passes.nodes import calls, is_by_head, is_call, tensor_of
+from mla_compile.passes.nodes import calls, is_by_head, tensor_of
 from mla_compile.passes.strides import views_of
 from mla_compile.torch_internals import is_wrapper
 
@@ -47,12 +47,11 @@ def spell_by_head(
 
 
 def _written_by_token(node: fx.Node) -> bool:
-    """Put `matmul_by_head` in the place of what comes after attention, where nobody counts on heads that come first."""
+    """Put `matmul_by_head` in the place of an einsum, where nobody counts on heads that come first in memory."""
     operands: Any = node.args[1:]
     (x, w), value = operands, tensor_of(node)
-    of_attention = x.target is operator.getitem and is_call(x.args[0], decode_op)
     plain = not value.requires_grad and value.dtype == tensor_of(x).dtype == tensor_of(w).dtype  # autocast
-    if not (of_attention and plain) or is_wrapper(tensor_of(w)):
+    if not plain or is_wrapper(tensor_of(w)):
         return False
     with torch.no_grad():  # it needs no gradient, whatever the mode is now
         views = views_of(node, value.new_empty(value.shape))

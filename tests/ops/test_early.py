@@ -13,13 +13,25 @@ from tests.ops.routing import router_args
 
 pytest.importorskip("triton")
 
-from mla_compile.ops.kernels import gemv, moe, norm_rope_append, rms_norm, rotate_queries, routing
+from mla_compile.ops.kernels import by_head, gemv, moe, norm_rope_append, rms_norm, rotate_queries, routing
 
 BF16 = torch.bfloat16
 CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     "gemv": (
         gemv,
         lambda: gemv.linear_gemv(torch.zeros(1, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+    ),
+    "by head": (
+        by_head,
+        lambda: by_head.multiply_by_head_triton(
+            torch.zeros(1, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
+        ),
+    ),
+    "by head, across": (
+        by_head,
+        lambda: by_head.multiply_by_head_triton(
+            torch.zeros(1, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
+        ),
     ),
     "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
     "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
@@ -35,6 +47,8 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
         lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
     ),
 }
+WITH_WEIGHTS = {"gemv", "by head", "by head, across"}
+"""Kernels that have weights brought to the cache before they wait."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -52,4 +66,4 @@ def test_an_early_kernel_waits_before_it_reads_or_writes(name: str, monkeypatch:
         assert set(found[:wait]) <= {"prefetch"}, kernel.name
         assert found[wait + 1] == "griddepcontrol.launch_dependents", kernel.name
         assert kernel.spilled_bytes == 0, kernel.name
-    assert ("prefetch" in kernels[0].text) == (name == "gemv")
+    assert ("prefetch" in kernels[0].text) == (name in WITH_WEIGHTS)

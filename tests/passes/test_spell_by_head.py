@@ -13,7 +13,7 @@ from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.spell_by_head import spell_by_head
 from mla_compile.torch_internals import capture_graph
 from tests.kernel_cases import decode_case
-from tests.passes.capture import HEADS, Stack, V, compared, make_inputs, nodes_of, ops, shape
+from tests.passes.capture import HEADS, RANK, Stack, V, compared, make_inputs, nodes_of, ops, shape
 
 EVERYWHERE = partial(spell_by_head, everywhere=True)
 KINDS = {
@@ -49,15 +49,15 @@ def test_other_einsums_stay(equation: str, x: torch.Tensor, w: torch.Tensor) -> 
     assert found is not None and ops(spell_by_head(*found)) == ["einsum"]
 
 
-# --- what comes after attention
+# --- products by head on a GPU
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_comes_after_attention_is_written_by_token(kind: str) -> None:
+def test_on_a_gpu_products_by_head_are_written_by_token(kind: str) -> None:
     gm = compared(Stack(2), KINDS[kind], torch.float32, [*PASSES, EVERYWHERE])
     products = nodes_of(gm, "matmul_by_head")
-    assert [shape(node)[1:] for node in products] == [(HEADS, V)] * 2
-    assert len(nodes_of(gm, "bmm")) == 2, "of the queries, which `mla_decode` takes as they lie"
+    assert [shape(node)[1:] for node in products] == [(HEADS, RANK), (HEADS, V)] * 2
+    assert not nodes_of(gm, "bmm")
 
 
 @pytest.mark.long

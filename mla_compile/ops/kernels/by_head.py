@@ -1,0 +1,77 @@
+"""A matrix for each head, by one or two tokens, on the plain cores: a program reads a few columns of one of them.
+
+cuBLAS takes an H200 4 us for GLM-4.7-Flash's matrices, this 2.8. Like `gemv.py` it has its weights brought to the cache
+while the kernel before it runs, and lets the next one do so.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.early import prefetch, starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.plan import power_of_two
+
+
+@triton.jit
+def by_head_kernel(
+    x,  # [TOKENS, heads, K], strides x_token, x_head, 1
+    w,  # [heads, K, N], strides w_head, w_k, w_n, one of the last two 1
+    out,  # [TOKENS, heads, N], contiguous
+    x_token,
+    x_head,
+    w_head,
+    w_k,
+    w_n,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALONG_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK_N columns of a head; grid `[blocks of columns, heads]`. ALONG_K: whether elements of k lie side by side."""
+    head = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    of_head = w + head * w_head
+    if EARLY:
+        LINE: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
+        if ALONG_K:
+            line = tl.minimum(LINE * tl.arange(0, BLOCK_K // LINE), K - 1)
+            prefetch(of_head + tl.minimum(n, N - 1)[:, None] * w_n + line[None, :] * w_k)
+        else:
+            line = tl.program_id(0) * BLOCK_N + LINE * tl.arange(0, (BLOCK_N + LINE - 1) // LINE)
+            prefetch(of_head + tl.minimum(k, K - 1)[:, None] * w_k + tl.minimum(line, N - 1)[None, :] * w_n)
+    wait_for_kernel_before(EARLY)
+    inside = (k < K)[:, None] & (n < N)[None, :]
+    weight = tl.load(of_head + k[:, None] * w_k + n[None, :] * w_n, mask=inside, other=0.0).to(tl.float32)
+    for t in tl.static_range(TOKENS):
+        h = tl.load(x + t * x_token + head * x_head + k, mask=k < K, other=0.0).to(tl.float32)
+        result = tl.sum(h[:, None] * weight, 0).to(out.dtype.element_ty)
+        tl.store(out + (t * tl.num_programs(1) + head) * N + n, result, mask=n < N)
+
+
+def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
+    """What `matmul_by_head` computes of one or two tokens."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    tokens, heads, k = x.shape
+    n = w.shape[2]
+    along_k = w.stride(1) == 1
+    block_n = 8 if along_k else 32
+    out = x.new_empty(tokens, heads, n)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        by_head_kernel[(triton.cdiv(n, block_n), heads)](
+            *(x, w, out, x.stride(0), x.stride(1), *w.stride()),
+            K=k,
+            N=n,
+            TOKENS=tokens,
+            BLOCK_K=max(64, power_of_two(k)),
+            BLOCK_N=block_n,
+            ALONG_K=along_k,
+            EARLY=starts_early(x),
+            num_warps=2,
+            launch_pdl=starts_early(x),
+        )
+    return out
