@@ -48,6 +48,14 @@ Drafter = Annotated[
         show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
     ),
 ]
+MaxRows = Annotated[int, Option(metavar="N", min=1, help="Requests that run at once.")]
+PageSize = Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")]
+NumPages = Annotated[
+    int | None,
+    Option(
+        metavar="N", min=2, help="Pages of the cache.", show_default="enough for all rows at their longest"
+    ),
+]
 
 
 def generate(
@@ -356,9 +364,7 @@ def serve(
     adaptive_draft_length: Annotated[
         bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
     ] = False,
-    max_rows: Annotated[
-        int, Option(metavar="N", min=1, help="Requests that run at once.")
-    ] = DEFAULT_MAX_ROWS,
+    max_rows: MaxRows = DEFAULT_MAX_ROWS,
     max_model_len: Annotated[
         int | None,
         Option(
@@ -368,16 +374,8 @@ def serve(
             show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
         ),
     ] = None,
-    page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = DEFAULT_PAGE_SIZE,
-    num_pages: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            min=2,
-            help="Pages of the cache.",
-            show_default="enough for all rows at their longest",
-        ),
-    ] = None,
+    page_size: PageSize = DEFAULT_PAGE_SIZE,
+    num_pages: NumPages = None,
     max_tokens_per_step: Annotated[
         int | None,
         Option(
@@ -505,22 +503,12 @@ def plan(
             show_default=f"{DEFAULT_DRAFTS} if the config names an MTP layer, else 0",
         ),
     ] = None,
-    max_rows: Annotated[
-        int, Option(metavar="N", min=1, help="Requests that run at once.")
-    ] = DEFAULT_MAX_ROWS,
+    max_rows: MaxRows = DEFAULT_MAX_ROWS,
     max_model_len: Annotated[
         int, Option(metavar="N", min=2, help="Tokens of a request, prompt included.")
     ] = DEFAULT_MAX_MODEL_LEN,
-    page_size: Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")] = DEFAULT_PAGE_SIZE,
-    num_pages: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            min=2,
-            help="Pages of the cache.",
-            show_default="enough for all rows at their longest",
-        ),
-    ] = None,
+    page_size: PageSize = DEFAULT_PAGE_SIZE,
+    num_pages: NumPages = None,
     max_tokens_per_step: Annotated[
         int | None,
         Option(metavar="N", min=1, help="Tokens of a step at most.", show_default="2048 or more"),
