@@ -118,7 +118,7 @@ class Launcher:
             self._mixed(variant, length)(state, chunks)
         else:
             self.step(variant, length)(state)
-        rows = [self.rows[request] for request in sampled]
+        rows = self.rows.of(sampled)
         counts: dict[int, int] = {}
         if variant.num_logprobs is not None:
             wanted = ((row, request.params.logprobs) for row, request in zip(rows, sampled, strict=True))
@@ -257,7 +257,7 @@ class Launcher:
         """The target's tokens, int64 `[rows, k + 1]`: among those that grammars allow, or those of a `TokenChooser`."""
         sampled = [(self.rows[request], request) for request in plan.sampled]
         grammars = {row: request.grammar for row, request in sampled if request.grammar is not None}
-        first = {self.rows[request] for request in plan.first_sampled}
+        first = set(self.rows.of(plan.first_sampled))
         guesses, allowed = state.drafts[:, : decoder.k], None
         if grammars:
             allowed = allowed_tokens(grammars, guesses, vocab_size=self._model.vocab_size, first=first)

@@ -5,7 +5,7 @@ step, and requests move between them. All writes are ops on the stream of the st
 """
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 from itertools import chain
 
@@ -61,6 +61,10 @@ class Rows:
     def __getitem__(self, request: Request) -> int:
         """The row of the current state that a request has."""
         return self._row_of[request]
+
+    def of(self, requests: Iterable[Request]) -> list[int]:
+        """The rows of the current state that requests have."""
+        return list(map(self._row_of.__getitem__, requests))
 
     def text(self, request: Request) -> "array[int]":
         """What it was admitted with: its prompt, and what it was to go on from."""
