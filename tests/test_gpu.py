@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 
 from mla_compile import (
     MLABatch,
@@ -333,8 +334,10 @@ def test_a_captured_engine_multiplies_once_by_weights_that_lie_side_by_side(
     seen = []
 
     def noted(first: torch.Tensor, second: torch.Tensor) -> bool:
-        seen.append(lies_before(first, second))
-        return seen[-1]
+        found = lies_before(first, second)
+        if not isinstance(first, FakeTensor):  # Inductor's have a storage each
+            seen.append(found)
+        return found
 
     monkeypatch.setattr(matmul, "lies_before", noted)
     joined = generate(Engine(model, num_speculative_tokens=1, **settings), 4, GREEDY, 40)
