@@ -19,7 +19,8 @@ class MLAAttention(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.arch = arch
-        hidden, heads = arch.hidden_size, arch.num_heads
+        self.num_heads = heads = arch.num_heads
+        hidden = arch.hidden_size
         qk_width = heads * (arch.qk_nope_head_dim + arch.qk_rope_head_dim)
         if arch.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden, qk_width, bias=False)
@@ -41,7 +42,7 @@ class MLAAttention(nn.Module):
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """`w_uk` and `w_uv`, the two halves of `kv_b_proj`."""
-        return up_projections(self.kv_b_proj.weight, self.arch.num_heads, self.arch.qk_nope_head_dim)
+        return up_projections(self.kv_b_proj.weight, self.num_heads, self.arch.qk_nope_head_dim)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
         """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
@@ -52,7 +53,7 @@ class MLAAttention(nn.Module):
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.view(-1, arch.num_heads, arch.qk_nope_head_dim + arch.qk_rope_head_dim)
+        q = q.view(-1, self.num_heads, arch.qk_nope_head_dim + arch.qk_rope_head_dim)
         q_nope, q_pe = q.split([arch.qk_nope_head_dim, arch.qk_rope_head_dim], dim=-1)
         kv_c, k_pe = self.kv_a_proj_with_mqa(x).split([arch.kv_lora_rank, arch.qk_rope_head_dim], dim=-1)
         kv_c = self.kv_a_layernorm(kv_c)

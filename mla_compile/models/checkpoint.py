@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.models import fp8
@@ -21,8 +22,10 @@ from mla_compile.models.names import (
     parts,
     shared_copies,
 )
+from mla_compile.models.parallel import Parallel
 from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
+from mla_compile.models.sharding import EXPERTS, Division, check_divisible, divide, division
 from mla_compile.ops.fp8 import BLOCK, DTYPE, scale_shape
 from mla_compile.ops.fp8 import dequantize as dequantize_weight
 from mla_compile.ops.fp8 import quantize as quantize_weight
@@ -49,6 +52,7 @@ def load_model(
     mtp: bool | None = None,
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
+    parallel: Parallel | None = None,
 ) -> MLAForCausalLM:
     """Load a DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4 MoE Lite checkpoint: `config.json` and safetensors files.
 
@@ -65,14 +69,20 @@ def load_model(
         quantize: "fp8": quantise linear layers and experts to FP8. Embedding, head, `kv_b_proj`, routers and the MTP
             layer's `eh_proj` stay as they are, and a checkpoint that is FP8 does.
         dequantize: have all weights in `dtype`.
+        parallel: load the part of one of several processes, which share the model and make the same calls of it, in
+            the same order; see docs/parallel.md. Of each tensor that is divided, no more than the part is read, unless
+            it is dequantised.
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
             tensors (all in one error), several MTP layers, or none where `mtp` asks for one; a dtype that is not
-            floating, a device that this machine lacks; another `quantize`, or `dequantize` beside it.
+            floating, a device that this machine lacks; another `quantize`, or `dequantize` beside it; a number of
+            processes that the model cannot be divided among, or a place that this process does not have.
     """
     directory = Path(path)
     _check_target(dtype, device)
+    if parallel is not None:
+        parallel.check()
     config, block = read_config(directory)
     check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
@@ -86,6 +96,11 @@ def load_model(
         parameter.data = parameter.data.to(dtype)
     if not dequantize:
         fp8.put_fp8_layers(model, partial(_is_fp8, model, files, block, quantize is not None))
+    if parallel is not None:
+        check_divisible(
+            model, parallel.size, expert_parallel=parallel.expert_parallel, argument="parallel.size"
+        )
+        divide(model, parallel)
     model.to_empty(device=device)
     lay_side_by_side(model)  # before they have values
     _fill(model, files, block, device)
@@ -95,23 +110,55 @@ def load_model(
 def _fill(
     model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int] | None, device: str | torch.device
 ) -> None:
-    """Read every tensor, and convert it to what the model has in its place."""
-    found = destinations(model, files.entries)
-    for name, destination in found.items():
+    """Read every tensor, or the process's part of it, and convert it to what the model has in its place."""
+    places = _places(model, files)
+    for name, (destination, how) in places.items():
         if name.endswith(fp8.SCALE_SUFFIX):
             continue  # comes with its weight
-        tensor = files.read(name).to(device)
-        scale = None
-        if block is not None and files.entries[name].dtype == _FLOAT8:
-            scale = files.read(name + fp8.SCALE_SUFFIX).to(device)
+        is_fp8 = block is not None and files.entries[name].dtype == _FLOAT8
+        scale_name = name + fp8.SCALE_SUFFIX
         if destination.dtype == DTYPE:
-            if scale is None:  # gate and up, where they are one tensor, have blocks of their own
+            tensor = _read(model, files, name, how).to(device)
+            if is_fp8:
+                scale = _read(model, files, scale_name, places[scale_name][1]).to(device)
+            else:  # gate and up, where they are one tensor, have blocks of their own
                 halves = tensor.unflatten(-2, (2 if name.endswith("gate_up_proj") else 1, -1))
                 tensor, scale = (x.flatten(-3, -2) for x in quantize_weight(halves))
-            found[name + fp8.SCALE_SUFFIX].copy_(scale)
-        elif scale is not None and block is not None:
+            places[scale_name][0].copy_(scale)
+        elif is_fp8 and block is not None:  # whole, as blocks need not end where parts do
+            tensor, scale = files.read(name).to(device), files.read(scale_name).to(device)
             tensor = dequantize_weight(tensor, scale, block)
+            if how is not None and model.parallel is not None:
+                tensor = how.part(tensor, model.parallel.rank, model.parallel.size)
+        else:
+            tensor = _read(model, files, name, how).to(device)
         destination.copy_(tensor)
+
+
+def _places(
+    model: MLAForCausalLM, files: SafetensorFiles
+) -> dict[str, tuple[Tensor, Division | None]]:
+    """Where each tensor of the files goes; where only a part of it does, how it is divided."""
+    if model.parallel is None:
+        return {name: (place, None) for name, place in destinations(model, files.entries).items()}
+    found: dict[str, tuple[Tensor, Division | None]] = {}
+    by_expert = model.parallel.expert_parallel
+    for ours, tensor in model.state_dict().items():
+        how = division(ours, expert_parallel=by_expert)
+        is_by_expert = how is not None and how.of == EXPERTS
+        first = model.parallel.rank * len(tensor) if is_by_expert else 0
+        for name, place in parts(ours, tensor, model.arch.num_layers, files.entries, first).items():
+            part = how
+            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
+                part = None if is_by_expert else Division(how.dim - 1, how.of)
+            found[name] = place, part
+    return found
+
+
+def _read(model: MLAForCausalLM, files: SafetensorFiles, name: str, how: Division | None) -> Tensor:
+    if how is None or model.parallel is None:
+        return files.read(name)
+    return files.read_part(name, how, model.parallel.rank, model.parallel.size)
 
 
 def _is_fp8(

@@ -13,7 +13,9 @@ from mla_compile.models.attention import MLAAttention
 from mla_compile.models.decoder import DecoderLayer
 from mla_compile.models.layers import RMSNorm
 from mla_compile.models.mtp import MTPLayer
+from mla_compile.models.parallel import Parallel
 from mla_compile.models.rotary import RotaryEmbedding
+from mla_compile.ops.collectives import all_gather, all_reduce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,6 +40,8 @@ class MLAForCausalLM(nn.Module):
             None if arch.tie_word_embeddings else nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         )
         self.mtp = MTPLayer(arch) if mtp else None
+        self.parallel: Parallel | None = None
+        """Where this process has a part of the model: which one."""
         self.requires_grad_(False)
 
     @property
@@ -88,7 +92,7 @@ class MLAForCausalLM(nn.Module):
             Hidden states after the final norm, `[tokens, hidden_size]`.
         """
         rope = self.rotary(positions)
-        hidden = self.embed_tokens(token_ids)
+        hidden = self._embed(token_ids)
         for layer in self.layers:
             hidden = layer(hidden, rope, batch)
         out: Tensor = self.norm(hidden)
@@ -97,7 +101,21 @@ class MLAForCausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., hidden_size]`, of the trunk or the MTP layer, to logits `[..., vocab_size]`."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        logits = F.linear(hidden, head.weight)
+        if self.parallel is None:
+            return logits
+        every = all_gather(logits.flatten(0, -2), self.parallel.size)
+        return every.view(*hidden.shape[:-1], self.vocab_size)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """int64 `[tokens]` to `[tokens, hidden_size]`."""
+        if self.parallel is None:
+            out: Tensor = self.embed_tokens(token_ids)
+            return out
+        num_ids = self.embed_tokens.weight.shape[0]
+        ids = token_ids - self.parallel.rank * num_ids
+        own = (ids >= 0) & (ids < num_ids)
+        return all_reduce(torch.where(own[:, None], self.embed_tokens(torch.where(own, ids, 0)), 0))
 
     def forward_mtp(
         self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
@@ -121,5 +139,5 @@ class MLAForCausalLM(nn.Module):
             raise MLAError(
                 "mtp", "a model with an MTP layer", "one without", "load a checkpoint that has one"
             )
-        out: Tensor = self.mtp(self.embed_tokens(next_token_ids), hidden, self.rotary(positions), batch)
+        out: Tensor = self.mtp(self._embed(next_token_ids), hidden, self.rotary(positions), batch)
         return out

@@ -69,8 +69,16 @@ class MoE(nn.Module):
         self.gate = Router(arch.hidden_size, arch.routing)
         self.experts = Experts(arch.routing.num_experts, arch.hidden_size, size)
         self.shared_experts = MLP(arch.hidden_size, size * arch.num_shared_experts)
+        self.own_experts: range | None = None
+        """Those that this process has, where other processes have others; their sum is the caller's to make."""
 
     def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
         """`[tokens, hidden_size]` to the same shape; padding of the batch passes the shared experts only."""
-        out: Tensor = self.experts(x, *self.gate(x), batch) + self.shared_experts(x)
+        weights, ids = self.gate(x)
+        if self.own_experts is not None:
+            # Others weigh nothing here. One that is here anyway stands for them, as an op takes no hole.
+            own = (ids >= self.own_experts.start) & (ids < self.own_experts.stop)
+            weights = torch.where(own, weights, 0)
+            ids = torch.where(own, ids - self.own_experts.start, 0)
+        out: Tensor = self.experts(x, weights, ids, batch) + self.shared_experts(x)
         return out

@@ -23,8 +23,13 @@ def destinations(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str,
     return found
 
 
-def parts(ours: str, tensor: Tensor, num_layers: int, checkpoint: Container[str]) -> dict[str, Tensor]:
-    """`destinations` of one of our tensors. Scales of FP8 weights are divided as the weights are."""
+def parts(
+    ours: str, tensor: Tensor, num_layers: int, checkpoint: Container[str], first_expert: int = 0
+) -> dict[str, Tensor]:
+    """`destinations` of one of our tensors. Scales of FP8 weights are divided as the weights are.
+
+    first_expert: that a stack of experts begins with.
+    """
     name = hugging_face_name(ours, num_layers)
     prefix, _, kind = name.rpartition(".")
     kind, scale, _ = kind.partition(SCALE_SUFFIX)
@@ -32,10 +37,11 @@ def parts(ours: str, tensor: Tensor, num_layers: int, checkpoint: Container[str]
         return {name: tensor}
     if (stacked := f"{prefix}.{kind.removeprefix('w_')}_proj") in checkpoint:
         return {stacked + scale: tensor}
+    experts = enumerate(tensor, start=first_expert)
     if kind == "w_down":
-        return {f"{prefix}.{expert}.down_proj.weight{scale}": part for expert, part in enumerate(tensor)}
+        return {f"{prefix}.{expert}.down_proj.weight{scale}": part for expert, part in experts}
     found: dict[str, Tensor] = {}
-    for expert, part in enumerate(tensor):
+    for expert, part in experts:
         gate, up = part.chunk(2)
         found[f"{prefix}.{expert}.gate_proj.weight{scale}"] = gate
         found[f"{prefix}.{expert}.up_proj.weight{scale}"] = up

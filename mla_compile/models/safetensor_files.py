@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.models.files import parse_object, plain_file, read_object
+from mla_compile.models.sharding import Division
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -63,6 +65,16 @@ class SafetensorFiles:
         """The tensor on the CPU; its memory is the file's, mapped."""
         tensor: Tensor = self.entries[name].file.get_tensor(name)
         return tensor
+
+    def read_part(self, name: str, how: Division, rank: int, size: int) -> Tensor:
+        """`how.part` of the tensor, on the CPU; no more of the file is read."""
+        entry = self.entries[name]
+        whole = entry.file.get_slice(name)
+        each = entry.shape[how.dim] // how.stacked
+        begins = [stack * each + rank * each // size for stack in range(how.stacked)]
+        before = (slice(None),) * how.dim
+        pieces = [whole[(*before, slice(begin, begin + each // size))] for begin in begins]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, how.dim)
 
 
 def _names(directory: Path) -> list[str]:

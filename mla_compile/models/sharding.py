@@ -8,12 +8,16 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
+from mla_compile.models.attention import MLAAttention
 from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.decoder import DecoderLayer
 from mla_compile.models.fp8 import SCALE_SUFFIX
+from mla_compile.models.moe import MoE
+from mla_compile.models.parallel import Parallel
 from mla_compile.ops.fp8 import BLOCK, DTYPE
 
 VOCABULARY = "vocab_size"
@@ -96,6 +100,31 @@ def division(name: str, *, expert_parallel: bool) -> Division | None:
     if found is None and words[-1] not in _WHOLE:
         raise MLAError("name", "the name of a tensor of MLAForCausalLM", name)
     return found
+
+
+def divide(model: MLAForCausalLM, parallel: Parallel) -> None:
+    """Leave a process its part of a model: of each parameter that is divided, and of the work.
+
+    model: on the meta device say, with all of every parameter; it must be divisible (`check_divisible`).
+    """
+    size = parallel.size
+    for name, parameter in model.named_parameters():
+        how = division(name, expert_parallel=parallel.expert_parallel)
+        if how is not None:
+            parameter.data = how.part(parameter.data, parallel.rank, size).contiguous()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings = module.weight.shape[0]
+        elif isinstance(module, MLAAttention):
+            module.num_heads //= size
+        elif isinstance(module, DecoderLayer):
+            module.is_divided = True
+        elif isinstance(module, MoE) and parallel.expert_parallel:
+            each = model.arch.routing.num_experts // size
+            module.own_experts = range(each * parallel.rank, each * (parallel.rank + 1))
+    model.parallel = parallel
 
 
 def numbers_of_gpus(model: MLAForCausalLM, *, expert_parallel: bool) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from mla_compile.ops.collectives import all_gather_op, all_reduce_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.moe import moe_experts_op
@@ -260,5 +261,7 @@ _RULES: dict[Any, _Rule] = {
     torch.einsum: _einsum,
     moe_experts_op: _op("x", "topk_weights", "topk_ids"),
     fp8_linear_op: _op("x"),
+    all_reduce_op: _op("x"),
+    all_gather_op: _op("x"),
     decode_op: _op("q_latent", "q_pe"),
 }
