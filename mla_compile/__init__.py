@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from mla_compile.errors import MLAError
     from mla_compile.explanation import Explanation, explain
-    from mla_compile.models import load_model, load_tokenizer
+    from mla_compile.models import Parallel, load_model, load_tokenizer
     from mla_compile.ops import (
         decode_segment,
         mla_append,
@@ -46,6 +46,7 @@ __all__ = [
     "MLABatch",
     "MLAError",
     "PackedBatch",
+    "Parallel",
     "PrefillSegment",
     "SamplingParams",
     "ShadowCheckError",
@@ -76,7 +77,7 @@ _PARTS = {
     ),
     "errors": ("MLAError",),
     "explanation": ("Explanation", "explain"),
-    "models": ("load_model", "load_tokenizer"),
+    "models": ("Parallel", "load_model", "load_tokenizer"),
     "ops": (
         "decode_segment",
         "mla_append",

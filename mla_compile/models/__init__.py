@@ -2,6 +2,7 @@
 
 from mla_compile.models.checkpoint import load_model
 from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.parallel import Parallel
 from mla_compile.models.tokenizer import load_tokenizer
 
-__all__ = ["MLAForCausalLM", "load_model", "load_tokenizer"]
+__all__ = ["MLAForCausalLM", "Parallel", "load_model", "load_tokenizer"]

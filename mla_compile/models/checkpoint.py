@@ -135,9 +135,7 @@ def _fill(
         destination.copy_(tensor)
 
 
-def _places(
-    model: MLAForCausalLM, files: SafetensorFiles
-) -> dict[str, tuple[Tensor, Division | None]]:
+def _places(model: MLAForCausalLM, files: SafetensorFiles) -> dict[str, tuple[Tensor, Division | None]]:
     """Where each tensor of the files goes; where only a part of it does, how it is divided."""
     if model.parallel is None:
         return {name: (place, None) for name, place in destinations(model, files.entries).items()}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.attention import MLAAttention
-from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.decoder import DecoderLayer
+from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.moe import MoE
 from mla_compile.models.parallel import Parallel

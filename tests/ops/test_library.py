@@ -71,6 +71,8 @@ SCHEMAS = {
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
     "row_argmax": "(Tensor x) -> Tensor",
+    "all_reduce": "(Tensor x) -> Tensor",
+    "all_gather": "(Tensor x, int num_parts) -> Tensor",
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",

@@ -1,0 +1,151 @@
+"""Processes that share a model say what one process says that has all of it, in float32."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_compile import Engine, MLAError, Parallel, load_model
+from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.sharding import divide
+from mla_compile.ops.collectives import all_gather_op, all_reduce_op
+from mla_compile.ops.fp8 import BLOCK, quantize
+from tests.models.small import (
+    glm_config,
+    reference_model,
+    reference_mtp_layer,
+    save,
+    to_fp8,
+    v2_config,
+    v3_config,
+)
+from tests.parallel.worker import texts
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+}
+"""FP8 blocks end where the parts of two processes do."""
+
+
+def checkpoint(folder: Path, config: Any, *, mtp: bool = True) -> Path:
+    model = reference_model(config)
+    return save(model, folder / "checkpoint", reference_mtp_layer(model) if mtp else None)
+
+
+def shared(folder: Path, size: int, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """What `size` processes say, each for itself."""
+    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "meeting").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.parallel.worker"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    deadline = time.monotonic() + 400
+    try:
+        for process in processes:
+            _, log = process.communicate(timeout=deadline - time.monotonic())
+            assert process.returncode == 0, log[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"said.{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "job"),
+    [
+        pytest.param(v3_config(vocab_size=96), 2, {}, id="v3"),
+        pytest.param(v3_config(vocab_size=96), 4, {"expert_parallel": True}, id="v3, 4, experts"),
+        pytest.param(
+            v3_config(vocab_size=96, first_k_dense_replace=3, tie_word_embeddings=True), 4, {}, id="tied"
+        ),
+        pytest.param(
+            v2_config(vocab_size=96, q_lora_rank=None), 2, {"mtp": False, "expert_parallel": True}, id="v2"
+        ),
+        pytest.param(glm_config(vocab_size=96), 2, {"k": [3]}, id="glm"),
+        pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
+        pytest.param(
+            v3_config(vocab_size=96), 2, {"engine": {"batch_invariant": True}, "k": [3]}, id="exact"
+        ),
+        pytest.param(v3_config(vocab_size=96), 2, {"engine": {"compile": True}, "k": [0]}, id="compiled"),
+    ],
+)
+def test_tokens_of_processes_that_share_a_model(
+    config: Any, size: int, job: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, config, mtp=job.get("mtp", True))
+    said = shared(tmp_path, size, job)
+    alone = texts(None, tmp_path, job | {"engine": job.get("engine", {}) | {"compile": False}})
+    assert all(one["mixed"] > 2 and one["preempted"] and one["reused"] for one in alone)
+    whole = alone[0]["bytes"]
+    for one in (*alone, *(one for each in said for one in each)):
+        bytes_of_it = one.pop("bytes")
+        assert bytes_of_it == whole or bytes_of_it < 0.8 * whole
+    for rank, each in enumerate(said):
+        assert each == alone, rank
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_checkpoint_in_fp8(dequantize: bool, tmp_path: Path) -> None:
+    """Weights and scales are divided alike; dequantised ones after that."""
+    to_fp8(checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE)), quantize, (BLOCK, BLOCK))
+    job = {"load": {"dequantize": dequantize}, "k": [0]}
+    said, (alone,) = shared(tmp_path, 2, job), texts(None, tmp_path, job)
+    whole = alone.pop("bytes")
+    assert all(one.pop("bytes") < 0.8 * whole for (one,) in said)
+    assert said == [[alone], [alone]]
+
+
+class TestMistakes:
+    def test_without_a_process_group(self, tmp_path: Path) -> None:
+        with pytest.raises(MLAError, match=r"Parallel: expected a process group.*none.*torchrun"):
+            Parallel.of_processes()
+        with pytest.raises(MLAError, match="Parallel: expected a process group"):
+            load_model(tmp_path, parallel=Parallel(0, 2))
+
+    def test_what_processes_would_not_decide_alike(self) -> None:
+        with torch.device("meta"):
+            model = MLAForCausalLM(v3_config(vocab_size=96), mtp=True)
+        divide(model, Parallel(1, 4))
+        for name, value in (
+            ("adaptive_draft_length", True),
+            ("capture_budget", 2**30),
+            ("batch_invariant", True),
+        ):
+            with pytest.raises(MLAError, match=f"{name}: .* for a model that 4 processes share"):
+                Engine(model, num_speculative_tokens=1, **{name: value})
+
+    def test_sizes_that_do_not_divide(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpoint(tmp_path, v3_config(vocab_size=97))
+        monkeypatch.setattr(Parallel, "check", lambda self: None)
+        with pytest.raises(
+            MLAError, match=r"parallel.size: expected one of 1, got 2; it does not divide vocab_size = 97"
+        ):
+            load_model(tmp_path / "checkpoint", parallel=Parallel(0, 2))
+
+
+def test_collectives_are_sound_ops(tmp_path: Path) -> None:
+    """In a group of one process."""
+    x = torch.randn(6, 8, device="cpu")[:, ::2]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+    )
+    try:
+        torch.library.opcheck(all_reduce_op, (x,))
+        torch.library.opcheck(all_gather_op, (x, 1))
+        assert torch.equal(all_reduce_op(x), x) and torch.equal(all_gather_op(x, 1), x)
+    finally:
+        torch.distributed.destroy_process_group()
