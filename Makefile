@@ -22,25 +22,28 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-server test-ray load test-all lint format docs hooks clean
+.PHONY: help demo test test-long test-server test-parallel test-ray load test-all lint format docs hooks clean
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.runtime ## generate text with the shipped model, with and without speculation
 	@$(VENV)/bin/mla-compile demo $(ARGS)
 
 test: $(VENV)/.dev ## run the tests that need no GPU, less than five minutes
-	@$(PYTEST) -m "not gpu and not slow and not long" --ignore=tests/serving $(ARGS)
+	@$(PYTEST) -m "not gpu and not slow and not long" --ignore=tests/serving --ignore=tests/parallel $(ARGS)
 
 test-long: $(VENV)/.dev ## run those of them that take a second or more, with all that Inductor compiles
-	@$(PYTEST) -m "long and not gpu and not slow" --ignore=tests/serving $(ARGS)
+	@$(PYTEST) -m "long and not gpu and not slow" --ignore=tests/serving --ignore=tests/parallel $(ARGS)
 
 test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser
 	@$(PYTEST) -m "not slow and not load" tests/serving $(ARGS)
 
 load: $(VENV)/.dev ## serve 200 streams for a minute, and 10,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
 	@$(RUN) -m pytest -q -m load tests/serving $(ARGS)
+
+test-parallel: $(VENV)/.dev ## run the tests of processes that share a model
+	@$(RUN) -m pytest -q -m "not slow" tests/parallel $(ARGS)
 
 test-ray: $(VENV)/.ray ## run the tests of replicas and of Ray Data, with Ray (its packages are 400 MB)
 	@$(RUN) -m pytest -q -m "not slow" tests/integrations/ray $(ARGS)

@@ -7,6 +7,7 @@ how it runs where that is not eagerly on the CPU:
     <!-- test: gpu -->         on a GPU only, as it stands
     <!-- test: slow -->        with `make test-all` only, as it stands
     <!-- test: server -->      with `make test-server` only, against a server
+    <!-- test: parallel -->    with `make test-parallel` only, in two processes
     <!-- test: ray -->         with `make test-ray` only, as it stands
 
 `sh` blocks are commands, see `test_docs.py`. `text` blocks are what something prints.
@@ -18,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "sh", "text")
-MARKS = ("", "compiled", "gpu", "slow", "server", "ray")
+MARKS = ("", "compiled", "gpu", "slow", "server", "parallel", "ray")
 _FENCE = re.compile(
     r"^(?:<!-- test: (?P<mark>.*?) -->\n)?```(?P<language>.*)\n(?P<code>(?:.*\n)*?)```$", re.MULTILINE
 )

@@ -226,6 +226,11 @@ def has_such_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             main()
 
 
+def is_a_launch_of_torch(words: list[str], _: pytest.MonkeyPatch) -> None:
+    """Of the page's own program, which tests/parallel runs."""
+    assert words[1:3] == ["--standalone", "--nproc-per-node"] and words[4:] == ["program.py"], words
+
+
 def is_an_example(words: list[str], _: pytest.MonkeyPatch) -> None:
     assert (ROOT / words[1]).is_file() and words[1].startswith("examples/"), words[1]
 
@@ -241,6 +246,7 @@ RULES: dict[tuple[str, ...], Rule] = {
     ("make",): is_a_target,
     ("pip", "install"): is_an_extra,
     (".", ".venv/bin/activate"): lambda words, _: None,
+    ("torchrun",): is_a_launch_of_torch,
     ("python", "-m", "pytest"): is_a_test,
     **{
         ("python", "-m", f"benchmarks.{file.stem}"): has_such_flags
