@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Engine,
         Grammar,
         check_batch_invariance,
+        follow,
         generate,
     )
     from mla_compile.errors import MLAError
@@ -53,6 +54,7 @@ __all__ = [
     "check_batch_invariance",
     "decode_segment",
     "explain",
+    "follow",
     "generate",
     "load_model",
     "load_tokenizer",
@@ -73,6 +75,7 @@ _PARTS = {
         "Engine",
         "Grammar",
         "check_batch_invariance",
+        "follow",
         "generate",
     ),
     "errors": ("MLAError",),

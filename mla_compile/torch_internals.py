@@ -9,9 +9,11 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensor
@@ -382,3 +384,13 @@ def compile_counters() -> dict[str, int]:
         "graphs": counters["stats"]["unique_graphs"],
         "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
     }
+
+
+def gloo_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all processes of torch.distributed's default group, which it outlives; all of them make it."""
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    store = PrefixStore(name, _get_default_store())
+    # Its stub has none of the methods, which are those of a group.
+    group: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout)
+    return cast("dist.ProcessGroup", group)

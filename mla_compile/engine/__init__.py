@@ -6,6 +6,7 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.detokenizer import TextStream
 from mla_compile.engine.engine import Engine
+from mla_compile.engine.follow import follow
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.reports import Logprob
 from mla_compile.engine.request import Request, TokenChooser
@@ -28,5 +29,6 @@ __all__ = [
     "TokenChooser",
     "check_batch_invariance",
     "fitting_engine",
+    "follow",
     "generate",
 ]

@@ -43,15 +43,23 @@ class Captures:
         budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
             code uncaptured. Those with prompts, which come first, take no more than half of it. None for no limit.
         why_not: why nothing can be captured here; None where it can.
+        agree: gives what rank 0 gave of processes that share the model, as each has a memory of its own.
     """
 
     def __init__(
-        self, max_rows: int, *, device: torch.device, budget: int | None, why_not: str | None
+        self,
+        max_rows: int,
+        *,
+        device: torch.device,
+        budget: int | None,
+        why_not: str | None,
+        agree: Callable[[int], int],
     ) -> None:
         self.sizes = row_sizes(max_rows)
         self._device = device
         self._budget = budget
         self._why_not = why_not
+        self._agree = agree
         self._buckets: dict[tuple[str, int, *_Shape], Bucket] = {}
         self._known: list[_Known] = []
         self.num_unusual = 0
@@ -147,9 +155,8 @@ class Captures:
             return False
         prompts = sum(bucket.num_bytes for bucket in self._buckets.values() if bucket.prompt_tokens)
         others = sum(bucket.num_bytes for bucket in self._buckets.values() if not bucket.prompt_tokens)
-        if of_prompts and 2 * prompts >= self._budget:
-            return True
-        return others + min(prompts, self._budget / 2) >= self._budget
+        is_spent = others + min(prompts, self._budget / 2) >= self._budget
+        return bool(self._agree(is_spent or (of_prompts and 2 * prompts >= self._budget)))
 
     def _bucket(self, step: str, q_len: int, shape: _Shape) -> Bucket:
         rows, num_stop_ids, tokens, chunks, keys = shape

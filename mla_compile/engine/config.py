@@ -178,11 +178,6 @@ class EngineConfig:
         if parallel is None:
             return
         shared = f"for a model that {parallel.size} processes share"
-        if self.adaptive_draft_length:
-            raise MLAError("adaptive_draft_length", f"False {shared}, each with a clock of its own", True)
-        if self.capture_budget is not None:
-            expected = f"None {shared}, each with memory of its own"
-            raise MLAError("capture_budget", expected, self.capture_budget)
         if self.batch_invariant and parallel.size > 2:
             expected = f"False {shared}: who adds three or more parts first depends on the number of tokens"
             raise MLAError("batch_invariant", expected, True, "share it among 2 processes")

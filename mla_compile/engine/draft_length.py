@@ -156,6 +156,11 @@ class AdaptiveLength:
         self._current, self._num_left = length, PROBE - 1
 
 
+def draft_length_of(longest: int, *, adaptive: bool) -> DraftLength:
+    """The policy of an engine that makes up to `longest` drafts a step."""
+    return AdaptiveLength(longest) if adaptive else FixedLength(longest)
+
+
 def draft_lengths(longest: int) -> list[int]:
     """The lengths that are compiled: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 as far as they go, and `longest`."""
     doubling = (n * 2**i for i in range(1, longest.bit_length()) for n in (2, 3))

@@ -18,10 +18,12 @@ from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean, config_of
-from mla_compile.engine.draft_length import AdaptiveLength, DraftLength, FixedLength
+from mla_compile.engine.draft_length import draft_length_of
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
+from mla_compile.engine.leader import Leader
+from mla_compile.engine.orders import Order
 from mla_compile.engine.progress_bar import with_progress_bar
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
@@ -30,6 +32,8 @@ from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
+from mla_compile.models import Parallel
+from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import SamplingParams, check_token_ids
 from mla_compile.speculate import DecodeState, ServedModel, Step
 
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
 
 class Engine:
     """Serves one model to requests that arrive at any time, up to `max_rows` of them at once.
+
+    Where processes share the model, rank 0 has the engine, and the others run `follow`.
 
     It belongs to one thread at a time: what another one calls while a call runs raises an `MLAError` and changes
     nothing, `has_work` and `stats` excepted. Between calls it may be handed over.
@@ -64,25 +70,34 @@ class Engine:
             tokenizer: the model's: completions that have ended get their text, and requests may have stop strings.
 
         Raises:
-            MLAError: a bad argument, named.
+            MLAError: a bad argument, named; a rank above 0.
         """
+        ranks = _ranks_of(model)
         self.config = config_of(config, settings).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
-        policy = AdaptiveLength if self.config.adaptive_draft_length else FixedLength
-        self.draft_length: DraftLength = policy(self.config.num_speculative_tokens)
+        self.draft_length = draft_length_of(
+            self.config.num_speculative_tokens, adaptive=self.config.adaptive_draft_length
+        )
         self.report_lag = int(self.device.type == "cuda")
         self._calls = EngineCalls(self.abort, self.leave, self.turn)
         self._intake = Intake(model, self.config, tokenizer, self._calls)
-        self._launcher = Launcher(model, self.config, self.draft_length.lengths)
+        self._launcher = Launcher(model, self.config, self.draft_length.lengths, ranks)
+        self._leader = None if ranks is None else Leader(ranks, self.config)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._turn = Turn()
-        self._begin_anew()
+        self._is_closed = False
+        self._forget_all()
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(self.config.num_pages, self.config.page_size)
         self._caches = model.caches()
 
-    def _begin_anew(self) -> None:
-        """With no request, and nothing known of what the caches hold."""
+    def _begin_anew(self, order: Order = Order.BEGIN_ANEW) -> None:
+        """With no request, and nothing known of what the caches hold; the other ranks get the order too."""
+        self._forget_all()
+        if self._leader is not None:
+            self._leader.begin_anew(order)
+
+    def _forget_all(self) -> None:
         self._scheduler = Scheduler.of(self.config)
         self._launcher.rows.clear()
         self._under_way: deque[Launch] = deque()
@@ -164,11 +179,13 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Launch:
         try:
+            if self._leader is not None:
+                self._leader.launch(plan)
             launch = self._launcher.launch(plan, self.draft_length.choose)
         except BaseException as error:
             for request in self._scheduler.requests():
                 request.end("error", str(error))
-            self._begin_anew()
+            self._begin_anew(Order.FAILED)
             raise
         self._under_way.append(launch)
         if not launch.is_timed:  # it has kept the host from the reports before it too
@@ -322,7 +339,10 @@ class Engine:
             self._check_idle("warm_up")
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
-            self._launcher.warm_up(Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids}))
+            variant, places = Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids})
+            if self._leader is not None:
+                self._leader.warm_up(variant, places)
+            self._launcher.warm_up(variant, places)
             return self.capture_report()
 
     def capture_report(self) -> CaptureReport:
@@ -355,10 +375,14 @@ class Engine:
             prompts, max_new_tokens, sampling, stop_ids: see `stream`.
 
         Raises:
-            MLAError: as `stream` does; requests are under way.
+            MLAError: as `stream` does; requests are under way; other processes share the model.
         """
         with self._turn:
             self._check_idle("start")
+            if self._leader is not None:
+                raise MLAError(
+                    "model", "one that no other process shares", "one that others share", "use `step`"
+                )
             requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
             if len(requests) != len(prompts):
                 raise MLAError("n", "1, as each prompt is a row", f"{len(requests)} rows")
@@ -381,8 +405,19 @@ class Engine:
             variant = Variant.of([request.params for request in requests])
             return self._launcher.step(variant, self.config.num_speculative_tokens), state
 
+    def close(self) -> None:
+        """End all requests, and the engine. Where processes share the model, their `follow` returns."""
+        with self._turn:
+            for request in self._scheduler.requests():
+                self.abort(request)
+            self._is_closed = True
+            if self._leader is not None:
+                self._leader.close()
+                self._leader = None
+
     def _take_on(self, request: Request) -> None:
         with self._turn:
+            self._check_caches()
             self._scheduler.add(request)
 
     def _check_idle(self, name: str) -> None:
@@ -394,6 +429,19 @@ class Engine:
             self.step()
 
     def _check_caches(self) -> None:
+        if self._is_closed:
+            raise MLAError("engine", "one that is not closed", "a closed one", "make another")
         if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
+
+
+def _ranks_of(model: ServedModel) -> Ranks | None:
+    """The processes that share a model, this one of which is rank 0; None where it has the whole model."""
+    parallel: Parallel | None = getattr(model, "parallel", None)
+    if parallel is None or parallel.ranks is None or parallel.size == 1:
+        return None
+    if parallel.rank > 0:
+        got, mend = f"that of rank {parallel.rank}", "run `mla_compile.follow(model)` there"
+        raise MLAError("model", "rank 0's part, as rank 0 takes requests", got, mend)
+    return parallel.ranks

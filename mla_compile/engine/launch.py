@@ -19,6 +19,7 @@ from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
+from mla_compile.ranks import Ranks
 from mla_compile.speculate import (
     DecodeState,
     PackedChunks,
@@ -33,6 +34,10 @@ from mla_compile.torch_internals import mark_varying, with_own_code
 
 VERIFY = "verify"
 """The step's first half, where tokens are chosen on the host."""
+
+
+class RankZeroFailed(Exception):
+    """Rank 0 could not choose tokens: there is no step."""
 
 
 @dataclass
@@ -62,13 +67,20 @@ class Launcher:
     chosen on the host a step is a call for each half, and what chooses between them runs eagerly. With
     `batch_invariant` all of this is compiled, since compiled code and eager code round differently.
 
+    Where processes share the model, each launches the same steps. What depends on a clock, on free memory or on the
+    host's choice of tokens, rank 0 decides for all.
+
     Args:
         model: with the caches that `config` asks for.
         lengths: the numbers of drafts that steps may make, ascending.
+        ranks: of those processes; None for a process that has all of the model.
     """
 
-    def __init__(self, model: ServedModel, config: FittedConfig, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, model: ServedModel, config: FittedConfig, lengths: Sequence[int], ranks: Ranks | None = None
+    ) -> None:
         self._model, self._config, self._lengths = model, config, lengths
+        self._ranks = ranks
         self._longest = lengths[-1]
         self._num_made = 0  # drafts for each row, by the last launch
         self._device = model.device
@@ -89,7 +101,11 @@ class Launcher:
         self._pads = _compiles_mixed(model, why_not)
         self._compiles_mixed = self._pads or config.batch_invariant
         self._captures = Captures(
-            config.max_rows, device=self._device, budget=config.capture_budget, why_not=why_not
+            config.max_rows,
+            device=self._device,
+            budget=config.capture_budget,
+            why_not=why_not,
+            agree=self._agreed,
         )
         self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
@@ -100,7 +116,10 @@ class Launcher:
     def launch(self, plan: Plan, choose_length: Callable[[Hashable], int]) -> Launch:
         """Run a plan.
 
-        choose_length: see `DraftLength.choose`.
+        choose_length: see `DraftLength.choose`; on a rank above 0 it does not matter.
+
+        Raises:
+            RankZeroFailed: on a rank above 0, in the middle of a step whose tokens rank 0 chooses.
         """
         began = time.perf_counter()
         if plan.admitted:
@@ -110,7 +129,9 @@ class Launcher:
         on_host = self.rows.on_host and any(request.is_chosen_on_host for request in sampled)
         chunks = self._packed(plan, state) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
-        length = choose_length(bucket)
+        length = self._longest
+        if len(self._lengths) > 1:
+            length = self._agreed(choose_length(bucket))
         unusual = self._captures.num_unusual
         if on_host:
             self._run_in_halves(variant, length, state, chunks, plan)
@@ -127,6 +148,10 @@ class Launcher:
         drafting = Drafting(length, min(length, self._num_made), bucket)
         self._num_made = length
         return Launch(plan, report, drafting, on_host, began, self._captures.num_unusual == unusual)
+
+    def _agreed(self, number: int) -> int:
+        """Rank 0's number."""
+        return number if self._ranks is None else self._ranks.agree([number])[0]
 
     def step(self, variant: Variant, length: int) -> Step:
         """The step of rows that all decode, with so many drafts."""
@@ -245,11 +270,25 @@ class Launcher:
             logits, hidden = self._call(f"mixed, {VERIFY}", decoder, decoder.verify, compile=compile)(
                 state, chunks
             )
-        targets = self._choose(variant, decoder, state, logits, plan)
+        targets = self._chosen(lambda: self._choose(variant, decoder, state, logits, plan), state, length)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
         for given in (targets, hidden, begins):
             mark_varying(given)
         self._call(f"advance, {variant.name}", decoder, decoder.advance)(state, targets, hidden, begins)
+
+    def _chosen(self, choose: Callable[[], Tensor], state: DecodeState, length: int) -> Tensor:
+        """What `choose` gives on rank 0, int64 `[rows, length + 1]`."""
+        if self._ranks is None:
+            return choose()
+        numbers: Sequence[int] = ()
+        try:
+            if self._ranks.rank == 0:
+                numbers = choose().flatten().tolist()
+        finally:
+            numbers = self._ranks.agree(numbers)  # none, where choosing has failed
+        if not numbers:
+            raise RankZeroFailed
+        return torch.tensor(numbers, device=self._device).view(len(state.active), length + 1)
 
     def _choose(
         self, variant: Variant, decoder: SpeculativeDecoder, state: DecodeState, logits: Tensor, plan: Plan

@@ -78,7 +78,7 @@ class Graphs:
 
 
 def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
-    return Captures(max_rows, device=torch.device("cuda"), budget=budget, why_not=why_not)
+    return Captures(max_rows, device=torch.device("cuda"), budget=budget, why_not=why_not, agree=int)
 
 
 def test_row_sizes_double_up_to_the_most_rows() -> None:

@@ -1,0 +1,42 @@
+"""Rank 0's engine tells the other ranks what it does, before it does it."""
+
+from array import array
+from dataclasses import fields
+
+from mla_compile.engine.config import EngineConfig, FittedConfig
+from mla_compile.engine.orders import Order, PlanWriter, order_with
+from mla_compile.engine.scheduler import Plan
+from mla_compile.engine.variants import Variant
+from mla_compile.ranks import Ranks
+
+
+class Leader:
+    """Gives the orders of one engine, which `follow` carries out.
+
+    Args:
+        ranks: this process is rank 0 of them.
+        config: of the engine; the others make launchers of the same settings.
+    """
+
+    def __init__(self, ranks: Ranks, config: FittedConfig) -> None:
+        self._ranks = ranks
+        self._writer = PlanWriter()
+        settings = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
+        ranks.say(order_with(Order.ENGINE, settings | {"drafter": config.drafter.name}))
+
+    def launch(self, plan: Plan) -> None:
+        """Launch a plan."""
+        self._ranks.say(self._writer.order(plan))
+
+    def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
+        """See `Launcher.warm_up`."""
+        self._ranks.say(order_with(Order.WARM_UP, vars(variant) | {"num_stop_ids": num_stop_ids}))
+
+    def begin_anew(self, order: Order = Order.BEGIN_ANEW) -> None:
+        """Forget all requests; `order` may be FAILED."""
+        self._writer.forget_all()
+        self._ranks.say(array("q", [order]))
+
+    def close(self) -> None:
+        """Follow no longer."""
+        self._ranks.say(array("q", [Order.CLOSE]))

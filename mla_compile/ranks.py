@@ -1,0 +1,185 @@
+"""The processes that share a model, beside the collectives of their steps: what rank 0 tells the others, who is there.
+
+Numbers travel between CPUs, through gloo. So they wait for no GPU, and no GPU waits for them.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from mla_compile.errors import MLAError
+from mla_compile.torch_internals import gloo_group
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+PATIENCE = 10.0
+"""A rank that rank 0 has not heard for so many seconds is gone. The others wait longer for rank 0, which may be waiting
+for another."""
+
+_FRAME = 1024
+"""Numbers of a message that travel with its length; one that is longer takes a second broadcast."""
+_FOREVER = timedelta(days=3650)
+"""Rank 0 may have nothing to say for long. Who is gone is found by the signs of life."""
+
+_HERE, _LEAVES, _FIRST_GONE = range(3)
+"""What a sign of life says: the rank is there; it leaves, as its program ends; from the last number on, which rank is
+gone."""
+
+
+class Ranks:
+    """This process among those of torch.distributed's default group, all of which make one.
+
+    A daemon thread of each says every second that its process is there; it makes no CUDA call, since a collective that
+    waits for a peer which is gone holds the GPU forever. Where a peer is gone, the process ends at once with a line on
+    stderr that names it, and exit status 1. A process leaves in peace when its program ends.
+
+    rank, size: of the group.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Groups of their own: a program may destroy torch.distributed's before it ends.
+        self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
+        self._leaves, self._fails, self._wakes = (threading.Event() for _ in range(3))
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+        atexit.register(self.leave)
+
+    # --- what rank 0 tells
+
+    def say(self, numbers: "array[int]") -> None:
+        """Rank 0 tells the others integers of 64 bits.
+
+        Raises:
+            MLAError: one of them has ended.
+        """
+        told = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+        frame = torch.zeros(_FRAME, dtype=torch.int64, device="cpu")
+        first, rest = told[: _FRAME - 1], told[_FRAME - 1 :]
+        frame[0] = len(told)
+        frame[1 : 1 + len(first)] = first
+        try:
+            for part in (frame, rest) if len(rest) else (frame,):
+                self._told.broadcast(part, 0).wait()
+        except RuntimeError as error:
+            self._wait_for_verdict()
+            raise MLAError("ranks", "processes that hear rank 0", "one that has ended") from error
+
+    def hear(self) -> "array[int] | None":
+        """What rank 0 says next; None where its program has ended in peace."""
+        frame = torch.empty(_FRAME, dtype=torch.int64, device="cpu")
+        try:
+            self._told.broadcast(frame, 0).wait()
+            length = int(frame[0])
+            first, num_left = frame[1 : 1 + length], max(0, length - (_FRAME - 1))
+            rest = torch.empty(num_left, dtype=torch.int64, device="cpu")
+            if num_left:
+                self._told.broadcast(rest, 0).wait()
+        except RuntimeError:
+            self._wait_for_verdict()
+            return None
+        return array("q", torch.cat([first, rest]).numpy().tobytes())
+
+    def agree(self, numbers: Iterable[int]) -> "array[int]":
+        """What rank 0 gives here, on every rank, which all call this at the same point of their work.
+
+        Raises:
+            MLAError: a rank has ended.
+        """
+        if self.rank == 0:
+            said = array("q", numbers)
+            self.say(said)
+            return said
+        heard = self.hear()
+        if heard is None:
+            raise MLAError("rank 0", "a process that goes on", "one that has ended")
+        return heard
+
+    # --- who is there
+
+    def _wait_for_verdict(self) -> None:
+        """After an error that a peer's end would explain: the thread has time to notice it, and to end this process."""
+        time.sleep(2 * BEAT)
+
+    def leave(self) -> None:
+        """Tell the others that this process leaves, as its program ends; they go on or end by themselves."""
+        self._end_watch(self._leaves)
+
+    def fail(self) -> None:
+        """After an error of this rank alone: leave without a word, so that the others end.
+
+        Where rank 0 has the same error, it has time to end first, which ends nobody else's process.
+        """
+        self._wait_for_verdict()
+        self._end_watch(self._fails)
+
+    def _end_watch(self, how: threading.Event) -> None:
+        atexit.unregister(self.leave)
+        how.set()
+        self._wakes.set()
+        self._watcher.join(2 * PATIENCE)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process no longer looks after others, as rank 0 or itself has left."""
+        return not self._watcher.is_alive()
+
+    def _watch(self) -> None:
+        """A round of signs a second, until this process leaves or rank 0 does."""
+        goes_on, here = True, set(range(1, self.size))
+        while goes_on:
+            self._wakes.wait(BEAT)
+            if self._fails.is_set():
+                return
+            leaves = self._leaves.is_set()
+            sign = _LEAVES if leaves else _HERE
+            goes_on = self._look_after(here, sign) if self.rank == 0 else self._look_to_rank_0(sign)
+            goes_on = goes_on and not leaves
+
+    def _look_after(self, here: set[int], sign: int) -> bool:
+        """Rank 0's part of a round: hear all that are `here`, then answer. True: there will be another."""
+        heard = {rank: self._hear_of(rank, PATIENCE) for rank in sorted(here)}
+        gone = next((rank for rank, its_sign in heard.items() if its_sign is None), None)
+        for rank in heard:
+            self._sign(sign if gone is None else _FIRST_GONE + gone, rank, BEAT)
+        if gone is not None:
+            self._end(gone)
+        here -= {rank for rank, its_sign in heard.items() if its_sign == _LEAVES}
+        return bool(here)
+
+    def _look_to_rank_0(self, sign: int) -> bool:
+        """The others' part of it."""
+        self._sign(sign, 0, 2 * PATIENCE)
+        answer = self._hear_of(0, 2 * PATIENCE)
+        if answer is None or answer >= _FIRST_GONE:
+            self._end(0 if answer is None else answer - _FIRST_GONE)
+        return answer != _LEAVES
+
+    def _sign(self, sign: int, rank: int, seconds: float) -> None:
+        """Gloo sends once the other asks for it. One that does not is found by the next that waits for it."""
+        with suppress(RuntimeError):
+            self._signs.send([torch.tensor([sign], device="cpu")], rank, 0).wait(timedelta(seconds=seconds))
+
+    def _hear_of(self, rank: int, seconds: float) -> int | None:
+        """The sign of a rank; None where there is none in so many seconds."""
+        sign = torch.empty(1, dtype=torch.int64, device="cpu")
+        try:
+            self._signs.recv([sign], rank, 0).wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return None
+        return int(sign)
+
+    def _end(self, gone: int) -> NoReturn:
+        what = f"mla-compile: rank {gone} of {self.size} is gone; rank {self.rank} ends with it"
+        print(what, file=sys.stderr, flush=True)
+        os._exit(1)  # the main thread may wait for the GPU, which waits for the rank that is gone
