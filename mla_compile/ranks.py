@@ -44,12 +44,14 @@ class Ranks:
     stderr that names it, and exit status 1. A process leaves in peace when its program ends.
 
     rank, size: of the group.
+    rank_0_has_left: in peace.
     """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Groups of their own: a program may destroy torch.distributed's before it ends.
         self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
+        self.rank_0_has_left = False
         self._leaves, self._fails, self._wakes = (threading.Event() for _ in range(3))
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -118,9 +120,10 @@ class Ranks:
     def fail(self) -> None:
         """After an error of this rank alone: leave without a word, so that the others end.
 
-        Where rank 0 has the same error, it has time to end first, which ends nobody else's process.
+        Where rank 0 has the same error, it has time to leave in peace first.
         """
-        self._wait_for_verdict()
+        if self._watcher.is_alive():
+            self._wait_for_verdict()
         self._end_watch(self._fails)
 
     def _end_watch(self, how: threading.Event) -> None:
@@ -128,11 +131,6 @@ class Ranks:
         how.set()
         self._wakes.set()
         self._watcher.join(2 * PATIENCE)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process no longer looks after others, as rank 0 or itself has left."""
-        return not self._watcher.is_alive()
 
     def _watch(self) -> None:
         """A round of signs a second, until this process leaves or rank 0 does."""
@@ -163,7 +161,8 @@ class Ranks:
         answer = self._hear_of(0, 2 * PATIENCE)
         if answer is None or answer >= _FIRST_GONE:
             self._end(0 if answer is None else answer - _FIRST_GONE)
-        return answer != _LEAVES
+        self.rank_0_has_left = answer == _LEAVES
+        return not self.rank_0_has_left
 
     def _sign(self, sign: int, rank: int, seconds: float) -> None:
         """Gloo sends once the other asks for it. One that does not is found by the next that waits for it."""

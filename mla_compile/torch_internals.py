@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._C._distributed_c10d import TCPStore
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensor
 
@@ -384,6 +385,11 @@ def compile_counters() -> dict[str, int]:
         "graphs": counters["stats"]["unique_graphs"],
         "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
     }
+
+
+def meeting_place(size: int, port: int | None = None) -> TCPStore:
+    """Where `size` processes of this machine meet: at a port, or at a new one, whose `port` the others are told."""
+    return TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False)
 
 
 def gloo_group(name: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -41,6 +41,17 @@ Quantize = Annotated[
     ),
 ]
 Dequantize = Annotated[bool, Option("--dequantize", help="Hold FP8 weights of the checkpoint in --dtype.")]
+TensorParallelSize = Annotated[
+    int,
+    Option(
+        metavar="N",
+        min=1,
+        help="Processes that share the model, each with a GPU of its own; they are started and ended.",
+    ),
+]
+ExpertParallel = Annotated[
+    bool, Option("--expert-parallel", help="Divide routed experts by whole ones, not each of them.")
+]
 Drafter = Annotated[
     DrafterName | None,
     Option(
@@ -165,6 +176,8 @@ def generate(
             "dtype, with any K; compiles every step.",
         ),
     ] = False,
+    tensor_parallel_size: TensorParallelSize = 1,
+    expert_parallel: ExpertParallel = False,
 ) -> None:
     """Complete prompts with a checkpoint.
 
@@ -216,6 +229,8 @@ def generate(
             device=device,
             compile=compile,
             batch_invariant=batch_invariant,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel=expert_parallel,
         )
 
 
@@ -427,6 +442,8 @@ def serve(
             show_default="one, without Ray",
         ),
     ] = None,
+    tensor_parallel_size: TensorParallelSize = 1,
+    expert_parallel: ExpertParallel = False,
 ) -> None:
     """Serve a checkpoint as OpenAI's API does.
 
@@ -449,6 +466,8 @@ def serve(
         quantize=quantize,
         dequantize=dequantize,
         device=device,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=expert_parallel,
         max_waiting=max_waiting,
         request_seconds=request_timeout,
         shutdown_seconds=shutdown_timeout,
@@ -487,9 +506,7 @@ def plan(
             show_default="that of the first GPU here, else 141GB",
         ),
     ] = None,
-    expert_parallel: Annotated[
-        bool, Option("--expert-parallel", help="Divide routed experts by whole ones, not each of them.")
-    ] = False,
+    expert_parallel: ExpertParallel = False,
     dtype: Dtype = "bfloat16",
     quantize: Quantize = None,
     dequantize: Dequantize = False,

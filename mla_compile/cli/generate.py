@@ -42,6 +42,8 @@ def complete(
     device: str | None,
     compile: bool,
     batch_invariant: bool,
+    tensor_parallel_size: int,
+    expert_parallel: bool,
 ) -> None:
     """Complete the prompts, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
 
@@ -62,6 +64,8 @@ def complete(
         dequantize=dequantize,
         tokenizer=tokenizer,
         text=text,
+        tensor_parallel_size=tensor_parallel_size,
+        expert_parallel=expert_parallel,
     )
     prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling for each in given]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,11 +22,14 @@ from mla_compile.engine.detokenizer import decode
 from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import check_prompt
+from mla_compile.engine.start_ranks import start_ranks
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import MOST_CONFIG, read_config
 from mla_compile.models.files import first_line, read_object
+from mla_compile.models.outline import outline
 from mla_compile.models.settings import SETTINGS, check_settings
+from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DrafterKind
 from mla_compile.speculate.drafter import loads_mtp
@@ -61,6 +64,8 @@ class Checkpoint:
         dequantize: bool = False,
         tokenizer: str | Path | None = None,
         text: bool = True,
+        tensor_parallel_size: int = 1,
+        expert_parallel: bool = False,
     ) -> "Checkpoint":
         """Load a directory in Hugging Face format; other arguments and errors are those of `load_model`.
 
@@ -68,16 +73,36 @@ class Checkpoint:
             tokenizer: a directory to take the tokenizer from, where the checkpoint's own is code, say.
             text: whether text will be tokenized. Then a tokenizer that cannot be loaded is an error, before any weight
                 is read; else it counts as none.
+            tensor_parallel_size: processes that share the model, each with a GPU of its own unless `device` is "cpu".
+                This one is rank 0; the others are started, and end with it.
+            expert_parallel: see `Parallel`.
 
         Raises:
-            MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one.
+            MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one; a
+                `tensor_parallel_size` that does not divide the model, or for which there are too few GPUs.
         """
         config, _ = read_config(Path(path))
         stop_ids = _stop_ids(Path(path), config.eos_token_id)
         found = _tokenizer(path, tokenizer, text=text)
-        model = load_model(
-            path, dtype=dtype, device=device, mtp=mtp, quantize=quantize, dequantize=dequantize
-        )
+        settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
+        parallel = None
+        if tensor_parallel_size > 1:
+            whole = outline(path, dtype=dtype, quantize=quantize, dequantize=dequantize)
+            check_divisible(
+                whole,
+                tensor_parallel_size,
+                expert_parallel=expert_parallel,
+                argument="tensor_parallel_size",
+            )
+            parallel = start_ranks(
+                tensor_parallel_size,
+                torch.device(device),
+                expert_parallel=expert_parallel,
+                path=str(Path(path).resolve()),
+                dtype=str(dtype).removeprefix("torch."),
+                **settings,
+            )
+        model = load_model(path, dtype=dtype, device=device, parallel=parallel, **settings)
         return cls(model, found, stop_ids)
 
     def encode(self, prompt: Prompt, name: str = "prompt") -> list[int]:

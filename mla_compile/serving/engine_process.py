@@ -171,6 +171,8 @@ def _load(settings: ServerSettings) -> _Served:
         quantize=settings.quantize,
         dequantize=settings.dequantize,
         tokenizer=settings.tokenizer,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        expert_parallel=settings.expert_parallel,
     )
     engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)
     if config.compile:

@@ -19,6 +19,7 @@ class ServerSettings:
         served_model_name: what clients call the model; the directory's name by default.
         dtype: "float32" or "bfloat16", of weights and caches. device: "cpu", "cuda", "cuda:1", ....
         quantize: "fp8" to quantise weights as they are loaded. dequantize: not to keep those that are FP8.
+        tensor_parallel_size, expert_parallel: see `Checkpoint.load`.
         engine: of the one engine.
         api_keys: any of them opens `/v1` and `/tokenize`; none for everybody.
         max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room.
@@ -39,6 +40,8 @@ class ServerSettings:
     quantize: Literal["fp8"] | None = None
     dequantize: bool = False
     device: str = "cpu"
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
     api_keys: tuple[str, ...] = ()
     max_waiting: int = 256

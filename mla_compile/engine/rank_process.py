@@ -1,0 +1,52 @@
+"""A rank above 0 that `start_ranks` starts, as `python -m mla_compile.engine.rank_process RANK SIZE PORT DEVICE`."""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from mla_compile.engine.follow import follow
+from mla_compile.engine.orders import settings_of
+from mla_compile.engine.start_ranks import join
+from mla_compile.errors import MLAError
+from mla_compile.models import Parallel, load_model
+from mla_compile.torch_internals import meeting_place
+
+
+def main(rank: int, size: int, port: int, device: torch.device) -> None:
+    """Join the others, load what rank 0 says, and follow it."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for rank 0, with which all end
+        signal.signal(each, signal.SIG_IGN)
+    logging.disable(logging.WARNING)  # rank 0 says what takes long
+    join(rank, size, meeting_place(size, port), device)
+    ranks = Parallel.of_processes().ranks
+    assert ranks is not None
+    try:
+        numbers = ranks.hear()
+        if numbers is not None:
+            follow(_loaded(settings_of(numbers), device))
+            ranks.leave()
+    except Exception as error:
+        ranks.fail()
+        if not ranks.rank_0_has_left:  # it would have said the same
+            if not isinstance(error, MLAError):
+                traceback.print_exc()
+            print(f"mla-compile: rank {rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+    os._exit(0)  # a collective that nobody else is in any more would keep the process
+
+
+def _loaded(settings: dict[str, Any], device: torch.device) -> Any:
+    parallel = Parallel.of_processes(expert_parallel=settings.pop("expert_parallel"))
+    dtype = getattr(torch, settings.pop("dtype"))
+    place = torch.device("cuda", parallel.rank) if device.type == "cuda" else device
+    return load_model(**settings, dtype=dtype, device=place, parallel=parallel)
+
+
+if __name__ == "__main__":
+    rank, size, port, device = sys.argv[1:]
+    main(int(rank), int(size), int(port), torch.device(device))
