@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensor
 
