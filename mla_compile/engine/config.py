@@ -183,9 +183,6 @@ class EngineConfig:
         if self.capture_budget is not None:
             expected = f"None {shared}, each with memory of its own"
             raise MLAError("capture_budget", expected, self.capture_budget)
-        if self.batch_invariant and parallel.size > 2:
-            expected = f"False {shared}: who adds three or more parts first depends on the number of tokens"
-            raise MLAError("batch_invariant", expected, True, "share it among 2 processes")
 
     def _fitted_to_recurrent(self) -> "EngineConfig":
         """A row keeps one block of pages, by which its state is found, and its prompt runs in one piece."""

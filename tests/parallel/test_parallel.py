@@ -17,6 +17,7 @@ from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import divide
 from mla_compile.ops.collectives import all_gather_op, all_reduce_op
 from mla_compile.ops.fp8 import BLOCK, quantize
+from mla_compile.ops.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
 from tests.examples.pages import ROOT, blocks_of
 from tests.models.small import (
     glm_config,
@@ -82,7 +83,7 @@ def shared(folder: Path, size: int, job: dict[str, Any]) -> list[list[dict[str, 
         pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
         pytest.param(
             v3_config(vocab_size=96),
-            2,
+            4,
             {"engine": {"batch_invariant": True, "compile": True}, "k": [0]},
             id="exact",
         ),
@@ -146,7 +147,6 @@ class TestMistakes:
         for name, value in (
             ("adaptive_draft_length", True),
             ("capture_budget", 2**30),
-            ("batch_invariant", True),
         ):
             with pytest.raises(MLAError, match=f"{name}: .* for a model that 4 processes share"):
                 Engine(model, num_speculative_tokens=1, **{name: value})
@@ -162,13 +162,19 @@ class TestMistakes:
 
 def test_collectives_are_sound_ops(tmp_path: Path) -> None:
     """In a group of one process."""
-    x = torch.randn(6, 8, device="cpu")[:, ::2]
+    x, weight = torch.randn(6, 8, device="cpu")[:, ::2], torch.randn(4)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
     )
     try:
-        torch.library.opcheck(all_reduce_op, (x,))
-        torch.library.opcheck(all_gather_op, (x, 1))
-        assert torch.equal(all_reduce_op(x), x) and torch.equal(all_gather_op(x, 1), x)
+        for rows in (x, x[:0], x.bfloat16()):
+            for exact in (False, True):
+                torch.library.opcheck(all_reduce_op, (rows, exact))
+                scale = weight.to(rows.dtype)
+                torch.library.opcheck(all_reduce_add_rms_norm_op, (rows, rows * 2, scale, 1e-5, exact))
+                found = all_reduce_add_rms_norm_op(rows, rows * 2, scale, 1e-5, exact)
+                assert all(map(torch.equal, found, add_rms_norm_op(rows, rows * 2, scale, 1e-5)))
+            torch.library.opcheck(all_gather_op, (rows, 1))
+            assert torch.equal(all_reduce_op(rows), rows) and torch.equal(all_gather_op(rows, 1), rows)
     finally:
         torch.distributed.destroy_process_group()
