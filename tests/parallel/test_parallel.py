@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.models.small import (
     v2_config,
     v3_config,
 )
+from tests.parallel.ranks import run_ranks
 from tests.parallel.worker import texts
 
 WIDE = {
@@ -51,20 +51,7 @@ def checkpoint(folder: Path, config: Any, *, mtp: bool = True) -> Path:
 def shared(folder: Path, size: int, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """What `size` processes say, each for itself."""
     (folder / "job.json").write_text(json.dumps(job))
-    (folder / "meeting").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.parallel.worker"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    deadline = time.monotonic() + 400
-    try:
-        for process in processes:
-            _, log = process.communicate(timeout=deadline - time.monotonic())
-            assert process.returncode == 0, log[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks("tests.parallel.worker", size, folder)
     return [json.loads((folder / f"said.{rank}.json").read_text()) for rank in range(size)]
 
 

@@ -22,7 +22,10 @@ SHORT_OF_PAGES = {
 
 def texts(parallel: Parallel | None, folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     """What engines of the job say, for each number of drafts."""
-    model = load_model(folder / "checkpoint", parallel=parallel, **job.get("load", {}))
+    load = job.get("load", {})
+    if "dtype" in load:
+        load = load | {"dtype": getattr(torch, load["dtype"])}
+    model = load_model(folder / "checkpoint", parallel=parallel, **load)
     settings = SHORT_OF_PAGES | {"compile": False} | job.get("engine", {})
     found = []
     for k in job.get("k", [0, 3]):
@@ -47,6 +50,7 @@ def texts(parallel: Parallel | None, folder: Path, job: dict[str, Any]) -> list[
                 "preempted": stats.num_preemptions,
                 "reused": stats.num_reused_tokens,
                 "bytes": sum(p.nbytes for p in model.parameters()),
+                "graphs": [bucket.num_graphs for bucket in engine.capture_report().buckets],
             }
         )
     return found
@@ -56,11 +60,24 @@ def main() -> None:
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     job = json.loads((folder / "job.json").read_text())
-    meeting = f"file://{folder / 'meeting'}"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    join(rank, size, folder, job.get("load", {}).get("device", "cpu"))
     parallel = Parallel.of_processes(expert_parallel=job.get("expert_parallel", False))
     (folder / f"said.{rank}.json").write_text(json.dumps(texts(parallel, folder, job)))
     torch.distributed.destroy_process_group()
+    threads = [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+    assert not any("gloo" in name for name in threads), "the interpreter would end under them"
+
+
+def join(rank: int, size: int, folder: Path, device: str) -> None:
+    """Meet the others: on CPUs with gloo, on a GPU for each rank with NCCL."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder / 'meeting'}",
+        rank=rank,
+        world_size=size,
+    )
 
 
 if __name__ == "__main__":
