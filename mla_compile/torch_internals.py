@@ -4,6 +4,7 @@ Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `impor
 """
 
 import math
+import os
 import threading
 import types
 from collections import defaultdict
@@ -400,3 +401,36 @@ def gloo_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
     # Its stub has none of the methods, which are those of a group.
     group: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout)
     return cast("dist.ProcessGroup", group)
+
+
+def symmetric_memory(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """Memory of a CUDA device that all processes of torch.distributed's default group reach; all ask for it at once.
+
+    Never with multicast, which may put GPUs that others share out of service.
+
+    Returns:
+        This process's own, uint8 `[num_bytes]`, and the address of each process's, by rank, on this device.
+
+    Raises:
+        RuntimeError: the devices do not reach one another's memory.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    assert dist.group.WORLD is not None
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"  # it is read in the rendezvous
+    try:
+        # Not by `empty`, which from torch 2.12 on shares blocks among tensors: they may begin anywhere.
+        memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        handle = _SymmetricMemory.rendezvous(memory, dist.group.WORLD.group_name)
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+    assert not handle.multicast_ptr
+    offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return memory, [address + offset for address in handle.buffer_ptrs]
+
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -6,7 +6,6 @@ from typing import Any, TypedDict
 from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, DrafterName
 from mla_compile.errors import MLAError
-from mla_compile.models.parallel import Parallel
 from mla_compile.ops import tuned
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.ops.segments import MAX_KEYS
@@ -148,7 +147,6 @@ class EngineConfig:
             MLAError: a setting that the model or its device rules out, named.
         """
         _check_model(model)
-        self._check_parallel(getattr(model, "parallel", None))
         k, given = self.num_speculative_tokens, self
         if model.is_recurrent:
             given = self._fitted_to_recurrent()
@@ -172,15 +170,6 @@ class EngineConfig:
             },
             pages_per_grant=self.pages_per_row if model.is_recurrent else 1,
         )
-
-    def _check_parallel(self, parallel: Parallel | None) -> None:
-        """What processes that share a model would not decide alike."""
-        if parallel is None:
-            return
-        shared = f"for a model that {parallel.size} processes share"
-        if self.batch_invariant and parallel.size > 2:
-            expected = f"False {shared}: who adds three or more parts first depends on the number of tokens"
-            raise MLAError("batch_invariant", expected, True, "share it among 2 processes")
 
     def _fitted_to_recurrent(self) -> "EngineConfig":
         """A row keeps one block of pages, by which its state is found, and its prompt runs in one piece."""

@@ -29,6 +29,7 @@ from mla_compile.models.sharding import EXPERTS, Division, check_divisible, divi
 from mla_compile.ops.fp8 import BLOCK, DTYPE, scale_shape
 from mla_compile.ops.fp8 import dequantize as dequantize_weight
 from mla_compile.ops.fp8 import quantize as quantize_weight
+from mla_compile.ops.peers import connect
 from mla_compile.waits import told
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def load_model(
     model.to_empty(device=device)
     lay_side_by_side(model)  # before they have values
     _fill(model, files, block, device)
+    if parallel is not None:
+        connect(model.device)  # before any step is compiled or recorded
     return model.eval()
 
 

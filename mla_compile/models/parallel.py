@@ -8,6 +8,12 @@ import torch.distributed as dist
 from mla_compile.errors import MLAError
 from mla_compile.ranks import Ranks
 
+if dist.is_available():
+    # Its functions take as default arguments what the default group is when it is imported. Were that done by
+    # transformers, when a checkpoint is loaded, they would keep the group past `destroy_process_group`: gloo's threads
+    # would still run when the interpreter ends, and might end the process by "terminate called".
+    import torch.distributed.nn.functional  # noqa: F401
+
 
 @dataclass(frozen=True)
 class Parallel:

@@ -1,7 +1,8 @@
 """`all_reduce` and `all_gather` among the processes that share a model, as ops that a graph keeps whole and in order.
 
-They run in torch.distributed's default group: gloo for tensors on the CPU, NCCL on GPUs. Every process gets the same
-bits. They return new tensors, as ops that write to an argument would be copied around.
+They run in torch.distributed's default group: gloo for tensors on the CPU; on GPUs, small messages through memory that
+the GPUs share (`peers.py`) and others by NCCL. Every process gets the same bits. They return new tensors, as ops that
+write to an argument would be copied around.
 """
 
 import torch
@@ -9,24 +10,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mla_compile.ops import validate
+from mla_compile.ops.implementations import Implementation, reference, triton
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.ops.peers import SMALL, facts_of
+
+GATHERED = 2**25
+"""Bytes of all processes' parts that are gathered at once, where parts are added in order."""
+
+ALL_REDUCE = (
+    triton(
+        "parts are read from the GPUs' memory, in order",
+        "mla_compile.ops.kernels.collectives:all_reduce_triton",
+        takes=SMALL,
+        batch_invariant=True,
+    ),
+    Implementation(
+        "nccl",
+        "NCCL's sum, whose order depends on the size",
+        "mla_compile.ops.collectives:all_reduce_nccl",
+        ("cuda",),
+    ),
+    Implementation(
+        "in_order",
+        "any device: parts are gathered, then added in order",
+        "mla_compile.ops.collectives:all_reduce_in_order",
+        batch_invariant=True,
+    ),
+)
+ALL_GATHER = (
+    triton(
+        "parts are read from the GPUs' memory",
+        "mla_compile.ops.kernels.collectives:all_gather_triton",
+        takes=SMALL,
+    ),
+    reference("mla_compile.ops.collectives:all_gather_torch"),
+)
 
 
-def _run_all_reduce(x: Tensor) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total
-
-
-def _run_all_gather(x: Tensor, num_parts: int) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(num_parts)]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts, dim=1)
-
-
-@define_op(run=_run_all_reduce)
-def all_reduce(x: Tensor) -> Tensor:
+@define_op(table=ALL_REDUCE, facts=facts_of)
+def all_reduce(x: Tensor, batch_invariant: bool = False) -> Tensor:
     """The sum of all processes' `x` `[tokens, columns]`, in its dtype, contiguous.
+
+    batch_invariant: whether the parts are added in the processes' order, and so a token's bits depend on nothing but
+    its rows; else many tokens may be added in another one.
 
     Raises:
         MLAError: x is not so, named.
@@ -35,7 +62,7 @@ def all_reduce(x: Tensor) -> Tensor:
     return empty(x, x.shape)
 
 
-@define_op(run=_run_all_gather, static="num_parts")
+@define_op(table=ALL_GATHER, facts=facts_of, static="num_parts")
 def all_gather(x: Tensor, num_parts: int) -> Tensor:
     """All processes' `x` `[tokens, columns]`, one beside the other: `[tokens, num_parts * columns]`, contiguous.
 
@@ -50,3 +77,40 @@ def all_gather(x: Tensor, num_parts: int) -> Tensor:
 
 all_reduce_op = torch.ops.mla_compile.all_reduce.default
 all_gather_op = torch.ops.mla_compile.all_gather.default
+
+
+def all_reduce_nccl(x: Tensor) -> Tensor:
+    """`all_reduce` by NCCL."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
+def all_reduce_in_order(x: Tensor) -> Tensor:
+    """`all_reduce`, the parts added in the processes' order in float32 at least, and rounded once."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = dist.get_world_size()
+    at_once = max(1, GATHERED // max(1, size * x.shape[1] * x.itemsize))
+    for part, sum_of in zip(x.split(at_once), total.split(at_once), strict=True):
+        if part.numel():
+            first, *others = _gathered(part, size)
+            wide = first.to(accumulate_dtype(x.dtype))
+            for other in others:
+                wide = wide + other
+            sum_of.copy_(wide)
+    return total
+
+
+def all_gather_torch(x: Tensor, num_parts: int) -> Tensor:
+    """`all_gather` by the group's backend."""
+    return torch.cat(_gathered(x, num_parts).unbind(), dim=1)
+
+
+def _gathered(x: Tensor, size: int) -> Tensor:
+    """All processes' `x`, stacked."""
+    parts = x.new_empty(size, *x.shape)
+    gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # its name before torch 2.13
+    gather(parts.flatten(0, 1), x.contiguous())
+    return parts

@@ -1,7 +1,7 @@
-"""`fused_rms_norm` and `fused_add_rms_norm`: an RMSNorm, and the addition before it, in one launch.
+"""`fused_rms_norm`, `fused_add_rms_norm`, `all_reduce_add_rms_norm`: an RMSNorm, and what comes before, in one launch.
 
-A row's bits depend on nothing but the row. No model calls them: the pass `fuse_rms_norm` puts them in the place of a
-norm's operations.
+That is the addition of a residual, and the sum over processes that share a model. A row's bits depend on nothing but
+the row. No model calls them: the passes `fuse_rms_norm` and `fuse_all_reduce` put them in.
 """
 
 import torch
@@ -12,6 +12,7 @@ from mla_compile.ops.by_row import sum_by_row
 from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
+from mla_compile.ops.peers import SLOT_COLUMNS, SMALL, facts_of
 
 _TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)}
 
@@ -33,6 +34,25 @@ RMS_NORM = _table(
 )
 ADD_RMS_NORM = _table(
     "mla_compile.ops.kernels.rms_norm:add_rms_norm_triton", "mla_compile.ops.rms_norm:add_rms_norm_torch"
+)
+ALL_REDUCE_ADD_RMS_NORM = (
+    triton(
+        "a program for each row, which reads its parts from the GPUs' memory",
+        "mla_compile.ops.kernels.collectives:all_reduce_add_rms_norm_triton",
+        takes=SMALL | {"columns": range(1, SLOT_COLUMNS + 1)},
+    ),
+    Implementation(
+        "apart",
+        "any device: all_reduce, then fused_add_rms_norm",
+        "mla_compile.ops.rms_norm:all_reduce_then_norm",
+    ),
+    # Not the kernel: which thread adds up what may be another in it, and many tokens are more than it takes.
+    Implementation(
+        "apart_in_order",
+        "any device: the same, and parts are added in order",
+        "mla_compile.ops.rms_norm:all_reduce_in_order_then_norm",
+        batch_invariant=True,
+    ),
 )
 
 
@@ -67,6 +87,25 @@ def fused_add_rms_norm(
     return empty(x, x.shape), empty(x, x.shape)
 
 
+@define_op(
+    table=ALL_REDUCE_ADD_RMS_NORM,
+    facts=lambda x: facts_of(x) | {"columns": x.shape[1], "programs": x.shape[0]},
+    returns=("normed", "total"),
+)
+def all_reduce_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`fused_add_rms_norm` of the sum of all processes' `x` (`all_reduce`), which is rounded to its dtype.
+
+    batch_invariant: as that of `all_reduce`.
+
+    Raises:
+        MLAError: x, residual or weight is not so, named.
+    """
+    _check(x, residual=residual, weight=weight)
+    return empty(x, x.shape), empty(x, x.shape)
+
+
 def _check(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) -> None:
     given = {"x": (x, "rows, columns")}
     if residual is not None:
@@ -78,6 +117,7 @@ def _check(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) 
 
 rms_norm_op = torch.ops.mla_compile.fused_rms_norm.default
 add_rms_norm_op = torch.ops.mla_compile.fused_add_rms_norm.default
+all_reduce_add_rms_norm_op = torch.ops.mla_compile.all_reduce_add_rms_norm.default
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -94,3 +134,19 @@ def add_rms_norm_torch(
     """`fused_add_rms_norm` in plain torch."""
     total = (x + residual).contiguous()
     return rms_norm_torch(total, weight, eps), total
+
+
+def all_reduce_then_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce_add_rms_norm`, one after the other."""
+    normed, total = add_rms_norm_op(torch.ops.mla_compile.all_reduce.default(x), residual, weight, eps)
+    return normed, total
+
+
+def all_reduce_in_order_then_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The same, and a row's bits depend on nothing but the row."""
+    normed, total = add_rms_norm_op(torch.ops.mla_compile.all_reduce.default(x, True), residual, weight, eps)
+    return normed, total

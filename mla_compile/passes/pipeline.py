@@ -21,6 +21,7 @@ from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
+from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
@@ -47,6 +48,7 @@ PASSES: list[Pass] = [
     fuse_router,  # after it: of what is left
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
+    fuse_all_reduce,  # after it: it looks for what it makes
     fuse_linear,  # last: the others look for single products, and gathers part what reads one input
 ]
 
@@ -71,7 +73,7 @@ def passes_for(
         bound.append(partial(choose_decode_backend, backend=decode_backend))
     if batch_invariant:
         # Norms that no kernel serves, too, and those of users' own lists of passes.
-        bound += [partial(fuse_rms_norm, everywhere=True), make_batch_invariant]
+        bound += [partial(fuse_rms_norm, everywhere=True), fuse_all_reduce, make_batch_invariant]
     return [*passes, *bound]
 
 

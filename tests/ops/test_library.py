@@ -71,12 +71,16 @@ SCHEMAS = {
     "batch_invariant_matmul": "(Tensor x, Tensor w) -> Tensor",
     "batch_invariant_sum": "(Tensor x) -> Tensor",
     "row_argmax": "(Tensor x) -> Tensor",
-    "all_reduce": "(Tensor x) -> Tensor",
+    "all_reduce": "(Tensor x, bool batch_invariant=False) -> Tensor",
     "all_gather": "(Tensor x, int num_parts) -> Tensor",
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",
+    "all_reduce_add_rms_norm": (
+        "(Tensor x, Tensor residual, Tensor? weight, float eps, bool batch_invariant=False) -> "
+        "(Tensor normed, Tensor total)"
+    ),
     "mla_attention": (
         "(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor w_uk, Tensor w_uv, "
         "Tensor? decode_seq_lens, Tensor? decode_block_table, Tensor? decode_slot_mapping, Tensor? decode_q_lens, "

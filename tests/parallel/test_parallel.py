@@ -5,18 +5,20 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from mla_compile import Engine, MLAError, Parallel, load_model
+from mla_compile import Engine, MLAError, Parallel, follow, load_model
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import divide
 from mla_compile.ops.collectives import all_gather_op, all_reduce_op
 from mla_compile.ops.fp8 import BLOCK, quantize
+from mla_compile.ops.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
+from mla_compile.ranks import Ranks
 from tests.examples.pages import ROOT, blocks_of
 from tests.models.small import (
     glm_config,
@@ -27,7 +29,8 @@ from tests.models.small import (
     v2_config,
     v3_config,
 )
-from tests.parallel.worker import texts
+from tests.parallel.ranks import run_ranks
+from tests.parallel.worker import loaded, texts
 
 WIDE = {
     "hidden_size": 256,
@@ -47,24 +50,19 @@ def checkpoint(folder: Path, config: Any, *, mtp: bool = True) -> Path:
     return save(model, folder / "checkpoint", reference_mtp_layer(model) if mtp else None)
 
 
-def shared(folder: Path, size: int, job: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What `size` processes say, each for itself."""
+def shared(folder: Path, size: int, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """What rank 0 of `size` processes says; the steps of all of them have reported the same."""
     (folder / "job.json").write_text(json.dumps(job))
-    (folder / "meeting").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.parallel.worker"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    deadline = time.monotonic() + 400
-    try:
-        for process in processes:
-            _, log = process.communicate(timeout=deadline - time.monotonic())
-            assert process.returncode == 0, log[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((folder / f"said.{rank}.json").read_text()) for rank in range(size)]
+    run_ranks("tests.parallel.worker", size, folder)
+    first, *others = sorted(folder.glob("reports.*.txt"))
+    assert len(others) == size - 1 and all(first.read_text() == other.read_text() for other in others)
+    said: list[dict[str, Any]] = json.loads((folder / "said.json").read_text())
+    return said
+
+
+def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """What one process says that has all of the model."""
+    return texts(loaded(None, folder, job), job)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +76,14 @@ def shared(folder: Path, size: int, job: dict[str, Any]) -> list[list[dict[str, 
         pytest.param(
             v2_config(vocab_size=96, q_lora_rank=None), 2, {"mtp": False, "expert_parallel": True}, id="v2"
         ),
-        pytest.param(glm_config(vocab_size=96), 2, {"k": [3]}, id="glm"),
+        pytest.param(glm_config(vocab_size=96), 2, {"k": [3], "chooses": True}, id="glm, host"),
+        pytest.param(
+            v3_config(vocab_size=96), 2, {"engine": {"adaptive_draft_length": True}, "k": [2]}, id="adaptive"
+        ),
         pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
         pytest.param(
             v3_config(vocab_size=96),
-            2,
+            4,
             {"engine": {"batch_invariant": True, "compile": True}, "k": [0]},
             id="exact",
         ),
@@ -94,13 +95,11 @@ def test_tokens_of_processes_that_share_a_model(
 ) -> None:
     checkpoint(tmp_path, config, mtp=job.get("mtp", True))
     said = shared(tmp_path, size, job)
-    alone = texts(None, tmp_path, job | {"engine": {}})
-    for each in said:
-        assert each == said[0]
-        for one, whole in zip(each, alone, strict=True):
-            assert one["tokens"] == whole["tokens"]
-            assert one["mixed"] > 2 and one["preempted"] and one["reused"]
-            assert one["bytes"] < 0.8 * whole["bytes"]
+    for one, whole in zip(said, alone(tmp_path, job | {"engine": {}}), strict=True):
+        assert one["tokens"] == whole["tokens"]
+        assert one.get("chosen") == whole.get("chosen")
+        assert one["mixed"] > 2 and one["preempted"] and one["reused"]
+        assert one["bytes"] < 0.8 * whole["bytes"]
 
 
 @pytest.mark.parametrize("dequantize", [False, True])
@@ -108,10 +107,9 @@ def test_a_checkpoint_in_fp8(dequantize: bool, tmp_path: Path) -> None:
     """Weights and scales are divided alike; dequantised ones after that."""
     to_fp8(checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE)), quantize, (BLOCK, BLOCK))
     job = {"load": {"dequantize": dequantize}, "k": [0]}
-    said, (alone,) = shared(tmp_path, 2, job), texts(None, tmp_path, job)
-    whole = alone.pop("bytes")
-    assert all(one.pop("bytes") < 0.8 * whole for (one,) in said)
-    assert said == [[alone], [alone]]
+    (said,), (whole,) = shared(tmp_path, 2, job), alone(tmp_path, job)
+    assert said.pop("bytes") < 0.8 * whole.pop("bytes")
+    assert said == whole
 
 
 def test_the_page_shows_a_program_that_runs(tmp_path: Path) -> None:
@@ -136,20 +134,18 @@ class TestMistakes:
     def test_without_a_process_group(self, tmp_path: Path) -> None:
         with pytest.raises(MLAError, match=r"Parallel: expected a process group.*none.*torchrun"):
             Parallel.of_processes()
-        with pytest.raises(MLAError, match="Parallel: expected a process group"):
+        with pytest.raises(MLAError, match=r"parallel: expected what Parallel.of_processes\(\) returns"):
             load_model(tmp_path, parallel=Parallel(0, 2))
 
-    def test_what_processes_would_not_decide_alike(self) -> None:
+    def test_who_takes_requests(self) -> None:
         with torch.device("meta"):
             model = MLAForCausalLM(v3_config(vocab_size=96), mtp=True)
-        divide(model, Parallel(1, 4))
-        for name, value in (
-            ("adaptive_draft_length", True),
-            ("capture_budget", 2**30),
-            ("batch_invariant", True),
-        ):
-            with pytest.raises(MLAError, match=f"{name}: .* for a model that 4 processes share"):
-                Engine(model, num_speculative_tokens=1, **{name: value})
+        with pytest.raises(MLAError, match=r"model: .* got one that no other process shares; use Engine"):
+            follow(model)
+        ranks = cast("Ranks", SimpleNamespace(rank=1))
+        divide(model, Parallel(1, 2, ranks=ranks))
+        with pytest.raises(MLAError, match=r"model: .* got that of rank 1; run `mla_compile.follow"):
+            Engine(model)
 
     def test_sizes_that_do_not_divide(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         checkpoint(tmp_path, v3_config(vocab_size=97))
@@ -162,13 +158,19 @@ class TestMistakes:
 
 def test_collectives_are_sound_ops(tmp_path: Path) -> None:
     """In a group of one process."""
-    x = torch.randn(6, 8, device="cpu")[:, ::2]
+    x, weight = torch.randn(6, 8, device="cpu")[:, ::2], torch.randn(4)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
     )
     try:
-        torch.library.opcheck(all_reduce_op, (x,))
-        torch.library.opcheck(all_gather_op, (x, 1))
-        assert torch.equal(all_reduce_op(x), x) and torch.equal(all_gather_op(x, 1), x)
+        for rows in (x, x[:0], x.bfloat16()):
+            for exact in (False, True):
+                torch.library.opcheck(all_reduce_op, (rows, exact))
+                scale = weight.to(rows.dtype)
+                torch.library.opcheck(all_reduce_add_rms_norm_op, (rows, rows * 2, scale, 1e-5, exact))
+                found = all_reduce_add_rms_norm_op(rows, rows * 2, scale, 1e-5, exact)
+                assert all(map(torch.equal, found, add_rms_norm_op(rows, rows * 2, scale, 1e-5)))
+            torch.library.opcheck(all_gather_op, (rows, 1))
+            assert torch.equal(all_reduce_op(rows), rows) and torch.equal(all_gather_op(rows, 1), rows)
     finally:
         torch.distributed.destroy_process_group()

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_compile import Engine, Parallel, SamplingParams, follow, load_model
 from mla_compile.engine.launch import Launch, Launcher
@@ -22,7 +24,10 @@ SHORT_OF_PAGES = {
 
 
 def loaded(parallel: Parallel | None, folder: Path, job: dict[str, Any]) -> MLAForCausalLM:
-    return load_model(folder / "checkpoint", parallel=parallel, **job.get("load", {}))
+    load = job.get("load", {})
+    if "dtype" in load:
+        load = load | {"dtype": getattr(torch, load["dtype"])}
+    return load_model(folder / "checkpoint", parallel=parallel, **load)
 
 
 def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,9 +61,30 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
                 "preempted": stats.num_preemptions,
                 "reused": stats.num_reused_tokens,
                 "bytes": sum(p.nbytes for p in model.parameters()),
+                "graphs": [bucket.num_graphs for bucket in engine.capture_report().buckets],
             }
         )
+        if job.get("chooses"):
+            found[-1]["chosen"] = chosen(engine, prompts)
+    if model.parallel is not None:
+        engine.close()
     return found
+
+
+def chosen(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """What the prompts are continued by where the host chooses tokens, after it could not once."""
+
+    def fail(logits: Tensor, *_: Any) -> Tensor:
+        raise ArithmeticError("no choice")
+
+    def second_best(logits: Tensor, *_: Any) -> Tensor:
+        return logits.topk(2).indices[..., 1]
+
+    try:
+        deque(engine.stream(prompts, max_new_tokens=5, choose=fail), maxlen=0)
+    except ArithmeticError:
+        *_, said = engine.stream(prompts, max_new_tokens=5, choose=second_best)
+    return [one.token_ids for one in said]
 
 
 def keep_reports(file: Path) -> None:
@@ -79,14 +105,26 @@ def main() -> None:
     torch.set_num_threads(1)
     job = json.loads((folder / "job.json").read_text())
     keep_reports(folder / f"reports.{rank}.txt")
-    meeting = f"file://{folder / 'meeting'}"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    join(rank, size, folder, job.get("load", {}).get("device", "cpu"))
     parallel = Parallel.of_processes(expert_parallel=job.get("expert_parallel", False))
     model = loaded(parallel, folder, job)
     if rank > 0:
         follow(model)
     else:
         (folder / "said.json").write_text(json.dumps(texts(model, job)))
+    torch.distributed.destroy_process_group()
+
+
+def join(rank: int, size: int, folder: Path, device: str) -> None:
+    """Meet the others: on CPUs with gloo, on a GPU for each rank with NCCL."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder / 'meeting'}",
+        rank=rank,
+        world_size=size,
+    )
 
 
 if __name__ == "__main__":

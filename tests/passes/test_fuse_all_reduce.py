@@ -1,0 +1,117 @@
+"""`fuse_all_reduce`: which sums over processes become one op with the norm after them, and which do not."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_compile.ops.collectives import all_reduce
+from mla_compile.ops.norm_rope import rms_norm
+from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
+from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
+from mla_compile.passes.pipeline import passes_for
+from tests.passes.capture import Capture, nodes_of, ops
+
+K = 24
+WEIGHT = torch.randn(K, generator=torch.Generator().manual_seed(0))
+PASSES = [partial(fuse_rms_norm, everywhere=True), fuse_all_reduce]
+Call = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, ...]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A group of one process."""
+    meeting: Path = tmp_path_factory.mktemp("group") / "meeting"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def norm(x: Tensor) -> Tensor:
+    return rms_norm(x, WEIGHT, 1e-5)
+
+
+def layers(x: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    for _ in range(3):
+        hidden = hidden + all_reduce(norm(hidden) * 0.5)
+        hidden = hidden + all_reduce(x * norm(hidden))
+    return hidden, norm(hidden)
+
+
+def residual_first(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    total = all_reduce(x) + y
+    return total, norm(total)
+
+
+def both_sums(x: Tensor, y: Tensor) -> Tensor:
+    return norm(all_reduce(x) + all_reduce(y))
+
+
+def read_by_others(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    total = all_reduce(x)
+    return norm(y + total), total * 2
+
+
+def without_a_norm(x: Tensor, y: Tensor) -> Tensor:
+    return y + all_reduce(x)
+
+
+def without_a_residual(x: Tensor, y: Tensor) -> Tensor:
+    return norm(all_reduce(x))
+
+
+def with_itself(x: Tensor, y: Tensor) -> Tensor:
+    total = all_reduce(x)
+    return norm(total + total)
+
+
+def written_to_in_between(x: Tensor, y: Tensor) -> Tensor:
+    total = all_reduce(x)
+    x.mul_(2)
+    return norm(y + total) + x
+
+
+def graph_of(call: Call) -> list[str]:
+    """The ops left by the passes, which keep values and writes to inputs."""
+    capture = Capture(PASSES)
+    x, y = torch.randn(5, K), torch.randn(5, K)
+    mine, theirs = (x.clone(), y.clone()), (x.clone(), y.clone())
+    out = torch.compile(call, backend=capture, fullgraph=True)(*mine)
+    torch.testing.assert_close(out, call(*theirs))
+    assert all(map(torch.equal, mine, theirs))
+    return ops(capture.after[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "fused", "left"),
+    [
+        (layers, 6, 0),
+        (residual_first, 1, 0),
+        (both_sums, 1, 1),
+        (read_by_others, 0, 1),
+        (without_a_norm, 0, 1),
+        (without_a_residual, 0, 1),
+        (with_itself, 0, 1),
+        (written_to_in_between, 0, 1),
+    ],
+)
+def test_a_sum_that_a_norm_alone_reads_is_computed_with_it(call: Call, fused: int, left: int) -> None:
+    found = graph_of(call)
+    assert found.count("all_reduce_add_rms_norm") == fused
+    assert found.count("all_reduce") == left
+
+
+def test_both_are_told_that_the_order_matters() -> None:
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        total = y + all_reduce(x)
+        return all_reduce(norm(total))
+
+    x, y = torch.randn(5, K), torch.randn(5, K)
+    capture = Capture(passes_for(torch.fx.symbolic_trace(lambda x: x), [], batch_invariant=True))
+    torch.testing.assert_close(torch.compile(call, backend=capture, fullgraph=True)(x, y), call(x, y))
+    for name in ("all_reduce", "all_reduce_add_rms_norm"):
+        (node,) = nodes_of(capture.after[0], name)
+        assert node.args[-1] is True

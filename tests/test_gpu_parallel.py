@@ -1,0 +1,56 @@
+"""On two CUDA devices: collectives through memory that GPUs share, and engines of processes that share a model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.small import v3_config
+from tests.parallel.gpu_worker import CHECKS
+from tests.parallel.ranks import run_ranks
+from tests.parallel.test_parallel import WIDE, alone, checkpoint, shared
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_collectives(check: str, tmp_path: Path) -> None:
+    """See `gpu_worker.py`."""
+    run_ranks("tests.parallel.gpu_worker", 2, tmp_path, check)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+def test_engines_say_the_same_on_both_gpus(dtype: str, exact: bool, tmp_path: Path) -> None:
+    """Each step being one CUDA graph, in float32 what one GPU says that has all of the model."""
+    checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE))
+    job: dict[str, Any] = {
+        "load": {"device": "cuda", "dtype": dtype},
+        "engine": {"compile": True, "batch_invariant": exact},
+        "k": [0, 3],
+    }
+    said = shared(tmp_path, 2, job)
+    for one in said:
+        assert max(one["graphs"]) == 1, f"graphs of each bucket: {one['graphs']}"
+        assert one["mixed"] > 2 and one["preempted"] and one["reused"]
+    if exact:  # whatever the drafts
+        assert said[0]["tokens"] == said[1]["tokens"]
+    if dtype == "float32":
+        whole = alone(tmp_path, job | {"engine": {}})
+        assert [one["tokens"] for one in said] == [one["tokens"] for one in whole]
+
+
+def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
+    """With a budget that each rank would find spent at another time."""
+    checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE))
+    job: dict[str, Any] = {
+        "load": {"device": "cuda", "dtype": "bfloat16"},
+        "engine": {"compile": True, "capture_budget": 2**21, "adaptive_draft_length": True},
+        "k": [2],
+    }
+    (one,) = shared(tmp_path, 2, job)
+    assert 0 in one["graphs"] and 1 in one["graphs"]
