@@ -67,8 +67,8 @@ def load_model(
             layer's `eh_proj` stay as they are, and a checkpoint that is FP8 does.
         dequantize: have all weights in `dtype`.
         parallel: load the part of one of several processes, which share the model and make the same calls of it, in
-            the same order; see docs/parallel.md. Of each tensor that is divided, no more than the part is read, unless
-            it is dequantised.
+            the same order; see docs/parallel.md. Of each tensor that is divided, no more than the part is read; where
+            it is dequantised, the blocks that the part lies in. What fails in one process fails in all.
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
