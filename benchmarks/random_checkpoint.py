@@ -66,11 +66,16 @@ def shards(config: Any) -> Iterator[dict[str, tuple[int, ...]]]:
         yield {f"model.layers.{i}.{name}": shape for name, shape in names.items()}
 
 
-def write(directory: Path, layers: int, settings: dict[str, Any]) -> None:
-    """Write the checkpoint; settings: of `Glm4MoeLiteConfig`, in the place of the published ones."""
-    directory.mkdir(parents=True, exist_ok=True)
+def config_of(layers: int, settings: dict[str, Any]) -> Glm4MoeLiteConfig:
+    """settings: of the class, in the place of the published ones."""
     kinds = ["dense", *["sparse"] * (layers - 1)]
-    config = Glm4MoeLiteConfig(num_hidden_layers=layers, mlp_layer_types=kinds, **settings)
+    return Glm4MoeLiteConfig(num_hidden_layers=layers, mlp_layer_types=kinds, **settings)
+
+
+def write(directory: Path, layers: int, settings: dict[str, Any]) -> None:
+    """Write the checkpoint of `config_of`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = config_of(layers, settings)
     raw = config.to_dict() | {"architectures": ["Glm4MoeLiteForCausalLM"], "num_nextn_predict_layers": 1}
     (directory / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16", "eos_token_id": 0}))
     for name in ("tokenizer.json", "tokenizer_config.json"):

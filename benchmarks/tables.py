@@ -482,6 +482,27 @@ def mtp_iteration() -> str:
     )
 
 
+def loading() -> str:
+    """What loading reads, and by how much anonymous memory grows."""
+    report = result("loading.cpu")
+    machine, rows = report["machine"], report["rows"]
+    return sentences(
+        f"{report['device']}, {machine['cpus']} CPU cores, torch {machine['torch']}, {report['dtype']}; the largest "
+        f"tensor has {rows[0]['largest_tensor_mb']:,.0f} MB."
+    ) + table(
+        ["processes", "rank", "s", "GB asked for", "GB from disk", "MB of growth", "bound", "same values"],
+        (
+            (
+                *(row[key] for key in ("processes", "rank", "seconds")),
+                *(fixed(row[key], 2) for key in ("gb_asked_for", "gb_from_disk")),
+                *(fixed(row[key], 0) for key in ("anonymous_mb", "bound_mb")),
+                _yes(row["same_values"]),
+            )
+            for row in rows
+        ),
+    )
+
+
 def command_help(*command: str) -> str:
     """What `mla-compile COMMAND --help` says; it imports no torch."""
     from typer.testing import CliRunner
@@ -515,6 +536,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "batch_invariance": batch_invariance,
     "batch_invariance.cost": batch_invariance_cost,
     "server": server,
+    "loading.cpu": loading,
     **{
         f"help.{name}": functools.partial(command_help, name)
         for name in ("demo", "env", "generate", "inspect", "plan", "serve", "tune")

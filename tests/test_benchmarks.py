@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import random_checkpoint, transformers_generate
+from benchmarks import loading, random_checkpoint, transformers_generate
 from benchmarks.reporting import add_row
 from mla_compile import load_model, load_tokenizer
+from mla_compile.models.safetensor_files import SafetensorFiles
 
 
 def test_an_unknown_variant_is_refused_before_the_model_is_built(
@@ -41,3 +42,18 @@ def test_a_random_checkpoint_loads_as_any_other(tmp_path: Path) -> None:
     model = load_model(tmp_path)
     assert len(model.layers) == 2 and model.has_mtp and load_tokenizer(tmp_path) is not None
     assert 0.9 < model.layers[1].mlp.shared_experts.up_proj.weight.std() * 32**0.5 < 1.1
+
+
+@pytest.mark.long
+def test_loading_keeps_no_copy_on_the_host_and_one_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"hidden_size": 1024, "vocab_size": 20_000, "n_routed_experts": 16}
+    random_checkpoint.write(tmp_path, 1, settings)
+    load_model(tmp_path)  # what is imported for it counts elsewhere
+    row = loading.measure(tmp_path, "cpu", None)
+    allowed = 1.2 * row["largest_tensor_mb"] + 32
+    assert row["same_values"] and row["anonymous_mb"] < allowed < 1000 * row["gb_asked_for"] / 2
+    kept, read = [], SafetensorFiles.read
+    monkeypatch.setattr(SafetensorFiles, "read", lambda *args: kept.append(read(*args).clone()) or kept[-1])
+    assert loading.measure(tmp_path, "cpu", None)["anonymous_mb"] > allowed

@@ -93,3 +93,35 @@ def test_of_waits_inside_each_other_the_innermost_is_shown(impatient, monkeypatc
         time.sleep(0.3)
     assert {line.split(" ... ")[0] for line in within.splitlines()} == {"a part"}
     assert {line.split(" ... ")[0] for line in capsys.readouterr().err.splitlines()} == {"all of it"}
+
+
+def test_a_program_on_a_terminal_gets_a_bar_of_bytes_once_it_is_long(impatient, monkeypatch, caplog):
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    with told("loading", 4_000_000_000) as advance:
+        advance(1_000_000_000)
+        assert not err.getvalue(), "it is quick so far"
+        time.sleep(0.1)
+        advance(1_000_000_000)
+    assert "loading" in err.getvalue() and "2.0/4.0 GB" in err.getvalue()
+    assert not caplog.records
+
+
+def test_of_several_processes_the_others_say_nothing(impatient, monkeypatch, caplog):
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    for num_bytes in (0, 100):
+        with told("loading", num_bytes, is_shown=False) as advance:
+            time.sleep(0.1)
+            advance(50)
+    assert not err.getvalue() and not caplog.records
+
+
+@pytest.mark.parametrize(("stream", "words"), [(Terminal, "1.0/4.0 GB"), (io.StringIO, "1.0 of 4.0 GB, 0 s")])
+def test_the_command_says_how_many_bytes_are_done(stream, words, impatient, monkeypatch):
+    err = stream()
+    monkeypatch.setattr("sys.stderr", err)
+    with shown_by(progress.progress), told("loading", 4_000_000_000) as advance:
+        advance(1_000_000_000)
+        wait_for(err.getvalue)
+    assert words in err.getvalue()

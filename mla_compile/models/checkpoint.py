@@ -1,17 +1,18 @@
 """Loading Hugging Face checkpoints. transformers is imported here, when a checkpoint is loaded, and not before."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.models import fp8
 from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.files import first_line, read_object
+from mla_compile.models.filling import Filling
 from mla_compile.models.layout import lay_side_by_side
 from mla_compile.models.names import (
     destinations,
@@ -23,12 +24,10 @@ from mla_compile.models.names import (
     shared_copies,
 )
 from mla_compile.models.parallel import Parallel
-from mla_compile.models.safetensor_files import FLOATS, SafetensorFiles
+from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
-from mla_compile.models.sharding import EXPERTS, Division, check_divisible, divide, division
-from mla_compile.ops.fp8 import BLOCK, DTYPE, scale_shape
-from mla_compile.ops.fp8 import dequantize as dequantize_weight
-from mla_compile.ops.fp8 import quantize as quantize_weight
+from mla_compile.models.sharding import check_divisible, divide
+from mla_compile.ops.fp8 import BLOCK, scale_shape
 from mla_compile.ops.peers import connect
 from mla_compile.waits import told
 
@@ -38,13 +37,11 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 MOST_CONFIG = 2**24
 """Bytes of a file of settings."""
-_FLOAT8 = "F8_E4M3"  # in safetensors' words
-_FLOAT8_SCALE = "F8_E8M0"
+_FLOAT8_SCALE = "F8_E8M0"  # in safetensors' words
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
 
 
-@told("loading the checkpoint")
 def load_model(
     path: str | Path,
     *,
@@ -70,9 +67,8 @@ def load_model(
         quantize: "fp8": quantise linear layers and experts to FP8. Embedding, head, `kv_b_proj`, routers and the MTP
             layer's `eh_proj` stay as they are, and a checkpoint that is FP8 does.
         dequantize: have all weights in `dtype`.
-        parallel: load the part of one of several processes, which share the model and make the same calls of it, in
-            the same order; see docs/parallel.md. Of each tensor that is divided, no more than the part is read, unless
-            it is dequantised.
+        parallel: load the part of one of several processes that share the model; see docs/parallel.md. Of each tensor that is divided, no more than the part is read; where
+            it is dequantised, the blocks that the part lies in. What fails in one process fails in all.
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
@@ -80,10 +76,36 @@ def load_model(
             floating, a device that this machine lacks; another `quantize`, or `dequantize` beside it; a number of
             processes that the model cannot be divided among, or a place that this process does not have.
     """
-    directory = Path(path)
     _check_target(dtype, device)
     if parallel is not None:
         parallel.check()
+    together = nullcontext if parallel is None else partial(parallel.failing_together, device)
+    is_shown = parallel is None or parallel.rank == 0
+    with told("opening the checkpoint", is_shown=is_shown), together():
+        model, files, block = _open(Path(path), dtype, mtp, quantize, dequantize, parallel)
+    with together():
+        model.to_empty(device=device)
+        lay_side_by_side(model)  # before they have values
+        filling = Filling(model, files, block, device)
+        with told("loading the checkpoint", filling.num_bytes, is_shown=is_shown) as advance:
+            filling.run(advance)
+    if parallel is not None:
+        connect(model.device)  # before any step is compiled or recorded
+    return model.eval()
+
+
+def _open(
+    directory: Path,
+    dtype: torch.dtype,
+    mtp: bool | None,
+    quantize: str | None,
+    dequantize: bool,
+    parallel: Parallel | None,
+) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
+    """The model on the meta device, or the process's part of it, files that fit it, and the block of their weights.
+
+    All that `load_model` refuses is refused here.
+    """
     config, block = read_config(directory)
     check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
@@ -102,64 +124,7 @@ def load_model(
             model, parallel.size, expert_parallel=parallel.expert_parallel, argument="parallel.size"
         )
         divide(model, parallel)
-    model.to_empty(device=device)
-    lay_side_by_side(model)  # before they have values
-    _fill(model, files, block, device)
-    if parallel is not None:
-        connect(model.device)  # before any step is compiled or recorded
-    return model.eval()
-
-
-def _fill(
-    model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int] | None, device: str | torch.device
-) -> None:
-    """Read every tensor, or the process's part of it, and convert it to what the model has in its place."""
-    places = _places(model, files)
-    for name, (destination, how) in places.items():
-        if name.endswith(fp8.SCALE_SUFFIX):
-            continue  # comes with its weight
-        is_fp8 = block is not None and files.entries[name].dtype == _FLOAT8
-        scale_name = name + fp8.SCALE_SUFFIX
-        if destination.dtype == DTYPE:
-            tensor = _read(model, files, name, how).to(device)
-            if is_fp8:
-                scale = _read(model, files, scale_name, places[scale_name][1]).to(device)
-            else:  # gate and up, where they are one tensor, have blocks of their own
-                halves = tensor.unflatten(-2, (2 if name.endswith("gate_up_proj") else 1, -1))
-                tensor, scale = (x.flatten(-3, -2) for x in quantize_weight(halves))
-            places[scale_name][0].copy_(scale)
-        elif is_fp8 and block is not None:  # whole, as blocks need not end where parts do
-            tensor, scale = files.read(name).to(device), files.read(scale_name).to(device)
-            tensor = dequantize_weight(tensor, scale, block)
-            if how is not None and model.parallel is not None:
-                tensor = how.part(tensor, model.parallel.rank, model.parallel.size)
-        else:
-            tensor = _read(model, files, name, how).to(device)
-        destination.copy_(tensor)
-
-
-def _places(model: MLAForCausalLM, files: SafetensorFiles) -> dict[str, tuple[Tensor, Division | None]]:
-    """Where each tensor of the files goes; where only a part of it does, how it is divided."""
-    if model.parallel is None:
-        return {name: (place, None) for name, place in destinations(model, files.entries).items()}
-    found: dict[str, tuple[Tensor, Division | None]] = {}
-    by_expert = model.parallel.expert_parallel
-    for ours, tensor in model.state_dict().items():
-        how = division(ours, expert_parallel=by_expert)
-        is_by_expert = how is not None and how.of == EXPERTS
-        first = model.parallel.rank * len(tensor) if is_by_expert else 0
-        for name, place in parts(ours, tensor, model.arch.num_layers, files.entries, first).items():
-            part = how
-            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
-                part = None if is_by_expert else Division(how.dim - 1, how.of)
-            found[name] = place, part
-    return found
-
-
-def _read(model: MLAForCausalLM, files: SafetensorFiles, name: str, how: Division | None) -> Tensor:
-    if how is None or model.parallel is None:
-        return files.read(name)
-    return files.read_part(name, how, model.parallel.rank, model.parallel.size)
+    return model, files, block
 
 
 def _is_fp8(
@@ -171,7 +136,7 @@ def _is_fp8(
     """
     parameter = model.get_parameter(name)
     read = parts(name, parameter, model.arch.num_layers, files.entries)
-    in_fp8 = [files.entries[part].dtype == _FLOAT8 for part in read]
+    in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
     if not any(in_fp8):
         return quantize and "eh_proj" not in name
     if block != (BLOCK, BLOCK) or not all(in_fp8):
@@ -298,7 +263,7 @@ def _check(
         name
         for name, shape in required.items()
         if (entry := files.entries.get(name))
-        and entry.dtype == _FLOAT8
+        and entry.dtype == FLOAT8
         and entry.shape == shape
         and len(shape) > 1
     ]
@@ -332,7 +297,7 @@ def _check(
 def _accepted_dtypes(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     if name.endswith(fp8.SCALE_SUFFIX):
         return (*FLOATS, _FLOAT8_SCALE)
-    return (*FLOATS, _FLOAT8) if len(shape) > 1 else FLOATS
+    return (*FLOATS, FLOAT8) if len(shape) > 1 else FLOATS
 
 
 def _shorten(names: list[str]) -> str:

@@ -1,8 +1,11 @@
 """Which part of a model a process has, where several processes share one: `Parallel`."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from mla_compile.errors import MLAError
@@ -12,7 +15,9 @@ if dist.is_available():
     # Its functions take as default arguments what the default group is when it is imported. Were that done by
     # transformers, when a checkpoint is loaded, they would keep the group past `destroy_process_group`: gloo's threads
     # would still run when the interpreter ends, and might end the process by "terminate called".
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional
+
+_MOST_SAID = 4096  # bytes of an error
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,34 @@ class Parallel:
         """Raises `MLAError` where this is no place of this process."""
         if self.ranks is None:
             raise MLAError("parallel", "what Parallel.of_processes() returns", self)
+
+    @contextmanager
+    def failing_together(self, device: str | torch.device) -> Iterator[None]:
+        """All processes leave the block together, and with an error if one of them does: none goes on to wait for it.
+
+        device: where the processes' tensors are.
+
+        Raises:
+            MLAError: another process has failed; which one, and how.
+        """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        said = "" if failed is None else f"{failed}" or type(failed).__name__
+        mine = torch.frombuffer(
+            bytearray(said.encode()[:_MOST_SAID].ljust(_MOST_SAID, b"\0")), dtype=torch.uint8
+        )
+        of_all = [torch.empty(_MOST_SAID, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        dist.all_gather(of_all, mine.to(device))
+        if failed is not None:
+            raise failed
+        for rank, text in enumerate(of_all):
+            if what := bytes(text.tolist()).rstrip(b"\0").decode(errors="replace"):
+                raise MLAError(
+                    "parallel", "all processes to load their parts", f"from process {rank}: {what}"
+                )
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """A checkpoint's safetensors files, seen as one table of named tensors."""
 
+import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from mla_compile.models.sharding import Division
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that are plain floats, in safetensors' words."""
+FLOAT8 = "F8_E4M3"
+_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
+_MEND = "download it again"
 _MOST_INDEX = 2**28  # bytes
 _MOST_HEADER = 100_000_000  # bytes, as in safetensors
 
@@ -31,6 +36,11 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
+    @property
+    def nbytes(self) -> int:
+        """Of a dtype that weights or their scales may have."""
+        return math.prod(self.shape) * _SIZES[self.dtype]
+
 
 class SafetensorFiles:
     """Headers of every file, read at once; tensors are read one by one, so that no second copy of a model exists."""
@@ -39,17 +49,14 @@ class SafetensorFiles:
         """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else every `*.safetensors`.
 
         Raises:
-            MLAError: no file; one that is missing, outside the directory, or unreadable (truncated, say, or with a
-                header that does not fit it); a tensor that comes twice.
+            MLAError: no file; one that is missing, outside the directory, shorter or longer than its header says, or
+                unreadable (a header that does not fit it, say); a tensor that comes twice.
         """
         self.entries: dict[str, Entry] = {}
-        for name in _names(directory):
-            path, real = directory / name, plain_file(directory, name)
-            if real is None:
-                mend = "download it again"
-                raise MLAError(str(path), f"the file that {INDEX} names", "none", mend)
+        for name, real in _files(directory).items():
+            path = directory / name
             try:
-                _refuse_repeats(real, path)
+                _check_header(real, path)
                 file: Any = safe_open(real, framework="pt", device="cpu")
                 for tensor in file.keys():  # noqa: SIM118, a handle is no dict
                     if tensor in self.entries:
@@ -57,24 +64,34 @@ class SafetensorFiles:
                     header = file.get_slice(tensor)
                     self.entries[tensor] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
             except (OSError, SafetensorError) as error:
-                raise MLAError(
-                    str(path), "a readable safetensors file", error, "download it again"
-                ) from error
+                raise MLAError(str(path), "a readable safetensors file", error, _MEND) from error
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU; its memory is the file's, mapped."""
         tensor: Tensor = self.entries[name].file.get_tensor(name)
         return tensor
 
+    def read_range(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        """Places `begin` to `end` of the tensor along `dim`, as `read` gives it; nothing else of it is looked at."""
+        whole = self.entries[name].file.get_slice(name)
+        part: Tensor = whole[(*(slice(None),) * dim, slice(begin, end))]
+        return part
+
     def read_part(self, name: str, how: Division, rank: int, size: int) -> Tensor:
-        """`how.part` of the tensor, on the CPU; no more of the file is read."""
-        entry = self.entries[name]
-        whole = entry.file.get_slice(name)
-        each = entry.shape[how.dim] // how.stacked
-        begins = [stack * each + rank * each // size for stack in range(how.stacked)]
-        before = (slice(None),) * how.dim
-        pieces = [whole[(*before, slice(begin, begin + each // size))] for begin in begins]
+        """`how.part` of the tensor, as `read_range` gives it; where matrices are stacked, a copy of their parts."""
+        ranges = how.ranges(self.entries[name].shape[how.dim], rank, size)
+        pieces = [self.read_range(name, how.dim, *each) for each in ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, how.dim)
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """By their names, where they really are."""
+    found = {name: plain_file(directory, name) for name in _names(directory)}
+    missing = [name for name, real in found.items() if real is None]
+    if missing:
+        mend = f"{_MEND}; files that are missing: {len(missing)} of {len(found)}"
+        raise MLAError(str(directory / missing[0]), f"the file that {INDEX} names", "none", mend)
+    return {name: real for name, real in found.items() if real is not None}
 
 
 def _names(directory: Path) -> list[str]:
@@ -94,11 +111,31 @@ def _names(directory: Path) -> list[str]:
     return names
 
 
-def _refuse_repeats(real: Path, path: Path) -> None:
-    """Refuse a header with a name twice: safetensors would take the last one. It checks all else itself."""
+def _check_header(real: Path, path: Path) -> None:
+    """Refuse what safetensors would not, or not in words: a name twice, of which it takes the last, and a cut file.
+
+    Whatever else may be wrong with a header is left to it.
+    """
     with real.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         header = file.read(length) if length <= _MOST_HEADER else b""
-    if length and len(header) == length:
-        parse_object(header.decode("utf-8", errors="replace"), f"{path} header")
+    if not length:
+        return
+    if size < 8 + length:
+        raise MLAError(str(path), f"a header of {length} bytes, as it begins", f"{size} bytes in all", _MEND)
+    if length > _MOST_HEADER:
+        return
+    table = parse_object(header.decode("utf-8", errors="replace"), f"{path} header")
+    needed = 8 + length + max(map(_end, table.values()), default=0)
+    if size != needed:
+        raise MLAError(str(path), f"{needed} bytes, as its header says", f"{size} bytes", _MEND)
+
+
+def _end(entry: object) -> int:
+    """Where a tensor's data end; 0 where a header does not say it as it should."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int:
+        return offsets[1]
+    return 0

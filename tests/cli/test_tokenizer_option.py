@@ -14,10 +14,12 @@ HELLO_IDS = {"prompt_token_ids": [71, 68, 75, 75, 78]}
 
 @pytest.fixture
 def with_code(copy):
-    """The checkpoint as Kimi-K2 has its tokenizer: a vocabulary, and code that reads it."""
+    """The checkpoint as Kimi-K2 has it: its model_type, a vocabulary, and code that reads it."""
     (copy / "tokenizer.json").rename(copy / "tiktoken.model")
     config = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    model = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(model | {"model_type": "kimi_k2"}))
     (copy / "tokenization_kimi.py").write_text("raise SystemExit('this ran')")
     return copy
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mla_compile import MLAError
-from mla_compile.models import load_model
+from mla_compile.models import MLAForCausalLM, load_model
 from tests.models.small import add_shard
 
 MTP = "model.layers.3."  # the trunk has layers 0 to 2
@@ -109,13 +109,38 @@ def no_weights(path: Path) -> str:
 
 def missing_shard(path: Path) -> str:
     (path / "mtp.safetensors").unlink()
-    return "mtp.safetensors: expected the file that model.safetensors.index.json names, got none"
+    return "mtp.safetensors: expected the file that model.safetensors.index.json names, got none; download it again"
 
 
-def truncated_shard(path: Path) -> str:
+def missing_shards(path: Path) -> str:
+    shards = sorted(path.glob("*.safetensors"))
+    for shard in shards[1:4]:
+        shard.unlink()
+    return (
+        f"{shards[1].name}: expected the file that model.safetensors.index.json names, got none; download it again; "
+        f"files that are missing: 3 of {len(shards)}"
+    )
+
+
+def cut_shard(path: Path) -> str:
     content = (path / "mtp.safetensors").read_bytes()
-    (path / "mtp.safetensors").write_bytes(content[: len(content) // 2])
-    return "mtp.safetensors: expected a readable safetensors file"
+    (path / "mtp.safetensors").write_bytes(content[:-1])
+    n = len(content)
+    return f"mtp.safetensors: expected {n} bytes, as its header says, got {n - 1} bytes; download it again"
+
+
+def shard_cut_in_its_header(path: Path) -> str:
+    content = (path / "mtp.safetensors").read_bytes()
+    (path / "mtp.safetensors").write_bytes(content[:100])
+    length = int.from_bytes(content[:8], "little")
+    return f"mtp.safetensors: expected a header of {length} bytes, as it begins, got 100 bytes in all"
+
+
+def shard_with_more_than_its_tensors(path: Path) -> str:
+    with (path / "mtp.safetensors").open("ab") as file:
+        file.write(b"\0")
+        size = file.tell()
+    return f"mtp.safetensors: expected {size - 1} bytes, as its header says, got {size} bytes"
 
 
 def empty_shard(path: Path) -> str:
@@ -147,14 +172,20 @@ def tensor_in_two_files(path: Path) -> str:
         config_is_a_list,
         no_weights,
         missing_shard,
-        truncated_shard,
+        missing_shards,
+        cut_shard,
+        shard_cut_in_its_header,
+        shard_with_more_than_its_tensors,
         empty_shard,
         broken_index,
         tensor_in_two_files,
     ],
 )
-def test_an_unreadable_checkpoint_is_one_named_error(spoil, copy):
+def test_an_unreadable_checkpoint_is_one_named_error(spoil, copy, monkeypatch):
+    """Before anything is allocated: neither the model, nor a place for its weights on the device."""
     expected = spoil(copy)
+    for method in ("__init__", "to_empty"):
+        monkeypatch.setattr(MLAForCausalLM, method, lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(MLAError) as caught:
         load_model(copy)
     message = str(caught.value)

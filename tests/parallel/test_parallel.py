@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,13 +148,35 @@ class TestMistakes:
         with pytest.raises(MLAError, match=r"model: .* got that of rank 1; run `mla_compile.follow"):
             Engine(model)
 
-    def test_sizes_that_do_not_divide(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        checkpoint(tmp_path, v3_config(vocab_size=97))
-        monkeypatch.setattr(Parallel, "check", lambda self: None)
-        with pytest.raises(
-            MLAError, match=r"parallel.size: expected one of 1, got 2; it does not divide vocab_size = 97"
-        ):
-            load_model(tmp_path / "checkpoint", parallel=Parallel(0, 2))
+    def test_of_loading_end_it_in_all_processes_and_none_waits_for_another(self, tmp_path: Path) -> None:
+        whole = checkpoint(tmp_path, v3_config(vocab_size=96))
+        save(reference_model(v3_config(vocab_size=97)), tmp_path / "odd")
+        for name in ("missing", "cut", "missing in one of 0", "missing in one of 1"):
+            shutil.copytree(whole, tmp_path / name)
+        size = (whole / "mtp.safetensors").stat().st_size
+        os.truncate(tmp_path / "cut" / "mtp.safetensors", size // 2)
+        for name in ("missing", "missing in one of 1"):
+            (tmp_path / name / "mtp.safetensors").unlink()
+        names = ["checkpoint", "missing", "cut", "missing in one", "odd", "checkpoint"]
+        (tmp_path / "job.json").write_text(json.dumps({"checkpoints": names}))
+        run_ranks("tests.parallel.loads", 2, tmp_path)
+        said = [json.loads((tmp_path / f"said.{rank}.json").read_text()) for rank in range(2)]
+        missing = "mtp.safetensors: expected the file that model.safetensors.index.json names, got none"
+        expected = {
+            1: missing,
+            2: f"mtp.safetensors: expected {size} bytes, as its header says, got {size // 2} bytes",
+            4: "parallel.size: expected one of 1, got 2; it does not divide vocab_size = 97",
+        }
+        for each in said:
+            assert each[0] == each[5] == "", "what failed before is forgotten"
+            for place, words in expected.items():
+                assert words in each[place]
+            assert missing in each[3]
+        assert (
+            said[0][3]
+            == f"parallel: expected all processes to load their parts, got from process 1: {said[1][3]}"
+        )
+        assert said[0][6].endswith("from process 1: the disk is gone") and said[1][6] == "the disk is gone"
 
 
 def test_collectives_are_sound_ops(tmp_path: Path) -> None:

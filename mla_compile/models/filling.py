@@ -1,0 +1,120 @@
+"""Reading a checkpoint's tensors, or a process's part of each, into their places in a model."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mla_compile.models.deepseek import MLAForCausalLM
+from mla_compile.models.fp8 import SCALE_SUFFIX
+from mla_compile.models.names import destinations, parts
+from mla_compile.models.safetensor_files import FLOAT8, SafetensorFiles
+from mla_compile.models.sharding import EXPERTS, Division, division
+from mla_compile.ops.fp8 import DTYPE
+from mla_compile.ops.fp8 import dequantize as dequantize_weight
+from mla_compile.ops.fp8 import quantize as quantize_weight
+from mla_compile.waits import Advance
+
+
+class Filling:
+    """Fills a model's parameters, which are allocated, from files that fit it.
+
+    The files are mapped. What is read goes from there to the device, a tensor at a time, and is converted there.
+    """
+
+    def __init__(
+        self,
+        model: MLAForCausalLM,
+        files: SafetensorFiles,
+        block: tuple[int, int] | None,
+        device: str | torch.device,
+    ) -> None:
+        """block: of the checkpoint's FP8 weights, if it has any. device: of the parameters."""
+        self._files, self._block, self._device = files, block, device
+        self._parallel = model.parallel
+        self._places = _places(model, files)
+        # Quantising makes scales that the files lack.
+        self._names = [name for name in self._places if name in files.entries]
+
+    @property
+    def num_bytes(self) -> int:
+        """What is read of the files."""
+        return sum(map(self._num_bytes, self._names))
+
+    def run(self, advance: Advance) -> None:
+        """Read every tensor. advance: is told how many bytes of the files each has been."""
+        for name in self._names:
+            place, _ = self._places[name]
+            is_fp8 = self._files.entries[name].dtype == FLOAT8
+            if is_fp8 == (place.dtype == DTYPE):
+                place.copy_(self._read(name).to(self._device))
+            elif is_fp8:
+                self._dequantize(name)
+            else:
+                self._quantize(name)
+            advance(self._num_bytes(name))
+
+    def _num_bytes(self, name: str) -> int:
+        _, how = self._places[name]
+        return self._files.entries[name].nbytes // (self._parallel.size if self._parallel and how else 1)
+
+    def _read(self, name: str) -> Tensor:
+        _, how = self._places[name]
+        if how is None or self._parallel is None:
+            return self._files.read(name)
+        return self._files.read_part(name, how, self._parallel.rank, self._parallel.size)
+
+    def _quantize(self, name: str) -> None:
+        place, scale_place = (self._places[each][0] for each in (name, name + SCALE_SUFFIX))
+        for source, *to in _matrices(self._read(name), place, scale_place):
+            # Gate and up, where they are one tensor, have blocks of their own.
+            halves = source.to(self._device).unflatten(0, (2 if name.endswith("gate_up_proj") else 1, -1))
+            for destination, result in zip(to, quantize_weight(halves), strict=True):
+                destination.copy_(result.flatten(0, 1))
+
+    def _dequantize(self, name: str) -> None:
+        """Of the weight, the blocks are read that the part lies in: they need not end where it does."""
+        place, how = self._places[name]
+        shape, block = self._files.entries[name].shape, self._block
+        assert block is not None  # or a weight in FP8 would have been refused
+        dim, ranges = 0, [(0, shape[0])]
+        if how is not None and self._parallel is not None:
+            dim = how.dim
+            ranges = how.ranges(shape[dim], self._parallel.rank, self._parallel.size)
+        in_matrix = dim - len(shape)  # -2: along rows; -1: along columns; -3: whole matrices
+        step = block[in_matrix] if in_matrix >= -2 else 1
+        at = 0
+        for begin, end in ranges:
+            first, last = begin // step, -(-end // step)
+            weight = self._files.read_range(name, dim, first * step, min(last * step, shape[dim]))
+            scale = self._files.read_range(name + SCALE_SUFFIX, dim, first, last)
+            into = place.narrow(dim, at, end - begin)
+            for one, its_scale, destination in _matrices(weight, scale, into):
+                value = dequantize_weight(one.to(self._device), its_scale.to(self._device), block)
+                if in_matrix >= -2:
+                    value = value.narrow(in_matrix, begin - first * step, end - begin)
+                destination.copy_(value)
+            at += end - begin
+
+
+def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Those of stacks, one after another: converting takes several times the memory of what is converted."""
+    return zip(*tensors, strict=True) if tensors[0].dim() > 2 else iter([tensors])
+
+
+def _places(model: MLAForCausalLM, files: SafetensorFiles) -> dict[str, tuple[Tensor, Division | None]]:
+    """Where each tensor of the files goes; where only a part of it does, how it is divided."""
+    if model.parallel is None:
+        return {name: (place, None) for name, place in destinations(model, files.entries).items()}
+    found: dict[str, tuple[Tensor, Division | None]] = {}
+    by_expert = model.parallel.expert_parallel
+    for ours, tensor in model.state_dict().items():
+        how = division(ours, expert_parallel=by_expert)
+        is_by_expert = how is not None and how.of == EXPERTS
+        first = model.parallel.rank * len(tensor) if is_by_expert else 0
+        for name, place in parts(ours, tensor, model.arch.num_layers, files.entries, first).items():
+            part = how
+            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
+                part = None if is_by_expert else Division(how.dim - 1, how.of)
+            found[name] = place, part
+    return found

@@ -1,0 +1,43 @@
+"""One of several processes that load checkpoints together: `python -m tests.parallel.loads RANK SIZE FOLDER`."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from mla_compile import MLAError, Parallel, load_model
+from mla_compile.models.filling import Filling
+
+
+def outcome(path: Path) -> str:
+    """What comes of it: an error, or nothing."""
+    try:
+        load_model(path, parallel=Parallel.of_processes())
+    except (MLAError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    job = json.loads((folder / "job.json").read_text())
+    meeting = f"file://{folder / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    said = []
+    for name in job["checkpoints"]:
+        own = folder / f"{name} of {rank}"  # each process may have files of its own
+        said.append(outcome(own if own.exists() else folder / name))
+    with (
+        patch.object(Filling, "run", side_effect=OSError("the disk is gone")) if rank == 1 else nullcontext()
+    ):
+        said.append(outcome(folder / job["checkpoints"][0]))
+    (folder / f"said.{rank}.json").write_text(json.dumps(said))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
