@@ -22,7 +22,7 @@ def run_ranks(module: str, size: int, folder: Path, *words: str) -> None:
         )
         for rank in range(size)
     ]
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 550
     try:
         for process in processes:
             _, log = process.communicate(timeout=max(1, deadline - time.monotonic()))
