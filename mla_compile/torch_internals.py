@@ -415,14 +415,15 @@ def symmetric_memory(num_bytes: int, device: torch.device) -> tuple[torch.Tensor
         RuntimeError: the devices do not reach one another's memory.
     """
     from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import rendezvous
 
     assert dist.group.WORLD is not None
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"  # it is read in the rendezvous
     try:
-        # Not by `empty`, which from torch 2.12 on shares blocks among tensors: they may begin anywhere.
+        # Not by `empty`, which in torch 2.13 takes it from a pool: a tensor may begin anywhere in a block of that.
         memory = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-        handle = _SymmetricMemory.rendezvous(memory, dist.group.WORLD.group_name)
+        handle = rendezvous(memory, dist.group.WORLD.group_name)
     finally:
         if before is None:
             del os.environ[_NO_MULTICAST]

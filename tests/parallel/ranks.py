@@ -22,7 +22,7 @@ def run_ranks(module: str, size: int, folder: Path, *words: str) -> None:
         )
         for rank in range(size)
     ]
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 550
     try:
         logs = [process.communicate(timeout=max(1, deadline - time.monotonic()))[1] for process in processes]
         assert not any(process.returncode for process in processes), "\n".join(log[-3000:] for log in logs)

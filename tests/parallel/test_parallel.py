@@ -84,9 +84,16 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
         pytest.param(
             v3_config(vocab_size=96),
-            4,
+            2,
             {"engine": {"batch_invariant": True, "compile": True}, "k": [0]},
             id="exact",
+        ),
+        pytest.param(
+            v3_config(vocab_size=96),
+            4,
+            {"engine": {"batch_invariant": True, "compile": True}, "k": [0]},
+            id="exact, 4",
+            marks=pytest.mark.slow,
         ),
         pytest.param(v3_config(vocab_size=96), 2, {"engine": {"compile": True}, "k": [0]}, id="compiled"),
     ],
