@@ -67,8 +67,9 @@ def load_model(
         quantize: "fp8": quantise linear layers and experts to FP8. Embedding, head, `kv_b_proj`, routers and the MTP
             layer's `eh_proj` stay as they are, and a checkpoint that is FP8 does.
         dequantize: have all weights in `dtype`.
-        parallel: load the part of one of several processes that share the model; see docs/parallel.md. Of each tensor that is divided, no more than the part is read; where
-            it is dequantised, the blocks that the part lies in. What fails in one process fails in all.
+        parallel: load the part of one of several processes that share the model; see docs/parallel.md. Of each tensor
+            that is divided, no more than the part is read; where it is dequantised, the blocks that the part lies in.
+            What fails in one process fails in all.
 
     Raises:
         MLAError: a missing or unreadable file, an unsupported config or quantisation, missing, extra or misshapen
