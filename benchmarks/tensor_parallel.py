@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -127,6 +128,7 @@ class Job:
             "what": what,
             "shape": self.shape,
             "weights": self.weights,
+            "layers": self.settings["num_hidden_layers"],
             "gpus": self.gpus,
             "k": k,
             **more,
@@ -138,9 +140,9 @@ def new_tokens(rows: int, k: int) -> int:
     return (WARM_UP + TIMED + TRACED + 4 + 2 * rows * PROMPT // 2048) * (1 + k)
 
 
-def led(engine: Engine, group: Group, work: Callable[[], T]) -> T | None:
+def led(engine: Engine, group: Group, work: Callable[[Engine], T]) -> T | None:
     """Do work that calls an engine; None where another process's calls are followed."""
-    return work()  # every process makes the same calls
+    return work(engine)  # every process makes the same calls
 
 
 # --- in a process
@@ -155,7 +157,6 @@ def process(job: Job, rank: int, store: Store) -> None:
     parallel = joined(group)
     if job.judged_layers is not None:
         judge(job, group, parallel, store)
-    free()
     measure(job, group, parallel, store)
 
 
@@ -189,89 +190,80 @@ def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> No
     def generated(engine: Engine) -> list[list[int]]:
         for count in (4, 4):  # a size of prompts is recorded when it comes again
             engine.generate(prompts, max_new_tokens=count)
-        found = engine.generate(prompts, max_new_tokens=JUDGED_TOKENS)
-        return [one.token_ids for one in found]
+        return [one.token_ids for one in engine.generate(prompts, max_new_tokens=JUDGED_TOKENS)]
 
-    said: list[Any] = []
+    said = []
     for k in job.drafts:
-        engine = Engine(
-            model,
-            num_speculative_tokens=k,
-            max_rows=JUDGED_ROWS,
-            max_model_len=PROMPT + JUDGED_TOKENS + 8,
-            page_size=PAGE_SIZE,
-            prefix_caching=False,
-        )
-        texts = led(engine, group, lambda engine=engine: generated(engine))  # type: ignore[misc]
-        said.append(group.gathered(f"judged text {k}", texts))
-    del model, engine
+        texts = led(Engine(model, job.config(k)), group, generated)
+        said.append([each for each in group.gathered(f"judged text {k}", texts) if each is not None])
+    del model
     if group.rank == 0:
         free()
         whole = random_model(settings, "bf16", mtp=False, device=DEVICE)
-        for k, texts_of in zip(job.drafts, said, strict=True):
-            figures = judged(whole, prompts[0], texts_of[0][0])
-            row = job.row("tokens", k, judged_layers=job.judged_layers)
-            tell(store, row | {"same_tokens": all_same(texts_of)} | figures)
+        for k, every in zip(job.drafts, said, strict=True):
+            row = job.row("tokens", k, judged_layers=job.judged_layers, same_tokens=all_same(every))
+            tell(store, row | judged(whole, prompts[0], every[0][0]))
 
 
 def measure(job: Job, group: Group, parallel: Parallel | None, store: Store) -> None:
     """Tell of steps, memory and compiling."""
     free()
-    before, began = allocated(), time.perf_counter()
+    before = allocated()
     model = random_model(job.settings, job.weights, mtp=job.has_mtp, device=DEVICE, parallel=parallel)
-    wait()
-    of_weights = allocated() - before
-    tensors = [*model.parameters(), *model.buffers()]
-    num_bytes, layers = sum(x.nbytes for x in tensors), model.arch.num_layers
-    filled = time.perf_counter() - began
+    memory = {
+        "weights_gb": gb(sum(x.nbytes for x in (*model.parameters(), *model.buffers()))),
+        "allocated_weights_gb": gb(allocated() - before),
+    }
     for k in job.drafts:
-        began = time.perf_counter()
-        plan = plan_memory(outline_of(job.settings, job.weights, mtp=job.has_mtp), job.config(k), job.gpus)
         # Steps with prompts are not timed: eager, they need not be compiled.
         with patch.object(launch, "_compiles_mixed", lambda *_: False):
             engine = Engine(model, job.config(k))
-
-        def work(k: int = k, engine: Engine = engine, began: float = began) -> dict[str, Any]:
-            prompts = prompts_of(max(job.batches), model.vocab_size)
-            for batch in sorted(job.batches, reverse=True):
-                rehearse(engine, prompts[:batch], k)
-            found = {"ready_s": time.perf_counter() - began, "texts": []}
-            with group.turn(f"drafts: {k}"):
-                bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
-                free()
-                for batch in job.batches:
-                    texts, figures = decoded(engine, prompts[:batch], k)
-                    found["texts"].append(texts)
-                    floor = floor_bytes(model, batch, CONTEXT, drafts=k) / bandwidth * 1e3
-                    row = job.row("step", k, batch=batch, layers=layers, floor_ms=round(floor, 3), **figures)
-                    if group.rank == 0:
-                        tell(store, row)
-            return found | {"read_tb_per_s": round(bandwidth / 1e12, 2)}
-
-        found = led(engine, group, work) or {}
+        found = led(engine, group, partial(timed, job, group, store, k))
         report = engine.capture_report()
-        of_process = {
+        own = memory | {
+            "peak_gb": gb(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0),
             "compile_s": round(report.compile_seconds, 1),
             "capture_s": round(report.capture_seconds, 1),
-            "weights_gb": gb(num_bytes),
-            "allocated_weights_gb": gb(of_weights),
-            "peak_gb": gb(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0),
         }
-        every = group.gathered(f"process {k}", of_process | {"latents": latents(model), **found})
+        every = group.gathered(f"process {k}", own | {"latents": latents(model)} | (found or {}))
         if group.rank == 0:
-            row = job.row("engine", k, layers=layers, read_tb_per_s=found["read_tb_per_s"])
-            row |= {
-                "fill_s": round(filled, 1),
-                "ready_s": round(found["ready_s"], 1),
-                "planned_weights_gb": gb(plan.weights),
-                "planned_gb": gb(plan.total),
-            }
-            row |= {name: [one[name] for one in every] for name in of_process}
-            row["same_tokens"] = all_same([one["texts"] for one in every if "texts" in one])
-            row["same_latents"] = all_same([one["latents"] for one in every])
-            tell(store, row)
-        del engine
+            tell(store, engine_row(job, k, every, list(own)))
+
+
+def engine_row(job: Job, k: int, every: list[dict[str, Any]], listed: list[str]) -> dict[str, Any]:
+    """every: what each process says; listed: what of that stands in the row as a list."""
+    model = outline_of(job.settings, job.weights, mtp=job.has_mtp)
+    plan = plan_memory(model, job.config(k), job.gpus)
+    return job.row(
+        "engine",
+        k,
+        read_tb_per_s=every[0]["read_tb_per_s"],
+        ready_s=every[0]["ready_s"],
+        planned_weights_gb=gb(plan.weights),
+        planned_gb=gb(plan.total),
+        **{name: [one[name] for one in every] for name in listed},
+        same_tokens=all_same([one["texts"] for one in every if "texts" in one]),
+        same_latents=all_same([one["latents"] for one in every]),
+    )
+
+
+def timed(job: Job, group: Group, store: Store, k: int, engine: Engine) -> dict[str, Any]:
+    """Tell of the steps of an engine; what else is to be told of it."""
+    began, model = time.perf_counter(), engine.model
+    prompts = prompts_of(max(job.batches), model.vocab_size)
+    for batch in sorted(job.batches, reverse=True):
+        rehearse(engine, prompts[:batch], k)
+    ready, said = time.perf_counter() - began, []
+    with group.turn(f"drafts: {k}"):
+        bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
         free()
+        for batch in job.batches:
+            texts, figures = decoded(engine, prompts[:batch], k)
+            said.append(texts)
+            floor = floor_bytes(model, batch, CONTEXT, drafts=k) / bandwidth * 1e3
+            if group.rank == 0:
+                tell(store, job.row("step", k, batch=batch, floor_ms=round(floor, 3), **figures))
+    return {"texts": said, "read_tb_per_s": round(bandwidth / 1e12, 2), "ready_s": round(ready, 1)}
 
 
 def rehearse(engine: Engine, prompts: list[list[int]], k: int) -> None:
@@ -304,11 +296,10 @@ def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list
         engine.abort(request)
     while engine.has_work():
         engine.step()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     times = [
         (event.name, event.self_device_time_total if on_gpu else event.self_cpu_time_total)
         for event in trace.events()
-        if event.device_type == wanted
+        if event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU)
     ]
     collectives = [us for name, us in times if COLLECTIVE.match(name)]
     return [request.completion.token_ids for request in requests], {
@@ -404,7 +395,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     of_steps.set_yticks(range(len(titles)), [f"{s} {w}, batch {b}" for s, w, b in titles], fontsize=7)
     of_steps.set_xlabel("ms a step without drafts; a stroke is the floor")
     engines = {
-        (row["shape"], row["weights"], row["gpus"]): max(row["allocated_weights_gb"])
+        (row["shape"], row["weights"], row["gpus"]): max(row["weights_gb"])
         for row in report["rows"]
         if row["what"] == "engine"
     }
