@@ -51,7 +51,7 @@ from benchmarks.random_weights import Weights, outline_of, random_model, setting
 from benchmarks.reporting import add_row, write_report
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, Parallel
-from mla_compile.engine import launch
+from mla_compile.engine import CaptureReport, launch
 from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.models import MLAForCausalLM
@@ -140,9 +140,15 @@ def new_tokens(rows: int, k: int) -> int:
     return (WARM_UP + TIMED + TRACED + 4 + 2 * rows * PROMPT // 2048) * (1 + k)
 
 
-def led(engine: Engine, group: Group, work: Callable[[Engine], T]) -> T | None:
-    """Do work that calls an engine; None where another process's calls are followed."""
-    return work(engine)  # every process makes the same calls
+def led(
+    model: MLAForCausalLM, config: EngineConfig, group: Group, work: Callable[[Engine], T]
+) -> tuple[T | None, CaptureReport]:
+    """Do work that calls an engine. What it gives, None where another process's calls are followed; what was compiled.
+
+    Every process makes the same calls.
+    """
+    engine = Engine(model, config)
+    return work(engine), engine.capture_report()
 
 
 # --- in a process
@@ -194,7 +200,7 @@ def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> No
 
     said = []
     for k in job.drafts:
-        texts = led(Engine(model, job.config(k)), group, generated)
+        texts, _ = led(model, job.config(k), group, generated)
         said.append([each for each in group.gathered(f"judged text {k}", texts) if each is not None])
     del model
     if group.rank == 0:
@@ -217,9 +223,7 @@ def measure(job: Job, group: Group, parallel: Parallel | None, store: Store) -> 
     for k in job.drafts:
         # Steps with prompts are not timed: eager, they need not be compiled.
         with patch.object(launch, "_compiles_mixed", lambda *_: False):
-            engine = Engine(model, job.config(k))
-        found = led(engine, group, partial(timed, job, group, store, k))
-        report = engine.capture_report()
+            found, report = led(model, job.config(k), group, partial(timed, job, group, store, k))
         own = memory | {
             "peak_gb": gb(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0),
             "compile_s": round(report.compile_seconds, 1),
