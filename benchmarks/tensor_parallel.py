@@ -221,6 +221,7 @@ def measure(job: Job, group: Group, parallel: Parallel | None, store: Store) -> 
         "allocated_weights_gb": gb(allocated() - before),
     }
     for k in job.drafts:
+        free()
         # Steps with prompts are not timed: eager, they need not be compiled.
         with patch.object(launch, "_compiles_mixed", lambda *_: False):
             found, report = led(model, job.config(k), group, partial(timed, job, group, store, k))
