@@ -578,11 +578,11 @@ def tensor_parallel_tokens() -> str:
     """Whether the tokens of processes that share a model are the model's."""
     rows = result("tensor_parallel")["rows"]
     shared = [row for row in rows if row["what"] == "engine" and row["gpus"] > 1]
-    tokens, latents = (sum(row[same] for row in shared) for same in ("same_tokens", "same_latents"))
+    alike = sum(row["same_latents"] for row in shared)
     judged = [row for row in rows if row["what"] == "tokens"]
     return sentences(
-        f"Of {len(shared)} engines on two GPUs, in {tokens} both processes say the same tokens in all batches, and in "
-        f"{latents} they have the same latents, bit by bit. {judged[0]['judged_layers']} layers of GLM-4.7-Flash's "
+        f"Of {len(shared)} engines on two GPUs, in {alike} both processes have the same latents of all batches, bit by "
+        f"bit, and so the same tokens. {judged[0]['judged_layers']} layers of GLM-4.7-Flash's "
         "shape, judged by one process that has all of it in bfloat16 and runs it eagerly:"
     ) + table(
         [

@@ -17,7 +17,8 @@ of their kernels, so their time includes that, and ours may include what is fuse
 
 engine: a list has an entry for each process. `weights_gb`, by `plan`, by the tensors and by the allocator; `peak_gb` of
 the allocator and `planned_gb`; seconds of compiling and capturing the decode step (steps with prompts run eagerly here,
-which halves the wait); whether all processes said the same tokens and have the same latents, bit by bit.
+which halves the wait); whether all processes said the same tokens (null where one of them alone says any) and have the
+same latents, bit by bit, which no other tokens could have made.
 
 tokens: the same with `--judged-layers` of the shape, few, because many random layers make noise of any rounding, and
 steps with prompts compiled too. One process that has all of the bfloat16 model, run eagerly, judges the tokens as in
@@ -207,7 +208,9 @@ def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> No
         free()
         whole = random_model(settings, "bf16", mtp=False, device=DEVICE)
         for k, every in zip(job.drafts, said, strict=True):
-            row = job.row("tokens", k, judged_layers=job.judged_layers, same_tokens=all_same(every))
+            row = job.row(
+                "tokens", k, judged_layers=job.judged_layers, same_tokens=told_alike(every, job.gpus)
+            )
             tell(store, row | judged(whole, prompts[0], every[0][0]))
 
 
@@ -247,7 +250,7 @@ def engine_row(job: Job, k: int, every: list[dict[str, Any]], listed: list[str])
         planned_weights_gb=gb(plan.weights),
         planned_gb=gb(plan.total),
         **{name: [one[name] for one in every] for name in listed},
-        same_tokens=all_same([one["texts"] for one in every if "texts" in one]),
+        same_tokens=told_alike([one["texts"] for one in every if "texts" in one], job.gpus),
         same_latents=all_same([one["latents"] for one in every]),
     )
 
@@ -324,6 +327,11 @@ def latents(model: MLAForCausalLM) -> int:
 
 def all_same(values: list[Any]) -> bool:
     return all(value == values[0] for value in values)
+
+
+def told_alike(values: list[Any], size: int) -> bool | None:
+    """Whether all processes say the same; None where not all of them say something."""
+    return all_same(values) if len(values) == size else None
 
 
 def wait() -> None:
@@ -460,7 +468,7 @@ def main() -> None:
         own = {key: row[key] for key in ("what", "shape", "weights", "gpus", "k", "batch") if key in row}
         report["rows"] = [other for other in report["rows"] if not own.items() <= other.items()]
         add_row(report, row, args.output)
-        if not row.get("same_tokens", True):
+        if row.get("same_tokens") is False:
             failed.append(f"{own}: processes say different tokens")
 
     for part in args.parts:
