@@ -2,10 +2,9 @@
 
     python -m benchmarks.fp8_step --output benchmarks/results/fp8_step.json
 
-Our own model, 47 layers, random weights, quantised to FP8; the bfloat16 model has them dequantised. About 1,000 tokens
-a row, without drafts. For each batch size and mode: the floor (bytes of the weights and latents that a step must read,
-over the bandwidth that a plain read reaches in the same run), and `ms_per_step`, the median between two steps in which
-all rows decode.
+Our own model, 47 layers, random weights (`benchmarks.random_weights`), about 1,000 tokens a row, without drafts. For
+each batch size and mode: the floor (bytes of the weights and latents that a step must read, over the bandwidth that a
+plain read reaches in the same run), and `ms_per_step`, the median between two steps in which all rows decode.
 
 Tokens: the same is done with `--judged-layers` of the shape, few, because many random layers make noise of any
 rounding. The bfloat16 model, run eagerly, scores what those wrote. `mean_gap` and `worst_gap` are how far a chosen
@@ -23,16 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Glm4MoeLiteConfig
 
+from benchmarks.random_weights import random_model, settings_of
 from benchmarks.reporting import add_row
-from benchmarks.transformers_generate import DEVICE, TINY, Marks, floor_bytes, read_bandwidth
+from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, prefill_segment
 from mla_compile.models import MLAForCausalLM
-from mla_compile.models.fp8 import SCALE_SUFFIX, put_fp8_layers
-from mla_compile.models.layout import lay_side_by_side
-from mla_compile.ops.fp8 import DTYPE, dequantize, quantize
 
 CONTEXT, PAGE_SIZE = 1000, 64
 WARM_UP, NEW_TOKENS = 8, 72
@@ -40,46 +35,8 @@ WARM_UP, NEW_TOKENS = 8, 72
 
 def models(layers: int | None, *, tiny: bool) -> dict[str, MLAForCausalLM]:
     """The two models, on the GPU if there is one."""
-    shape = {**(TINY if tiny else {}), **({} if layers is None else {"num_hidden_layers": layers})}
-    config = Glm4MoeLiteConfig(**shape)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(DEVICE):
-        plain = MLAForCausalLM(config, mtp=False)
-    with torch.device("meta"):
-        in_fp8 = MLAForCausalLM(config, mtp=False)
-    torch.set_default_dtype(torch.float32)
-    put_fp8_layers(in_fp8, lambda name: True)
-    in_fp8.to_empty(device=DEVICE)
-    in_fp8.load_state_dict(
-        {name: value for name, value in plain.state_dict().items() if "proj" not in name}, strict=False
-    )
-    for name, parameter in in_fp8.named_parameters():
-        if name.endswith(SCALE_SUFFIX):
-            continue
-        source = plain.get_parameter(name)
-        if parameter.dtype != DTYPE:
-            parameter.data.copy_(source)
-            continue
-        scale = in_fp8.get_parameter(name + SCALE_SUFFIX)
-        # An expert at a time, and gate and up by themselves, as they have blocks of their own.
-        halves = 2 if name.endswith("w_gate_up") else 1
-        tensors = (
-            x.flatten(0, -3).unflatten(-2, (halves, -1)) for x in map(at_least_3d, (source, parameter, scale))
-        )
-        for of_source, of_parameter, of_scale in zip(*tensors, strict=True):
-            values, scales = quantize(of_source)
-            of_parameter.copy_(values)
-            of_scale.copy_(scales)
-            of_source.copy_(dequantize(values, scales))
-    for model in (plain, in_fp8):
-        lay_side_by_side(model)
-        model.eval()
-    return {"bf16": plain, "fp8": in_fp8}
-
-
-def at_least_3d(x: Tensor) -> Tensor:
-    return x.data if x.dim() > 2 else x.data[None]
+    settings = settings_of("glm", layers, tiny=tiny)
+    return {name: random_model(settings, name, mtp=False, device=DEVICE) for name in ("bf16", "fp8")}
 
 
 def engine_of(model: MLAForCausalLM, max_rows: int, exact: bool) -> Engine:

@@ -32,6 +32,8 @@ VARIANTS = {
     "ours_k1": "the same with 1 draft: a step verifies 2 tokens a row",
     "ours_k3": "with 3 drafts: a step verifies 4 tokens a row",
 }
+SHAPES = {"glm": "GLM-4.7-Flash's shape", "v2": "DeepSeek-V2's", "v3": "DeepSeek-V3's"}
+WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8"}
 SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th percentile ms"}
 
 
@@ -482,6 +484,7 @@ def mtp_iteration() -> str:
     )
 
 
+<<<<<<< HEAD
 def loading() -> str:
     """What loading reads, and by how much anonymous memory grows."""
     report = result("loading.cpu")
@@ -497,12 +500,136 @@ def loading() -> str:
                 *(fixed(row[key], 2) for key in ("gb_asked_for", "gb_from_disk")),
                 *(fixed(row[key], 0) for key in ("anonymous_mb", "bound_mb")),
                 _yes(row["same_values"]),
+=======
+def tensor_parallel_steps() -> str:
+    """A step on two GPUs, beside one GPU that holds the model."""
+    report = result("tensor_parallel")
+    engines = [row for row in report["rows"] if row["what"] == "engine"]
+    steps: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        if row["what"] == "step":
+            case = row["shape"], row["layers"], row["weights"], row["k"], row["batch"]
+            steps.setdefault(case, {})[row["gpus"]] = row
+    lines = []
+    for (shape, layers, weights, k, batch), by_gpus in steps.items():
+        one, two = by_gpus.get(1), by_gpus.get(2)
+        if two is not None:
+            lines.append(
+                [
+                    _model_of(shape, layers, weights),
+                    k,
+                    batch,
+                    *_step_and_floor(one),
+                    *_step_and_floor(two),
+                    None if one is None else fixed(one["ms_per_step"] / two["ms_per_step"], 2),
+                    fixed(100 * two["collectives_ms"] / two["kernels_ms"], 0),
+                    fixed(1000 * batch * two["tokens_per_step"] / two["ms_per_step"], 0),
+                ]
+            )
+    reads = [row["read_tb_per_s"] for row in engines]
+    return sentences(
+        f"Two GPUs, each {report['device']}, torch {report['torch']}, about {report['context']:,} tokens a row; "
+        f"milliseconds a step. A plain read reached {min(reads)} to {max(reads)} TB/s."
+    ) + table(
+        [
+            "",
+            "drafts",
+            "batch",
+            "one GPU",
+            "its floor",
+            "two GPUs",
+            "their floor",
+            "one to two",
+            "collectives, % of the kernels' time",
+            "tokens/s of two",
+        ],
+        lines,
+    )
+
+
+def _model_of(shape: str, layers: int, weights: str) -> str:
+    return f"{SHAPES[shape]}, {layers} layers, {WEIGHTS[weights]}"
+
+
+def _step_and_floor(row: dict[str, Any] | None) -> tuple[str | None, str | None]:
+    return (None, None) if row is None else (fixed(row["ms_per_step"], 2), fixed(row["floor_ms"], 2))
+
+
+def tensor_parallel_memory() -> str:
+    """What each GPU holds, by plan and in truth, and how long each process compiles."""
+    rows = [row for row in result("tensor_parallel")["rows"] if row["what"] == "engine"]
+
+    def each(values: list[float], digits: int = 2) -> str:
+        return " / ".join(str(fixed(value, digits)) for value in values)
+
+    return table(
+        [
+            "GB on a GPU: first / second",
+            "drafts",
+            "GPUs",
+            "weights: planned",
+            "the allocator's",
+            "all: planned",
+            "the allocator's peak",
+            "compiling, s",
+            "capturing, s",
+        ],
+        (
+            (
+                _model_of(row["shape"], row["layers"], row["weights"]),
+                row["k"],
+                row["gpus"],
+                fixed(row["planned_weights_gb"], 2),
+                each(row["allocated_weights_gb"]),
+                fixed(row["planned_gb"], 2),
+                each(row["peak_gb"]),
+                each(row["compile_s"], 0),
+                each(row["capture_s"], 1),
+>>>>>>> bench
             )
             for row in rows
         ),
     )
 
 
+<<<<<<< HEAD
+=======
+def tensor_parallel_tokens() -> str:
+    """Whether the tokens of processes that share a model are the model's."""
+    rows = result("tensor_parallel")["rows"]
+    shared = [row for row in rows if row["what"] == "engine" and row["gpus"] > 1]
+    alike = sum(row["same_latents"] for row in shared)
+    judged = [row for row in rows if row["what"] == "tokens"]
+    return sentences(
+        f"Of {len(shared)} engines on two GPUs, in {alike} both processes have the same latents of all batches, bit by "
+        f"bit, and so the same tokens. {judged[0]['judged_layers']} layers of GLM-4.7-Flash's "
+        "shape, judged by one process that has all of it in bfloat16 and runs it eagerly:"
+    ) + table(
+        [
+            "weights",
+            "drafts",
+            "GPUs",
+            "places with the judge's token",
+            "mean gap of logits",
+            "worst",
+            "by chance",
+        ],
+        (
+            (
+                WEIGHTS[row["weights"]],
+                row["k"],
+                row["gpus"],
+                f"{100 * row['agreement']:.1f}%",
+                fixed(row["mean_gap"], 4),
+                fixed(row["worst_gap"], 3),
+                fixed(row["chance_gap"], 2),
+            )
+            for row in judged
+        ),
+    )
+
+
+>>>>>>> bench
 def command_help(*command: str) -> str:
     """What `mla-compile COMMAND --help` says; it imports no torch."""
     from typer.testing import CliRunner

@@ -120,6 +120,9 @@ class Marks(StoppingCriteria):
     def __init__(self) -> None:
         self._marks: list[Any] = []
 
+    def __len__(self) -> int:
+        return len(self._marks)
+
     def mark(self) -> None:
         if DEVICE == "cpu":
             self._marks.append(time.perf_counter())
@@ -164,19 +167,27 @@ def read_bandwidth(num_bytes: int) -> float:
     return num_bytes / min(marks.intervals_ms()) * 1e3
 
 
-def floor_bytes(model: Any, batch: int, context: int) -> float:
-    """Weights that a step of `batch` tokens reads, experts as often as random routing hits them, and the latents."""
-    config = model.config
+def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> float:
+    """Weights that a step of `batch` rows reads, experts as often as random routing hits them, and the latents.
+
+    drafts: of each row. The head is read once more for each, and the layer `mtp` of our own model, which is not read
+    without drafts.
+    """
+    config, tokens = model.config, batch * (1 + drafts)
     total = 0.0
     for name, parameter in model.named_parameters():
-        share = 1.0
+        times = 1.0
         if ".experts." in name:
-            share = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
+            times = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
         elif "embed_tokens" in name:
-            share = batch / config.vocab_size
-        total += share * parameter.numel() * parameter.element_size()
+            times = tokens / config.vocab_size
+        if name.startswith("mtp."):
+            times *= drafts
+        elif name.startswith("lm_head."):
+            times *= 1 + drafts
+        total += times * parameter.numel() * parameter.element_size()
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    return total + batch * context * width * 2 * config.num_hidden_layers
+    return total + batch * context * width * 2 * (config.num_hidden_layers + drafts)
 
 
 def generate(model: Any, prompts: Tensor, new_tokens: int, kwargs: dict[str, Any]) -> Tensor:

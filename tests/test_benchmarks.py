@@ -1,15 +1,29 @@
 """What benchmarks do besides measuring."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+<<<<<<< HEAD
 from benchmarks import loading, random_checkpoint, transformers_generate
 from benchmarks.reporting import add_row
 from mla_compile import load_model, load_tokenizer
 from mla_compile.models.safetensor_files import SafetensorFiles
+=======
+from benchmarks import random_checkpoint, tables, transformers_generate
+from benchmarks.processes import ProcessFailed, run
+from benchmarks.random_weights import Weights, random_model, settings_of
+from benchmarks.reporting import add_row
+from mla_compile import Parallel, load_model, load_tokenizer
+from mla_compile.models.sharding import division
+from mla_compile.ops.fp8 import DTYPE, dequantize
+from tests.examples.pages import ROOT
+>>>>>>> bench
 
 
 def test_an_unknown_variant_is_refused_before_the_model_is_built(
@@ -44,6 +58,7 @@ def test_a_random_checkpoint_loads_as_any_other(tmp_path: Path) -> None:
     assert 0.9 < model.layers[1].mlp.shared_experts.up_proj.weight.std() * 32**0.5 < 1.1
 
 
+<<<<<<< HEAD
 @pytest.mark.long
 def test_loading_keeps_no_copy_on_the_host_and_one_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,3 +72,57 @@ def test_loading_keeps_no_copy_on_the_host_and_one_would_be_noticed(
     kept, read = [], SafetensorFiles.read
     monkeypatch.setattr(SafetensorFiles, "read", lambda *args: kept.append(read(*args).clone()) or kept[-1])
     assert loading.measure(tmp_path, "cpu", None)["anonymous_mb"] > allowed
+=======
+def test_random_weights_are_one_model_in_bfloat16_in_fp8_and_divided() -> None:
+    settings = settings_of("v3", None, tiny=True)
+    kinds: tuple[Weights, ...] = ("bf16", "fp8")
+    plain, in_fp8 = (random_model(settings, kind, mtp=True, device="cpu") for kind in kinds)
+    for name, parameter in plain.named_parameters():
+        other = in_fp8.get_parameter(name).data
+        if other.dtype == DTYPE:
+            other = dequantize(other, in_fp8.get_parameter(f"{name}_scale_inv").data).to(torch.bfloat16)
+        assert torch.equal(parameter, other), name
+    for kind, whole in zip(kinds, (plain, in_fp8), strict=True):
+        for rank in range(2):
+            part = random_model(settings, kind, mtp=True, device="cpu", parallel=Parallel(rank, 2))
+            for name, parameter in whole.named_parameters():
+                how = division(name, expert_parallel=False)
+                expected = parameter.data if how is None else how.part(parameter.data, rank, 2)
+                assert torch.equal(part.get_parameter(name).float(), expected.float()), name
+
+
+@pytest.mark.long
+def test_a_process_that_fails_ends_the_others_and_its_words_are_told() -> None:
+    began = time.perf_counter()
+    commands = [[sys.executable, "-c", code] for code in ("import time; time.sleep(60)", "exit('broken')")]
+    with pytest.raises(ProcessFailed, match=r"(?s)exit code 1.*broken"):
+        run(commands, lambda row: pytest.fail("a row"))
+    assert time.perf_counter() - began < 30
+
+
+@pytest.mark.long
+def test_two_processes_that_share_a_model_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncompiled, which is enough for the rows and what is made of them."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    options = "--tiny --parts glm v2 --weights fp8 --batches 1 2 --drafts 0 --layers 2 --judged-layers 2"
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", *options.split()]
+    done = subprocess.run(
+        [*command, "--output", file, "--plot", picture], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    engines = [row for row in report["rows"] if row["what"] == "engine"]
+    assert [(row["shape"], row["gpus"], row["same_latents"]) for row in engines] == [
+        ("glm", 1, True),
+        ("glm", 2, True),
+        ("v2", 2, True),
+    ]
+    assert picture.stat().st_size > 0
+    monkeypatch.setattr(tables, "result", lambda name: report)
+    assert tables.tensor_parallel_steps().count("DeepSeek-V2's, 2 layers, FP8") == 2
+    assert tables.tensor_parallel_memory().count("\n| ") == 1 + 1 + len(engines)
+    assert "Of 2 engines on two GPUs, in 2 both" in tables.tensor_parallel_tokens()
+>>>>>>> bench
