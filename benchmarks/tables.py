@@ -32,8 +32,6 @@ VARIANTS = {
     "ours_k1": "the same with 1 draft: a step verifies 2 tokens a row",
     "ours_k3": "with 3 drafts: a step verifies 4 tokens a row",
 }
-SHAPES = {"glm": "GLM-4.7-Flash's shape", "v2": "DeepSeek-V2's", "v3": "DeepSeek-V3's"}
-WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8"}
 SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th percentile ms"}
 
 
@@ -484,7 +482,6 @@ def mtp_iteration() -> str:
     )
 
 
-<<<<<<< HEAD
 def loading() -> str:
     """What loading reads, and by how much anonymous memory grows."""
     report = result("loading.cpu")
@@ -500,7 +497,12 @@ def loading() -> str:
                 *(fixed(row[key], 2) for key in ("gb_asked_for", "gb_from_disk")),
                 *(fixed(row[key], 0) for key in ("anonymous_mb", "bound_mb")),
                 _yes(row["same_values"]),
-=======
+            )
+            for row in rows
+        ),
+    )
+
+
 def tensor_parallel_steps() -> str:
     """A step on two GPUs, beside one GPU that holds the model."""
     report = result("tensor_parallel")
@@ -585,15 +587,12 @@ def tensor_parallel_memory() -> str:
                 each(row["peak_gb"]),
                 each(row["compile_s"], 0),
                 each(row["capture_s"], 1),
->>>>>>> bench
             )
             for row in rows
         ),
     )
 
 
-<<<<<<< HEAD
-=======
 def tensor_parallel_tokens() -> str:
     """Whether the tokens of processes that share a model are the model's."""
     rows = result("tensor_parallel")["rows"]
@@ -629,7 +628,6 @@ def tensor_parallel_tokens() -> str:
     )
 
 
->>>>>>> bench
 def command_help(*command: str) -> str:
     """What `mla-compile COMMAND --help` says; it imports no torch."""
     from typer.testing import CliRunner

@@ -9,21 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-<<<<<<< HEAD
-from benchmarks import loading, random_checkpoint, transformers_generate
-from benchmarks.reporting import add_row
-from mla_compile import load_model, load_tokenizer
-from mla_compile.models.safetensor_files import SafetensorFiles
-=======
-from benchmarks import random_checkpoint, tables, transformers_generate
+from benchmarks import loading, random_checkpoint, tables, transformers_generate
 from benchmarks.processes import ProcessFailed, run
 from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row
 from mla_compile import Parallel, load_model, load_tokenizer
+from mla_compile.models.safetensor_files import SafetensorFiles
 from mla_compile.models.sharding import division
 from mla_compile.ops.fp8 import DTYPE, dequantize
 from tests.examples.pages import ROOT
->>>>>>> bench
 
 
 def test_an_unknown_variant_is_refused_before_the_model_is_built(
@@ -58,7 +52,6 @@ def test_a_random_checkpoint_loads_as_any_other(tmp_path: Path) -> None:
     assert 0.9 < model.layers[1].mlp.shared_experts.up_proj.weight.std() * 32**0.5 < 1.1
 
 
-<<<<<<< HEAD
 @pytest.mark.long
 def test_loading_keeps_no_copy_on_the_host_and_one_would_be_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +65,8 @@ def test_loading_keeps_no_copy_on_the_host_and_one_would_be_noticed(
     kept, read = [], SafetensorFiles.read
     monkeypatch.setattr(SafetensorFiles, "read", lambda *args: kept.append(read(*args).clone()) or kept[-1])
     assert loading.measure(tmp_path, "cpu", None)["anonymous_mb"] > allowed
-=======
+
+
 def test_random_weights_are_one_model_in_bfloat16_in_fp8_and_divided() -> None:
     settings = settings_of("v3", None, tiny=True)
     kinds: tuple[Weights, ...] = ("bf16", "fp8")
@@ -125,4 +119,3 @@ def test_two_processes_that_share_a_model_are_measured(
     assert tables.tensor_parallel_steps().count("DeepSeek-V2's, 2 layers, FP8") == 2
     assert tables.tensor_parallel_memory().count("\n| ") == 1 + 1 + len(engines)
     assert "Of 2 engines on two GPUs, in 2 both" in tables.tensor_parallel_tokens()
->>>>>>> bench
