@@ -118,7 +118,9 @@ def test_quantised_weights_are_within_half_a_step_of_fp8() -> None:
     ("machine", "dtype", "tokens", "asked", "expected"),
     [
         ((9, 0), torch.bfloat16, 1, False, "triton"),
-        ((9, 0), torch.bfloat16, 2, False, "tiles"),
+        ((9, 0), torch.bfloat16, 2, False, "blocks"),
+        ((9, 0), torch.float32, 2, False, "tiles"),
+        ((8, 9), torch.float16, 8, False, "blocks"),
         ((9, 0), torch.bfloat16, 64, False, "tiles"),
         ((9, 0), torch.bfloat16, 4096, False, "dequantized"),
         ((9, 0), torch.float32, 4096, False, "tiles"),
@@ -143,11 +145,21 @@ def test_who_serves_a_call(
 
 
 @pytest.mark.parametrize(
-    ("machine", "expected"), [((9, 0), "triton_fp8"), ((8, 0), "reference"), (None, "reference")], ids=str
+    ("machine", "tokens", "asked", "expected"),
+    [
+        ((9, 0), 4, False, "triton_fp8"),
+        ((9, 0), 1, False, "gemv_fp8"),
+        ((9, 0), 1, True, "triton_fp8_in_order"),
+        ((8, 0), 1, False, "reference"),
+        (None, 4, False, "reference"),
+    ],
+    ids=str,
 )
-def test_who_serves_experts(machine: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_serves_experts(
+    machine: Any, tokens: int, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on(machine, monkeypatch)
-    args = (*moe_case(4, 2, dtype=torch.bfloat16, fp8=True).all_args(), False)
+    args = (*moe_case(tokens, 2, dtype=torch.bfloat16, fp8=True).all_args(), asked)
     assert choose("moe_experts", fake(args, machine)).chosen.name == expected
 
 
