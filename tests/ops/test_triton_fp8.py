@@ -7,7 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from mla_compile.ops.kernels.plan import H200, MatmulTiles, fp8_moe_tiles, fp8_tiles
+from mla_compile.ops.kernels.plan import (
+    H200,
+    MatmulTiles,
+    by_block_moe_tiles,
+    fp8_moe_tiles,
+    fp8_tiles,
+    is_by_block,
+)
 from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case
 
@@ -63,7 +70,8 @@ def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
     from mla_compile.ops.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
-    gate_up, down = (fp8_moe_tiles(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
+    plan = by_block_moe_tiles if is_by_block(pairs, 64) and not in_order else fp8_moe_tiles
+    gate_up, down = (plan(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
     case = moe_case(
         min(pairs, 600),
         1,

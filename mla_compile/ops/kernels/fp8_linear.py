@@ -16,7 +16,7 @@ from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels.early import prefetch, starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK, dequantize_triton, dequantized
 from mla_compile.ops.kernels.plan import MatmulTiles, device_of, fp8_block_tiles, fp8_tiles
-from mla_compile.ops.kernels.rows import load_units, row_sums, unit_places
+from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums
 
 LINES = tl.constexpr(32)
 """Cache lines of a row that are requested at once."""
@@ -53,8 +53,8 @@ def gemv_kernel(
     total = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = unit_places(start, BLOCK_K, UNIT)
-        h = load_units(x + k, k, K, BLOCK_K).to(tl.float32)
-        total += row_sums(row_at, scale_at, h, k, K, BLOCK_K)
+        w = load_units(row_at, k, K, BLOCK_K)
+        total += unit_sums(w, load_units(x, k, K, BLOCK_K), scale_at, start, K, BLOCK_K, UNIT)
     tl.store(out + c, tl.sum(total, 1).to(out.dtype.element_ty), mask=c < columns)
 
 
@@ -165,7 +165,9 @@ def linear_gemv(
 
     def product(weight: Tensor, scale: Tensor) -> Tensor:
         columns = weight.shape[0]
-        block_c, block_k, warps = tiles or ((4, 512, 2) if k < 1024 else (2, 1024, 4))
+        block_c, block_k, warps = tiles or (
+            (4, 512, 2) if k < 1024 else (2, 1024, 4) if k <= 4096 else (1, 1024, 2)
+        )
         out = x.new_empty(1, columns)
         with torch.cuda.device_of(x):  # Triton launches on the current device
             gemv_kernel[(triton.cdiv(columns, block_c),)](

@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.padding import padding_of, runs
-from mla_compile.ops.kernels.rows import load_units, row_sums, unit_places
+from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -75,9 +75,11 @@ def gate_up_kernel(
         up = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
         for start in range(0, HIDDEN, BLOCK_K):
             k = unit_places(start, BLOCK_K, UNIT)
-            h = load_units(x + k, k, HIDDEN, BLOCK_K).to(tl.float32)
-            gate += row_sums(gate_of + row_of_c, gate_scale, h, k, HIDDEN, BLOCK_K)
-            up += row_sums(up_of + row_of_c, up_scale, h, k, HIDDEN, BLOCK_K)
+            w_gate = load_units(gate_of + row_of_c, k, HIDDEN, BLOCK_K)
+            w_up = load_units(up_of + row_of_c, k, HIDDEN, BLOCK_K)
+            h = load_units(x, k, HIDDEN, BLOCK_K)
+            gate += unit_sums(w_gate, h, gate_scale, start, HIDDEN, BLOCK_K, UNIT)
+            up += unit_sums(w_up, h, up_scale, start, HIDDEN, BLOCK_K, UNIT)
         of_gate, of_up = tl.sum(gate, 1), tl.sum(up, 1)
         result = (of_gate / (1.0 + tl.exp(-of_gate)) * of_up).to(activated.dtype.element_ty)
         tl.store(activated + nth * INTERMEDIATE + c, result, mask=c < INTERMEDIATE)
@@ -88,8 +90,9 @@ def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.const
     """`total`, `[BLOCK_C, units]`, and the products of an expert's rows by what it activated."""
     for start in range(0, WIDTH, BLOCK_K):
         k = unit_places(start, BLOCK_K, UNIT)
-        h = load_units(inner + k, k, WIDTH, BLOCK_K).to(tl.float32)
-        total += row_sums(row_at, scale_at, h, k, WIDTH, BLOCK_K)
+        w = load_units(row_at, k, WIDTH, BLOCK_K)
+        h = load_units(inner, k, WIDTH, BLOCK_K)
+        total += unit_sums(w, h, scale_at, start, WIDTH, BLOCK_K, UNIT)
     return total
 
 
@@ -120,6 +123,7 @@ def down_kernel(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = tl.minimum(c, HIDDEN - 1).to(tl.int64)
     UNIT: tl.constexpr = 128 // w_down.dtype.element_ty.primitive_bitwidth
+    ROW_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
     row_block = tl.program_id(0) * BLOCK_C // BLOCK
     total = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
@@ -128,20 +132,20 @@ def down_kernel(
         there = runs(0, row_lens, rows, q_len)
     if there:
         for nth in tl.static_range(SHARED):
-            scale_at = down_scale
+            row_at = shared_down + nth * INTERMEDIATE + inside * (SHARED * INTERMEDIATE)
+            scale_at = shared_down_scale
             if down_scale is not None:
-                scale_at = shared_down_scale + (row_block * SHARED + nth) * COLUMN_BLOCKS
-            row_at = shared_down + inside * (SHARED * INTERMEDIATE) + nth * INTERMEDIATE
+                scale_at += row_block * (SHARED * COLUMN_BLOCKS) + nth * COLUMN_BLOCKS
             total = _down(
                 activated + nth * INTERMEDIATE, row_at, scale_at, total, INTERMEDIATE, BLOCK_K, UNIT
             )
         for nth in tl.static_range(TOPK):
             expert = tl.load(topk_ids + nth)
             weight = tl.load(topk_weights + nth).to(tl.float32)
+            row_at = w_down + expert * (HIDDEN * INTERMEDIATE) + inside * INTERMEDIATE
             scale_at = down_scale
             if down_scale is not None:
-                scale_at += (expert * ((HIDDEN + BLOCK - 1) // BLOCK) + row_block) * COLUMN_BLOCKS
-            row_at = w_down + expert * (HIDDEN * INTERMEDIATE) + inside * INTERMEDIATE
+                scale_at += expert * (ROW_BLOCKS * COLUMN_BLOCKS) + row_block * COLUMN_BLOCKS
             inner = activated + (SHARED + nth) * INTERMEDIATE
             none = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
             total += weight * _down(inner, row_at, scale_at, none, INTERMEDIATE, BLOCK_K, UNIT)
@@ -180,7 +184,8 @@ def moe_gemv(
         w_down if w is None else w.contiguous() for w in (shared_gate, shared_up, shared_down)
     )
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-    gate_up, down = gate_up or (2, 2048, 2 if gate_up_scale is not None else 4), down or (2, 2048, 4)
+    gate_up = gate_up or ((1, 2048, 1) if gate_up_scale is None else (2, 2048, 2))
+    down = down or (2, 2048, 4)
     padding, constants = padding_of(topk_ids, row_lens, q_len)
     constants |= {"SHARED": shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}

@@ -330,13 +330,13 @@ def fp8_block_tiles(tokens: int, k: int) -> MatmulTiles:
     """Tiles of a product of a few tokens by the blocks of an FP8 weight, which the warps share."""
     rows = 8 if tokens <= 8 else 16
     if k <= 1024:
-        return MatmulTiles(rows, columns=16, depth=256, warps=2, stages=4)
-    return MatmulTiles(rows, columns=16, depth=1024, warps=4, stages=3)
+        return MatmulTiles(rows, columns=16, depth=256, warps=2, stages=3)
+    return MatmulTiles(rows, columns=16, depth=512, warps=4, stages=4)
 
 
 def is_by_block(pairs: int, experts: int) -> bool:
     """Whether few enough share a weight in block FP8 that its values are multiplied first, and scaled afterwards."""
-    return pairs <= 4 * experts
+    return pairs <= 2 * experts
 
 
 def fp8_moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
@@ -355,9 +355,11 @@ def fp8_moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, d
 def by_block_moe_tiles(
     pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device
 ) -> MoeTiles:
-    """`moe_tiles` where `is_by_block`: few columns, and few tokens, as those of the weight fill the tile's rows."""
+    """`moe_tiles` where `is_by_block`: few tokens, as columns are what fills the tile's rows."""
     if dtype == torch.float32 or device.capability[0] != 9:
         return moe_tiles(pairs, experts, products, dtype, device)
+    if pairs <= 16:
+        return MoeTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
     return MoeTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
 
 

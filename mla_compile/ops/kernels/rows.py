@@ -17,23 +17,30 @@ def unit_places(start, BLOCK_K: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_units(pointers, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What lies there, 0 behind the end of a row; `k` are the places, of which the last two dimensions are units."""
-    if WIDTH % BLOCK_K == 0:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=k < WIDTH, other=0.0)
+def load_units(row_at, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What is at places k of rows, 0 behind their end; of one row `[units, UNIT]`, of `[rows]` pointers one dimension
+    more.
+    """
+    if len(row_at.shape) == 1:
+        at = row_at[:, None, None] + k[None, :, :]
+        if WIDTH % BLOCK_K == 0:
+            return tl.load(at)
+        return tl.load(at, mask=(k < WIDTH)[None, :, :], other=0.0)
+    else:
+        if WIDTH % BLOCK_K == 0:
+            return tl.load(row_at + k)
+        return tl.load(row_at + k, mask=k < WIDTH, other=0.0)
 
 
 @triton.jit
-def row_sums(row_at, scale_at, h, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Sums of products by units, float32 `[rows, units]`.
+def unit_sums(w, h, scale_at, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr):
+    """Sums of products by units, float32 `[rows, units]`, of BLOCK_K elements from `start` on.
 
-    row_at: `[rows]`, where rows begin; scale_at: the scales of their blocks, one row of them; None: no FP8.
-    h: `[units, UNIT]` of the token, float32; k: their places.
+    w: `[rows, units, UNIT]`; h: of the token, `[units, UNIT]`; scale_at: the scales of the rows' blocks, which all of
+        them share; None: w is not FP8.
     """
-    w = load_units(row_at[:, None, None] + k[None, :, :], k[None, :, :], WIDTH, BLOCK_K)
-    sums = tl.sum(w.to(tl.float32) * h[None, :, :], 2)
+    sums = tl.sum(w.to(tl.float32) * h.to(tl.float32)[None, :, :], 2)
     if scale_at is not None:
-        block = tl.min(k, 1) // BLOCK
-        sums *= tl.load(scale_at + block, mask=block < (WIDTH + BLOCK - 1) // BLOCK, other=0.0)[None, :]
+        first = start + tl.arange(0, BLOCK_K // UNIT) * UNIT
+        sums *= tl.load(scale_at + first // BLOCK, mask=first < WIDTH, other=0.0)[None, :]
     return sums
