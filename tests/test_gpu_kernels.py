@@ -288,7 +288,7 @@ def test_a_captured_masked_decode_serves_other_masks_at_replay(masked: str, dtyp
 def test_experts_at_the_size_of_glm(tokens: int, dtype: torch.dtype) -> None:
     case = moe_case(tokens, 4, experts=64, hidden=2048, intermediate=1536, dtype=dtype, device="cuda")
     name = choose("moe_experts", (*case.args(), None, 1, False)).chosen.name
-    assert name == ("gemv" if tokens == 1 else "triton")
+    assert name == ("gemv" if tokens == 1 and dtype != torch.float32 else "triton")
     check_moe(case, moe_experts(*case.args()))
 
 

@@ -7,7 +7,8 @@ x a weight is `value * scale`, in one of two ways, either of which serves some n
   so, plain torch, and kernels of many tokens. A weight is off by 2^-9 of itself in bfloat16, 2^-12 in float16.
 - by block: x is multiplied by `value`, which is exact in every dtype of x, and the float32 sum over a block, or a part
   of it, by `scale`. Kernels of few tokens do so. No weight is rounded, so the result is no farther from that of
-  `value * scale` in float64 than a product in float32 by weights that need no rounding.
+  `value * scale` in float64 than a product in float32 by weights that need no rounding, as long as 2^16 |x| is a
+  float32 number.
 """
 
 from collections.abc import Callable

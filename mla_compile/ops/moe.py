@@ -14,7 +14,16 @@ from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops import fp8, validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import FLOATS, SOME, UNIT, Implementation, reference, triton
+from mla_compile.ops.implementations import (
+    FLOATS,
+    HALF,
+    SOME,
+    UNIT,
+    Implementation,
+    Taken,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
@@ -41,17 +50,16 @@ _TRITON_FP8 = replace(
     takes={**_TRITON.takes, "weights": ("FP8",)},
     batch_invariant=False,
 )
+_ONE: dict[str, Taken] = {"dtype": HALF, "tokens": UNIT}
 _GEMV = replace(
     _TRITON,
     name="gemv",
     description="one token: a program reads a few rows of an expert, on the plain cores",
     function="mla_compile.ops.kernels.moe_gemv:moe_gemv",
-    takes={**_TRITON.takes, "tokens": UNIT},
+    takes={**_TRITON.takes, **_ONE},
     batch_invariant=False,
 )
-_GEMV_FP8 = replace(
-    _GEMV, name="gemv_fp8", min_capability=_FLOAT8, takes={**_TRITON_FP8.takes, "tokens": UNIT}
-)
+_GEMV_FP8 = replace(_GEMV, name="gemv_fp8", min_capability=_FLOAT8, takes={**_TRITON_FP8.takes, **_ONE})
 MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,
