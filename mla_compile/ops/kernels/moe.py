@@ -13,8 +13,9 @@ which it chose them.
 Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
 weight 1, after those that were chosen. They need no search.
 
-Weights in FP8 are dequantised in registers: they have the values that `ops/fp8.py` says, in every tile. Their products
-add along k in an order that is not that of every tile, unless asked for it: `kernels/fp8.py`.
+Weights in FP8 are converted in registers. With few pairs their values are multiplied and the sums of blocks scaled,
+with many they are dequantised first: `ops/fp8.py`. Then too products add along k in an order that is not that of every
+tile, unless asked for it: `kernels/fp8.py`.
 """
 
 from typing import Any
@@ -540,7 +541,7 @@ def moe_triton(
 
     Nothing is read on the host.
 
-    gate_up, down: tiles, chosen by `plan.py` unless given.
+    gate_up, down: tiles, chosen by `plan.py` unless given; with weights in FP8, no deeper than a block.
     in_order: of FP8 weights, have a token's bits be those that it has with the weights dequantised, in every batch.
     """
     tokens, hidden = x.shape

@@ -335,7 +335,10 @@ def fp8_block_tiles(tokens: int, k: int) -> MatmulTiles:
 
 
 def is_by_block(pairs: int, experts: int) -> bool:
-    """Whether few enough share a weight in block FP8 that its values are multiplied first, and scaled afterwards."""
+    """Whether few enough share a weight in block FP8 that its values are multiplied first, and scaled afterwards.
+
+    An H200 took 18 to 29% less time so for 8 to 128 pairs of GLM-4.7-Flash's 64 experts. More were not tried.
+    """
     return pairs <= 2 * experts
 
 
