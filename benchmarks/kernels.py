@@ -1,17 +1,21 @@
-"""The expert kernels beside the torch code that they replace, and beside what the memory allows.
+"""The kernels of experts and of products by FP8 weights: each row of the ops' tables, beside what the memory allows.
 
     python -m benchmarks.kernels
 
 Each line is checked in the same run before it is timed. Times are of replayed CUDA graphs, in microseconds, over
-several copies of the inputs in turn, so that nothing is found in the cache that a model's other layers would evict.
+several copies of the weights in turn, so that nothing is found in the cache that a model's other layers would evict.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from mla_compile.ops.fp8 import quantize
+from mla_compile.ops.fp8_linear import linear_torch
+from mla_compile.ops.library import candidates
 from mla_compile.ops.moe import moe_torch
 
 BYTES_PER_US = 4.3e6
@@ -51,56 +55,105 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a model's layer."""
+    """The experts of a model's layer: routed ones, and such that every token passes."""
 
     name: str
     experts: int
     topk: int
+    shared: int
     hidden: int
     intermediate: int
 
 
-GLM = Experts("GLM-4.7-Flash", experts=64, topk=4, hidden=2048, intermediate=1536)
-V3_12 = Experts("12-layer V3", experts=64, topk=8, hidden=2048, intermediate=1408)
+GLM = Experts("GLM-4.7-Flash", experts=64, topk=4, shared=1, hidden=2048, intermediate=1536)
+V3_12 = Experts("12-layer V3", experts=64, topk=8, shared=0, hidden=2048, intermediate=1408)
+GLM_PRODUCTS = ((1344, 2048), (5120, 768), (2048, 5120))
+"""Columns and k of the products of a layer's attention: q_a with kv_a, q_b, o_proj."""
+
+FEW = (1, 2, 4, 8, 16, 32, 64)
+MANY = (100, 128, 136, 512, 1024, 2048, 4096)
 
 
 def randn(*shape: int) -> torch.Tensor:
     return (torch.randn(shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
 
 
-def moe_lines(model: Experts, all_tokens: Sequence[int], copies: int = 4) -> None:
-    """A line for each number of tokens, over as many layers as `copies`."""
-    from mla_compile.ops.kernels.moe import moe_triton
+def rows_us(op: str, calls: Sequence[tuple[Any, ...]], expected: Callable[..., torch.Tensor]) -> str:
+    """Microseconds of each row that takes these calls, each checked, as text; plain torch only without FP8."""
+    found = []
+    for row in candidates(op, (*calls[0], False)):
+        run = row.load()
+        if row.name == "reference" and any(
+            x.dtype == torch.float8_e4m3fn for x in calls[0] if torch.is_tensor(x)
+        ):
+            continue
+        for args in calls:
+            error = relative_error(run(*args), expected(*args))
+            assert error < 2e-2, (row.name, error)
+        us = graph_us([partial(run, *args) for args in calls])
+        found.append(f"{row.name} {us:.1f}")
+    return ", ".join(found)
 
-    n, hidden, intermediate = model.experts, model.hidden, model.intermediate
-    layers = [(randn(n, 2 * intermediate, hidden), randn(n, hidden, intermediate)) for _ in range(copies)]
+
+def layer(model: Experts, *, fp8: bool) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Weights of routed experts, of shared ones, and the scales of all: None where there is none."""
+
+    def weight(*shape: int, halves: int = 1) -> tuple[Any, Any]:
+        *leading, rows, columns = shape
+        made = randn(*leading, halves, rows // halves, columns)
+        values, scale = quantize(made) if fp8 else (made, None)
+        return values.flatten(-3, -2), None if scale is None else scale.flatten(-3, -2)
+
+    n, hidden, inner = model.experts, model.hidden, model.intermediate
+    pairs = [weight(n, 2 * inner, hidden, halves=2), weight(n, hidden, inner)]
+    if model.shared:
+        pairs += [weight(model.shared * inner, hidden) for _ in range(2)]
+        pairs += [weight(hidden, model.shared * inner)]
+    pairs += [(None, None)] * (5 - len(pairs))
+    (*routed, gate, up, down), scales = zip(*pairs, strict=True)
+    return tuple(routed), (gate, up, down), scales
+
+
+def moe_lines(model: Experts, all_tokens: Sequence[int], *, fp8: bool = False, copies: int = 4) -> None:
+    """A line for each number of tokens, over as many layers as `copies`."""
+    layers = [layer(model, fp8=fp8) for _ in range(copies)]
     for tokens in all_tokens:
-        x = randn(tokens, hidden) * hidden**0.5
+        x = randn(tokens, model.hidden) * model.hidden**0.5
         weights = torch.rand(tokens, model.topk, device="cuda")
-        inputs = []
-        for layer in layers:
-            ids = torch.rand(tokens, n, device="cuda").topk(model.topk).indices
-            inputs.append((x, weights, ids, *layer))
-        active = sum(args[2].unique().numel() for args in inputs) / len(inputs)
-        elements = 3 * hidden * intermediate  # of an expert
-        read = active * elements * 2 / BYTES_PER_US
-        multiplied = tokens * model.topk * elements * 2 / FLOPS_PER_US
-        for args in inputs:
-            error = relative_error(moe_triton(*args), moe_torch(*args))
-            assert error < 2e-2, error
-        triton_us = graph_us([lambda args=args: moe_triton(*args) for args in inputs])
-        torch_us = graph_us([lambda args=args: moe_torch(*args) for args in inputs])
+        calls = []
+        for routed, shared, scales in layers:
+            ids = torch.rand(tokens, model.experts, device="cuda").topk(model.topk).indices
+            calls.append((x, weights, ids, *routed, None, 1, *shared, *scales))
+        active = sum(args[2].unique().numel() for args in calls) / len(calls) + model.shared
+        elements = 3 * model.hidden * model.intermediate  # of an expert
+        read = active * elements * (1 if fp8 else 2) / BYTES_PER_US
+        multiplied = tokens * (model.topk + model.shared) * elements * 2 / FLOPS_PER_US
+        name = f"moe {model.name}, {'FP8' if fp8 else 'bf16'}"
+        floor = max(read, multiplied)
         print(
-            f"moe {model.name}, {tokens:4} tokens: floor {max(read, multiplied):7.1f}"
-            f"  triton {triton_us:7.1f}  torch {torch_us:8.1f}",
+            f"{name}, {tokens:4} tokens: floor {floor:6.1f}; {rows_us('moe_experts', calls, moe_torch)}",
             flush=True,
         )
+
+
+def fp8_linear_lines(columns: int, k: int, all_tokens: Sequence[int]) -> None:
+    """A line for each number of tokens, over as many weights as fill the cache twice."""
+    weights = [quantize(randn(columns, k)) for _ in range(max(8, 2**27 // (columns * k)))]
+    floor = columns * k / BYTES_PER_US
+    for tokens in all_tokens:
+        x = randn(tokens, k) * k**0.5
+        calls = [(x, weight, scale, None, None) for weight, scale in weights]
+        found = rows_us("fp8_linear", calls, linear_torch)
+        print(f"fp8_linear {columns:4} x {k:4}, {tokens:4} tokens: floor {floor:6.2f}; {found}", flush=True)
 
 
 def main() -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
-    moe_lines(GLM, (1, 4, 8, 32, 100, 128, 136, 512, 1024, 2048, 4096))
+    for columns, k in GLM_PRODUCTS:
+        fp8_linear_lines(columns, k, FEW)
+    moe_lines(GLM, FEW, fp8=True)
+    moe_lines(GLM, (*FEW, *MANY))
     moe_lines(V3_12, (8, 32, 64, 72, 128, 256, 544, 672, 1024, 2048, 4096))
 
 

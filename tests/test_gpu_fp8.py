@@ -38,7 +38,9 @@ def test_products_equal_the_definition(dtype: torch.dtype, columns: int, k: int)
         expected = linear_by_definition(x, (weight, scale))
         for batch_invariant in (False, True):
             args = x, weight, scale, None, None, batch_invariant
-            assert choose("fp8_linear", args).chosen.name.startswith(("triton", "dequantized", "tiles"))
+            assert choose("fp8_linear", args).chosen.name.startswith(
+                ("triton", "blocks", "dequantized", "tiles")
+            )
             error = (fp8_linear(*args).double() - expected).abs().max() / expected.abs().max()
             assert error < BOUND[dtype], error
 
@@ -67,7 +69,7 @@ def test_no_tile_changes_a_bit() -> None:
                 assert torch.equal(result, whole), (columns, k, dtype, tiles)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 100, 2048])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 100, 2048])
 def test_experts_at_the_size_of_glm(tokens: int) -> None:
     case = moe_case(
         tokens,
@@ -80,7 +82,9 @@ def test_experts_at_the_size_of_glm(tokens: int) -> None:
         device="cuda",
         fp8=True,
     )
-    assert choose("moe_experts", (*case.all_args(), False)).chosen.name == "triton_fp8"
+    assert choose("moe_experts", (*case.all_args(), False)).chosen.name == (
+        "gemv_fp8" if tokens == 1 else "triton_fp8"
+    )
     assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "triton_fp8_in_order"
     whole = moe_experts_op(*case.all_args(), True)
     assert torch.equal(whole, moe_experts_op(*dequantized(case).all_args(), True))
@@ -92,6 +96,36 @@ def test_experts_at_the_size_of_glm(tokens: int) -> None:
         assert torch.equal(got[runs], whole[runs])
         if runs.any():
             check_padded_moe(case, got, runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(300, 150, 1), (50, 33, 1), (512, 256, 2)], ids=str)
+def test_few_tokens_and_sizes_that_fill_no_tile(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    hidden, intermediate, shared = sizes
+    for tokens in (1, 2, 5, 33):
+        case = moe_case(
+            *(tokens, 3),
+            hidden=hidden,
+            intermediate=intermediate,
+            shared=shared,
+            dtype=dtype,
+            device="cuda",
+            fp8=True,
+        )
+        check_moe(case, moe_experts_op(*case.all_args()))
+
+
+def test_a_nan_weight_is_seen() -> None:
+    """It has the bits that a number of half precision would have; FP8 has no infinity."""
+    case = moe_case(2, 2, hidden=256, intermediate=256, dtype=torch.bfloat16, device="cuda", fp8=True)
+    case.w_down.view(torch.uint8)[case.topk_ids[0, 1], 5, 200] = 0x7F
+    weight, scale = fp8_weight(200, 300, device="cuda")
+    weight.view(torch.uint8)[5, 200] = 0x7F
+    for tokens in (1, 2):
+        part = (arg[:tokens] for arg in case.args()[:3])
+        assert moe_experts_op(*part, *case.all_args()[3:])[0, 5].isnan()
+        out = fp8_linear(torch.randn(tokens, 300, device="cuda").bfloat16(), weight, scale)
+        assert out[:, 5].isnan().all() and out[:, 6:].isfinite().all()
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -41,6 +41,13 @@ FP8_LINEAR = (
         min_capability=_FLOAT8,
     ),
     triton(
+        "few tokens: FP8's values are multiplied block by block, and scaled afterwards",
+        "mla_compile.ops.kernels.fp8_linear:linear_blocks",
+        name="blocks",
+        takes={"dtype": HALF, "tokens": range(2, 17), **_SIZES},
+        min_capability=_FLOAT8,
+    ),
+    triton(
         "many tokens: the weight is dequantised first, and cuBLAS multiplies",
         "mla_compile.ops.kernels.fp8_linear:linear_dequantized",
         name="dequantized",
@@ -92,10 +99,9 @@ def fp8_linear(
     second_scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`x @ w.T`, where w is the weight dequantised in float32 and rounded to the dtype of `x`; or by two, side by side.
+    """`x @ w.T`, where w is the weight dequantised, as `ops/fp8.py` says; or by two, side by side.
 
-    So w does not depend on the number of tokens, and nothing of `x` is quantised. Products are added in float32 at
-    least.
+    Nothing of `x` is quantised. Products are added in float32 at least.
 
     Args:
         x: `[tokens, k]`, float; rows may lie apart.

@@ -14,10 +14,21 @@ from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops import fp8, validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import FLOATS, SOME, Implementation, reference, triton
+from mla_compile.ops.implementations import (
+    FLOATS,
+    HALF,
+    SOME,
+    UNIT,
+    Implementation,
+    Taken,
+    reference,
+    triton,
+)
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
+_FLOAT8 = (8, 9)
+"""The oldest GPU whose Triton converts float8_e4m3fn."""
 _TRITON = triton(
     "each program gathers its expert's tokens itself; many are sorted by expert first",
     "mla_compile.ops.kernels.moe:moe_triton",
@@ -34,12 +45,24 @@ _TRITON = triton(
 _TRITON_FP8 = replace(
     _TRITON,
     name="triton_fp8",
-    description="the same of weights in FP8, which are dequantised in registers",
-    min_capability=(8, 9),  # the oldest whose Triton converts float8_e4m3fn
+    description="the same of weights in FP8, which are converted in registers",
+    min_capability=_FLOAT8,
     takes={**_TRITON.takes, "weights": ("FP8",)},
     batch_invariant=False,
 )
+_ONE: dict[str, Taken] = {"dtype": HALF, "tokens": UNIT}
+_GEMV = replace(
+    _TRITON,
+    name="gemv",
+    description="one token: a program reads a few rows of an expert, on the plain cores",
+    function="mla_compile.ops.kernels.moe_gemv:moe_gemv",
+    takes={**_TRITON.takes, **_ONE},
+    batch_invariant=False,
+)
+_GEMV_FP8 = replace(_GEMV, name="gemv_fp8", min_capability=_FLOAT8, takes={**_TRITON_FP8.takes, **_ONE})
 MOE_EXPERTS = (
+    _GEMV,
+    _GEMV_FP8,
     _TRITON,
     _TRITON_FP8,
     replace(
@@ -63,6 +86,7 @@ MOE_EXPERTS = (
     table=MOE_EXPERTS,
     facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down: {
         "dtype": x.dtype,
+        "tokens": x.shape[0],
         "(token, expert) pairs": topk_ids.numel(),
         "topk_weights.dtype": topk_weights.dtype,
         "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
@@ -172,8 +196,7 @@ def moe_experts(
             expert, so that the weights of experts that nobody else chose are not read.
         gate_up_scale, down_scale: where the weights are in FP8, float8_e4m3fn: what multiplies each block of 128 x 128,
             float32 `[experts, 2 * ceil(intermediate / 128), ceil(hidden / 128)]`, the blocks of gate before those of
-            up, and `[experts, ceil(hidden / 128), ceil(intermediate / 128)]`. A product has a weight's value times its
-            scale, rounded to the dtype of `x`.
+            up, and `[experts, ceil(hidden / 128), ceil(intermediate / 128)]`. `ops/fp8.py` says what a weight is.
 
     Returns:
         `[tokens, hidden]` in the dtype of `x`; 0 for padding.

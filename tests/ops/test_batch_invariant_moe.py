@@ -80,19 +80,27 @@ def test_opcheck(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "dtype", "asked", "expected"),
+    ("machine", "dtype", "tokens", "asked", "expected"),
     [
-        ((9, 0), torch.bfloat16, True, "triton"),
-        ((9, 0), torch.float64, True, "by_token"),
-        ((9, 0), torch.float64, False, "reference"),
-        (None, torch.bfloat16, True, "by_token"),
-        (None, torch.bfloat16, False, "reference"),
+        ((9, 0), torch.bfloat16, 4, True, "triton"),
+        ((9, 0), torch.bfloat16, 1, True, "triton"),
+        ((9, 0), torch.bfloat16, 1, False, "gemv"),
+        ((9, 0), torch.float32, 1, False, "triton"),
+        ((9, 0), torch.float64, 1, True, "by_token"),
+        ((9, 0), torch.float64, 1, False, "reference"),
+        (None, torch.bfloat16, 4, True, "by_token"),
+        (None, torch.bfloat16, 4, False, "reference"),
     ],
     ids=str,
 )
 def test_who_serves_a_call(
-    machine: object, dtype: torch.dtype, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    machine: object,
+    dtype: torch.dtype,
+    tokens: int,
+    asked: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on(machine, monkeypatch)
-    args = (*moe_case(4, 2, dtype=dtype).args(), None, 1, asked)
+    args = (*moe_case(tokens, 2, dtype=dtype).args(), None, 1, asked)
     assert choose("moe_experts", fake(args, machine)).chosen.name == expected

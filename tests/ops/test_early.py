@@ -7,13 +7,24 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case, norm_rope_append_case
 from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
 
 pytest.importorskip("triton")
 
-from mla_compile.ops.kernels import by_head, gemv, moe, norm_rope_append, rms_norm, rotate_queries, routing
+from mla_compile.ops.kernels import (
+    by_head,
+    fp8_linear,
+    gemv,
+    moe,
+    moe_gemv,
+    norm_rope_append,
+    rms_norm,
+    rotate_queries,
+    routing,
+)
 
 BF16 = torch.bfloat16
 CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
@@ -35,6 +46,18 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     ),
     "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
     "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
+    "fp8 gemv": (
+        fp8_linear,
+        lambda: fp8_linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120)),
+    ),
+    "fp8 blocks": (
+        fp8_linear,
+        lambda: fp8_linear.linear_blocks(torch.zeros(8, 5120, dtype=BF16), *fp8_weight(64, 5120)),
+    ),
+    "moe of one token": (
+        moe_gemv,
+        lambda: moe_gemv.moe_gemv(*moe_case(1, 4, hidden=64, intermediate=32, dtype=BF16).args()),
+    ),
     "moe": (moe, lambda: moe.moe_triton(*moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).args())),
     "append": (
         norm_rope_append,
@@ -47,7 +70,7 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
         lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
     ),
 }
-WITH_WEIGHTS = {"gemv", "by head", "by head, across"}
+WITH_WEIGHTS = {"gemv", "fp8 gemv", "fp8 blocks", "by head", "by head, across"}
 """Kernels that have weights brought to the cache before they wait."""
 
 

@@ -12,7 +12,7 @@ from mla_compile import MLAError
 from mla_compile.ops import fp8_linear
 from mla_compile.ops.fp8 import BLOCK, dequantize, quantize
 from mla_compile.ops.fp8_linear import fp8_linear_op
-from mla_compile.ops.kernels.plan import H200, Device, fp8_tiles
+from mla_compile.ops.kernels.plan import H200, Device, fp8_block_tiles, fp8_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import _experts, moe_experts, moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
@@ -118,7 +118,9 @@ def test_quantised_weights_are_within_half_a_step_of_fp8() -> None:
     ("machine", "dtype", "tokens", "asked", "expected"),
     [
         ((9, 0), torch.bfloat16, 1, False, "triton"),
-        ((9, 0), torch.bfloat16, 2, False, "tiles"),
+        ((9, 0), torch.bfloat16, 2, False, "blocks"),
+        ((9, 0), torch.float32, 2, False, "tiles"),
+        ((8, 9), torch.float16, 8, False, "blocks"),
         ((9, 0), torch.bfloat16, 64, False, "tiles"),
         ((9, 0), torch.bfloat16, 4096, False, "dequantized"),
         ((9, 0), torch.float32, 4096, False, "tiles"),
@@ -143,11 +145,21 @@ def test_who_serves_a_call(
 
 
 @pytest.mark.parametrize(
-    ("machine", "expected"), [((9, 0), "triton_fp8"), ((8, 0), "reference"), (None, "reference")], ids=str
+    ("machine", "tokens", "asked", "expected"),
+    [
+        ((9, 0), 4, False, "triton_fp8"),
+        ((9, 0), 1, False, "gemv_fp8"),
+        ((9, 0), 1, True, "triton_fp8_in_order"),
+        ((8, 0), 1, False, "reference"),
+        (None, 4, False, "reference"),
+    ],
+    ids=str,
 )
-def test_who_serves_experts(machine: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_serves_experts(
+    machine: Any, tokens: int, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on(machine, monkeypatch)
-    args = (*moe_case(4, 2, dtype=torch.bfloat16, fp8=True).all_args(), False)
+    args = (*moe_case(tokens, 2, dtype=torch.bfloat16, fp8=True).all_args(), asked)
     assert choose("moe_experts", fake(args, machine)).chosen.name == expected
 
 
@@ -157,6 +169,14 @@ def test_tiles_lie_within_a_block(device: Device) -> None:
         for tokens in (1, 16, 40, 128, 5000):
             tiles = fp8_tiles(tokens, 5120, dtype, device)
             assert BLOCK % tiles.depth == 0 and (dtype == torch.bfloat16 or tiles.depth == 32)
+
+
+def test_tiles_of_few_tokens_are_whole_blocks_that_warps_share() -> None:
+    for tokens in (2, 8, 16):
+        for k in (128, 768, 5120):
+            tiles = fp8_block_tiles(tokens, k)
+            assert tokens <= tiles.tokens and BLOCK % tiles.columns == 0
+            assert tiles.depth % (tiles.warps * BLOCK) == 0
 
 
 X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)

@@ -7,7 +7,14 @@ from itertools import product
 import pytest
 import torch
 
-from mla_compile.ops.kernels.plan import H200, MatmulTiles, fp8_moe_tiles, fp8_tiles
+from mla_compile.ops.kernels.plan import (
+    H200,
+    MatmulTiles,
+    by_block_moe_tiles,
+    fp8_moe_tiles,
+    fp8_tiles,
+    is_by_block,
+)
 from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case
 
@@ -19,18 +26,19 @@ ALL_TILES = list(product(PLANS, (False, True)))
 def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.fp8 import dequantize_triton
-    from mla_compile.ops.kernels.fp8_linear import linear_gemv, linear_tiles
+    from mla_compile.ops.kernels.fp8_linear import linear_blocks, linear_gemv, linear_tiles
     from tests.triton_compile import compiled_for
 
     weight, scale = fp8_weight(256, 512)
     with compiled_for(90) as kernels:
-        for tokens in (1, 2):
-            linear_gemv(torch.randn(tokens, 512).bfloat16(), weight, scale)
+        linear_gemv(torch.randn(1, 512).bfloat16(), weight, scale)
+        for tokens in (2, 16):
+            linear_blocks(torch.randn(tokens, 512).bfloat16(), weight, scale)
         for tiles, in_order in ALL_TILES:
             x = torch.randn(tiles.tokens, 512).bfloat16()
             linear_tiles(x, weight, scale, tiles=tiles, in_order=in_order)
         dequantize_triton(weight, scale, torch.bfloat16)
-    assert len(ALL_TILES) == 4 and len(kernels) == 3 + len(ALL_TILES)
+    assert len(ALL_TILES) == 4 and len(kernels) == 4 + len(ALL_TILES)
     for kernel in kernels:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes == 0, kernel.name
 
@@ -62,7 +70,8 @@ def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
     from mla_compile.ops.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
-    gate_up, down = (fp8_moe_tiles(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
+    plan = by_block_moe_tiles if is_by_block(pairs, 64) and not in_order else fp8_moe_tiles
+    gate_up, down = (plan(pairs, 64, products, torch.bfloat16, H200) for products in (2, 1))
     case = moe_case(
         min(pairs, 600),
         1,

@@ -100,6 +100,27 @@ def test_padding_and_sorting_change_no_operation(pairs: int, padded: bool) -> No
         check_operations(kernel.name, kernel.text, torch.bfloat16)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("sizes", [(4, 2048, 1536), (8, 7168, 2048)], ids=["GLM-4.7-Flash", "V3"])
+def test_one_token_spills_nothing(sizes: tuple[int, int, int], fp8: bool) -> None:
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels.moe_gemv import moe_gemv
+    from tests.triton_compile import compiled_for
+
+    topk, hidden, intermediate = sizes
+    size = {"experts": 1, "hidden": hidden, "intermediate": intermediate, "shared": 1}
+    case = moe_case(1, topk, **size, dtype=torch.bfloat16, fp8=fp8)
+    row_lens = torch.ones(1, dtype=torch.int32)
+    with compiled_for(90) as kernels:
+        moe_gemv(*case.all_args())
+        moe_gemv(*case.all_args(row_lens))
+    assert [kernel.name for kernel in kernels] == ["gate_up_kernel", "down_kernel"] * 2
+    for kernel in kernels:
+        assert kernel.spilled_bytes == 0, kernel.name
+        assert ("cvt.rn.f16x2.e4m3x2" in kernel.text) == fp8, kernel.name
+
+
 def test_float32_products_have_one_depth() -> None:
     """On the plain cores; tensor cores add 16 products at a time, whatever the depth."""
     assert {tiles.depth for _, dtype, *both in plans(H200) for tiles in both if dtype == torch.float32} == {

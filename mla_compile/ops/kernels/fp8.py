@@ -28,6 +28,34 @@ def dequantized(weight, scale, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
 
 
 @triton.jit
+def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BY_BLOCK: tl.constexpr):
+    """What `add_product` adds to first: tokens by columns, with BY_BLOCK columns by tokens."""
+    if BY_BLOCK:
+        return tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
+    else:
+        return tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+
+
+@triton.jit
+def add_product(result, h, w, scale, BY_BLOCK: tl.constexpr, IN_ORDER: tl.constexpr):
+    """`result` and a product: of tokens, `h` `[tokens, k]`, by rows of a weight, `w` `[columns, k]`.
+
+    scale: `[columns]`, of these rows where k is within a block; None: the weight is not FP8.
+    BY_BLOCK: values of FP8 are multiplied as they are, and the sum by the scale. Half precision has all of them. Rows
+        of the weight are those of the tile, as tokens are too few to fill one.
+    """
+    if scale is None:
+        # Float32 on the plain cores: tensor cores would round it.
+        return tl.dot(h, tl.trans(w), result, input_precision="ieee")
+    elif BY_BLOCK:
+        product = tl.dot(w.to(tl.float32).to(h.dtype), tl.trans(h), input_precision="ieee")
+        return result + product * scale[:, None]
+    else:
+        w = dequantized(w, scale[:, None], h.dtype, IN_ORDER)
+        return tl.dot(h, tl.trans(w), result, input_precision="ieee")
+
+
+@triton.jit
 def dequantize_kernel(
     weight,  # float8 [rows, columns], contiguous
     scale,  # float32 [ceil(rows / BLOCK), ceil(columns / BLOCK)], contiguous

@@ -13,8 +13,9 @@ which it chose them.
 Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
 weight 1, after those that were chosen. They need no search.
 
-Weights in FP8 are dequantised in registers: they have the values that `ops/fp8.py` says, in every tile. Their products
-add along k in an order that is not that of every tile, unless asked for it: `kernels/fp8.py`.
+Weights in FP8 are converted in registers. With few pairs their values are multiplied and the sums of blocks scaled,
+with many they are dequantised first: `ops/fp8.py`. Then too products add along k in an order that is not that of every
+tile, unless asked for it: `kernels/fp8.py`.
 """
 
 from typing import Any
@@ -25,12 +26,15 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
-from mla_compile.ops.kernels.fp8 import BLOCK, dequantized
+from mla_compile.ops.kernels.fp8 import BLOCK, add_product, zeros
+from mla_compile.ops.kernels.padding import padding_of, runs
 from mla_compile.ops.kernels.plan import (
     MOST_UNSORTED_PAIRS,
     MoeTiles,
+    by_block_moe_tiles,
     device_of,
     fp8_moe_tiles,
+    is_by_block,
     moe_tiles,
     power_of_two,
 )
@@ -43,18 +47,11 @@ _MOST_SORTED_AT_ONCE = 4096
 
 
 @triton.jit
-def _runs(token, row_lens, rows, q_len):
-    """Whether a token is none of the padding in the first `rows * q_len` tokens."""
-    row = token // q_len
-    return token - row * q_len < tl.load(row_lens + row, mask=row < rows, other=q_len)
-
-
-@triton.jit
 def _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK: tl.constexpr, PADDED: tl.constexpr):
     """The experts of pairs; -1 past the last pair and for those of padding."""
     inside = pair < pairs
     if PADDED:
-        inside &= _runs(pair // TOPK, row_lens, rows, q_len)
+        inside &= runs(pair // TOPK, row_lens, rows, q_len)
     return tl.load(topk_ids + pair, mask=inside, other=-1)
 
 
@@ -317,6 +314,7 @@ def gate_up_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -351,22 +349,25 @@ def gate_up_kernel(
             TOPK, PADDED, SHARED, CHUNK,
         )  # fmt: skip
         x_at = x + (token * x_stride)[:, None]
-        gate = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-        up = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        gate = zeros(BLOCK_T, BLOCK_C, BY_BLOCK)
+        up = zeros(BLOCK_T, BLOCK_C, BY_BLOCK)
         for start in range(0, HIDDEN, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
             of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
             w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
             w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
+            of_gate = gate_up_scale
+            of_up = gate_up_scale
             if gate_up_scale is not None:
                 block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
                 of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
                 of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
-                w_gate = dequantized(w_gate, of_gate[:, None], of_tokens.dtype, IN_ORDER)
-                w_up = dequantized(w_up, of_up[:, None], of_tokens.dtype, IN_ORDER)
-            gate = tl.dot(of_tokens, tl.trans(w_gate), gate, input_precision="ieee")
-            up = tl.dot(of_tokens, tl.trans(w_up), up, input_precision="ieee")
+            gate = add_product(gate, of_tokens, w_gate, of_gate, BY_BLOCK, IN_ORDER)
+            up = add_product(up, of_tokens, w_up, of_up, BY_BLOCK, IN_ORDER)
+        if BY_BLOCK:
+            gate = tl.trans(gate)
+            up = tl.trans(up)
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
         at = activated + row[:, None] * INTERMEDIATE + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
@@ -399,6 +400,7 @@ def down_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -431,16 +433,18 @@ def down_kernel(
             TOPK, PADDED, SHARED, CHUNK,
         )  # fmt: skip
         row_at = activated + (row * INTERMEDIATE)[:, None]
-        result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        result = zeros(BLOCK_T, BLOCK_C, BY_BLOCK)
         for start in range(0, INTERMEDIATE, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
             w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
+            scale = down_scale
             if down_scale is not None:
                 scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
-                scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)[:, None]
-                w = dequantized(w, scale, inner.dtype, IN_ORDER)
-            result = tl.dot(inner, tl.trans(w), result, input_precision="ieee")
+                scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)
+            result = add_product(result, inner, w, scale, BY_BLOCK, IN_ORDER)
+        if BY_BLOCK:
+            result = tl.trans(result)
         at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
 
@@ -472,7 +476,7 @@ def weighted_sum_kernel(
     result = tl.zeros([BLOCK_C], tl.float32)
     there = c < HIDDEN
     if PADDED:
-        there &= _runs(token, row_lens, rows, q_len)
+        there &= runs(token, row_lens, rows, q_len)
     for k in tl.static_range(TOPK):
         pair = token * TOPK + k
         weight = tl.load(topk_weights + pair).to(tl.float32)
@@ -484,16 +488,6 @@ def weighted_sum_kernel(
         row = tokens * (TOPK + expert) + token
         result += tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
     tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
-
-
-def _padding(
-    topk_ids: Tensor, row_lens: Tensor | None, q_len: int
-) -> tuple[tuple[Tensor, int, int], dict[str, int]]:
-    """`row_lens`, `rows` and `q_len` of the kernels, and their TOPK and PADDED."""
-    padded = {"TOPK": topk_ids.shape[1], "PADDED": row_lens is not None}
-    if row_lens is None:
-        return (topk_ids, 0, 1), padded  # a pointer that is not read: any will do
-    return (row_lens.contiguous(), row_lens.shape[0], q_len), padded
 
 
 def sort_pairs(
@@ -513,7 +507,7 @@ def sort_pairs(
     """
     pairs = topk_ids.numel()
     starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
-    padding, padded = _padding(topk_ids, row_lens, q_len)
+    padding, padded = padding_of(topk_ids, row_lens, q_len)
     chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
     with torch.cuda.device_of(topk_ids):  # Triton launches on the current device
         sort_kernel[(experts,)](
@@ -547,7 +541,7 @@ def moe_triton(
 
     Nothing is read on the host.
 
-    gate_up, down: tiles, chosen by `plan.py` unless given.
+    gate_up, down: tiles, chosen by `plan.py` unless given; with weights in FP8, no deeper than a block.
     in_order: of FP8 weights, have a token's bits be those that it has with the weights dequantised, in every batch.
     """
     tokens, hidden = x.shape
@@ -562,11 +556,12 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    plan = moe_tiles if gate_up_scale is None else fp8_moe_tiles
+    by_block = gate_up_scale is not None and not in_order and is_by_block(pairs, experts)
+    plan = moe_tiles if gate_up_scale is None else by_block_moe_tiles if by_block else fp8_moe_tiles
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
-    padding, padded = _padding(topk_ids, row_lens, q_len)
+    padding, padded = padding_of(topk_ids, row_lens, q_len)
     padded["SHARED"] = shared
     shapes = padded | {"HIDDEN": hidden, "INTERMEDIATE": intermediate, "BY_PAIR": pairs < experts}
     shapes |= {"CHUNK": min(_MOST_AT_ONCE, power_of_two(pairs)), "BLOCK_E": power_of_two(experts)}
@@ -580,7 +575,7 @@ def moe_triton(
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
-    order_of_k = {"IN_ORDER": in_order}
+    products = {"BY_BLOCK": by_block, "IN_ORDER": in_order}
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
@@ -594,14 +589,14 @@ def moe_triton(
             *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
             *(activated, *sizes, order, *routing),
             **shapes,
-            **order_of_k,
+            **products,
             **early,
             **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
             *(activated, w_down, shared_down, down_scale, shared_down_scale, pair_outs, tokens, *routing),
             **shapes,
-            **order_of_k,
+            **products,
             **early,
             **down.options(intermediate),
         )

@@ -9,12 +9,18 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.fp8 import dequantize_triton  # noqa: E402
-from mla_compile.ops.kernels.fp8_linear import linear_dequantized, linear_gemv, linear_tiles  # noqa: E402
+from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
+    linear_blocks,
+    linear_dequantized,
+    linear_gemv,
+    linear_tiles,
+)
 from mla_compile.ops.kernels.matmul import linear_fp8_in_order  # noqa: E402
 from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of  # noqa: E402
 
 SMALL = MatmulTiles(tokens=16, columns=16, depth=32, warps=4, stages=1)
+FEW = MatmulTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
 SIZES = ((40, 13), (128, 128), (300, 150), (1160, 5))
 """Elements of k and columns: within a block, a block, and such as cut the last block on both sides."""
 
@@ -30,10 +36,13 @@ def check(out: Tensor, x: Tensor, *weights: tuple[Tensor, Tensor]) -> None:
 def test_the_kernels_equal_the_definition(dtype: torch.dtype, size: tuple[int, int]) -> None:
     k, columns = size
     weight, scale = fp8_weight(columns, k)
-    for tokens in (1, 2, 3):
-        for x in (torch.randn(tokens, k).to(dtype), torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]):
-            check(linear_gemv(x, weight, scale), x, (weight, scale))
-            check(linear_gemv(x, weight, scale, tiles=(2, 2, 2)), x, (weight, scale))
+    for x in (torch.randn(1, k).to(dtype), torch.randn(k, 1).to(dtype).T):
+        check(linear_gemv(x, weight, scale), x, (weight, scale))
+        check(linear_gemv(x, weight, scale, tiles=(8, 128, 2)), x, (weight, scale))
+    for tokens in (1, 2, 19):
+        x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
+        check(linear_blocks(x, weight, scale), x, (weight, scale))
+        check(linear_blocks(x, weight, scale, tiles=FEW), x, (weight, scale))
     for tokens in (1, 20):
         x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
         check(linear_tiles(x, weight, scale), x, (weight, scale))
@@ -50,12 +59,16 @@ def test_two_weights_side_by_side(first: int) -> None:
     rows = torch.cat([a, b]), torch.cat([a_scale, b_scale])
     a, b = rows[0].split([first, 70])
     a_scale, b_scale = rows[1].split([len(a_scale), len(b_scale)])
-    for x in (torch.randn(2, 200), torch.randn(7, 200)):
+    for x in (torch.randn(1, 200), torch.randn(7, 200)):
         weights = a, a_scale, b, b_scale
-        check(linear_gemv(x, *weights), x, *both)
+        check((linear_gemv if len(x) == 1 else linear_blocks)(x, *weights), x, *both)
         check(linear_tiles(x, *weights), x, *both)
         check(linear_dequantized(x, *weights), x, *both)
         check(linear_fp8_in_order(x, *weights), x, *both)
+
+
+def linear_by_one(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([linear_gemv(row[None], weight, scale) for row in x])
 
 
 def test_a_nan_stays_in_its_block_and_its_token() -> None:
@@ -64,7 +77,7 @@ def test_a_nan_stays_in_its_block_and_its_token() -> None:
     x = torch.randn(5, 300)
     x[3] = torch.nan
     x[:3, 130:260] = 0  # which times NaN is NaN all the same
-    for product in (linear_gemv, linear_tiles):
+    for product in (linear_by_one, linear_blocks, linear_tiles):
         out = product(x, weight, scale)
         assert out[:, :128].isnan().all() and out[3].isnan().all()
         assert out[[0, 1, 2, 4], 128:].isfinite().all()

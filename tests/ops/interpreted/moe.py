@@ -15,13 +15,14 @@ mend_interpreter()
 
 from mla_compile.ops.kernels import moe  # noqa: E402
 from mla_compile.ops.kernels.moe import moe_triton, sort_pairs  # noqa: E402
-from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles, is_by_block  # noqa: E402
 from tests.kernel_cases import (  # noqa: E402
     MoeCase,
     check_moe,
     check_padded_moe,
     dequantized,
     moe_case,
+    moe_reference,
     padding,
 )
 
@@ -76,8 +77,9 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.Mon
 
 
 FP8 = [
-    # tokens, top k, shared, hidden, intermediate
+    # tokens, top k, shared, hidden, intermediate; up to 16 pairs are multiplied by block
     (3, 2, 0, 200, 150),
+    (9, 1, 2, 200, 128),
     (5, 4, 1, 130, 40),
     (4, 2, 2, 40, 128),
     pytest.param((140, 4, 2, 140, 256), marks=pytest.mark.slow),
@@ -86,12 +88,13 @@ FP8 = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", FP8, ids=str)
-def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, topk, shared, hidden, intermediate = sizes
     case = moe_case(
         *(tokens, topk), shared=shared, hidden=hidden, intermediate=intermediate, dtype=dtype, fp8=True
     )
     check_moe(case, moe_triton(*case.all_args()))
+    monkeypatch.setattr(moe, "MOST_UNSORTED_PAIRS", 0)
     row_lens, q_len, runs = padding(case, 2, [1])
     check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len), gate_up=SMALL, down=SMALL), runs)
 
@@ -99,7 +102,21 @@ def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_weights_in_fp8_have_the_bits_of_dequantised_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     add_in_order(monkeypatch)
     case = moe_case(5, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
-    assert torch.equal(moe_triton(*case.all_args()), moe_triton(*dequantized(case).all_args(), gate_up=SMALL))
+    got = moe_triton(*case.all_args(), in_order=True)
+    assert torch.equal(got, moe_triton(*dequantized(case).all_args(), gate_up=SMALL))
+
+
+@pytest.mark.parametrize("tokens", [4, 20])
+def test_few_tokens_are_multiplied_by_block_and_others_by_dequantised_weights(tokens: int) -> None:
+    """The first have no weight rounded: these are too small for float16, and their products are not."""
+    case = moe_case(tokens, 2, among=3, hidden=150, intermediate=140, shared=1, dtype=torch.float16, fp8=True)
+    check_moe(case, moe_triton(*case.all_args()))
+    gate_up, down, gate, up, of_shared = case.scales
+    scales = gate_up, down * 2.0**-20, gate, up, of_shared * 0
+    case = replace(case, scales=scales, topk_weights=case.topk_weights * 2.0**20)
+    expected = moe_reference(replace(case, x=case.x.double()))
+    error = (moe_triton(*case.all_args()).double() - expected).abs().max() / expected.abs().max()
+    assert (error < 2e-3) == is_by_block(2 * tokens, 8), error
 
 
 @cache

@@ -1,0 +1,222 @@
+"""Experts of one token in two launches, on the plain cores: gate and up, down with the sum over the experts.
+
+Tensor cores have nothing to do here, as in `gemv.py`: a program reads a few rows of an expert's weights, whole. There
+is nothing to sort and nobody to look for, as each choice has programs of its own.
+
+Weights are not asked for before the kernel before ends, as they are in `gemv.py`: of shared experts, and of down, whose
+choice is known by then, it was tried on an H200, and won nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.fp8 import BLOCK
+from mla_compile.ops.kernels.padding import padding_of, runs
+from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_up_kernel(
+    x,  # [HIDDEN]
+    w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
+    shared_gate,  # [SHARED * INTERMEDIATE, HIDDEN], as shared_up; unread where SHARED is 0
+    shared_up,
+    gate_up_scale,  # float32 [experts, 2 * blocks of INTERMEDIATE, blocks of HIDDEN]; None: weights are not FP8
+    shared_gate_scale,  # of shared_gate, as the next of shared_up
+    shared_up_scale,
+    activated,  # [SHARED + TOPK, INTERMEDIATE], in the dtype of x
+    topk_ids,  # int64 [TOPK]
+    row_lens,  # int32 [rows], unread unless PADDED
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`silu(gate) * up` of one expert, BLOCK_C columns; grid `[blocks of columns, SHARED + TOPK]`."""
+    wait_for_kernel_before(EARLY)
+    ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
+    COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    UNIT: tl.constexpr = 128 // w_gate_up.dtype.element_ty.primitive_bitwidth
+    there = True
+    if PADDED:
+        there = runs(0, row_lens, rows, q_len)
+    if there:
+        nth = tl.program_id(1)
+        expert = tl.load(topk_ids + nth - SHARED, mask=nth >= SHARED, other=0)
+        gate_of = w_gate_up + expert * (2 * INTERMEDIATE * HIDDEN)
+        up_of = gate_of + INTERMEDIATE * HIDDEN
+        gate_scale = gate_up_scale
+        up_scale = gate_up_scale
+        if gate_up_scale is not None:
+            gate_scale += expert * (2 * ROW_BLOCKS * COLUMN_BLOCKS)
+            up_scale = gate_scale + ROW_BLOCKS * COLUMN_BLOCKS
+        if SHARED > 0:  # noqa: SIM102 - one of the two is known to the compiler
+            if nth < SHARED:
+                gate_of = shared_gate + nth.to(tl.int64) * (INTERMEDIATE * HIDDEN)
+                up_of = shared_up + nth.to(tl.int64) * (INTERMEDIATE * HIDDEN)
+                if gate_up_scale is not None:
+                    gate_scale = shared_gate_scale + nth.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
+                    up_scale = shared_up_scale + nth.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
+        if gate_up_scale is not None:
+            gate_scale += tl.program_id(0) * BLOCK_C // BLOCK * COLUMN_BLOCKS
+            up_scale += tl.program_id(0) * BLOCK_C // BLOCK * COLUMN_BLOCKS
+        c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        row_of_c = tl.minimum(c, INTERMEDIATE - 1).to(tl.int64) * HIDDEN
+        gate = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
+        up = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
+        for start in range(0, HIDDEN, BLOCK_K):
+            k = unit_places(start, BLOCK_K, UNIT)
+            w_gate = load_units(gate_of + row_of_c, k, HIDDEN, BLOCK_K)
+            w_up = load_units(up_of + row_of_c, k, HIDDEN, BLOCK_K)
+            h = load_units(x, k, HIDDEN, BLOCK_K)
+            gate += unit_sums(w_gate, h, gate_scale, start, HIDDEN, BLOCK_K, UNIT)
+            up += unit_sums(w_up, h, up_scale, start, HIDDEN, BLOCK_K, UNIT)
+        of_gate, of_up = tl.sum(gate, 1), tl.sum(up, 1)
+        result = (of_gate / (1.0 + tl.exp(-of_gate)) * of_up).to(activated.dtype.element_ty)
+        tl.store(activated + nth * INTERMEDIATE + c, result, mask=c < INTERMEDIATE)
+
+
+@triton.jit
+def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr):
+    """`total`, `[BLOCK_C, units]`, and the products of an expert's rows by what it activated."""
+    for start in range(0, WIDTH, BLOCK_K):
+        k = unit_places(start, BLOCK_K, UNIT)
+        w = load_units(row_at, k, WIDTH, BLOCK_K)
+        h = load_units(inner, k, WIDTH, BLOCK_K)
+        total += unit_sums(w, h, scale_at, start, WIDTH, BLOCK_K, UNIT)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def down_kernel(
+    activated,  # [SHARED + TOPK, INTERMEDIATE]
+    w_down,  # [experts, HIDDEN, INTERMEDIATE]
+    shared_down,  # [HIDDEN, SHARED * INTERMEDIATE], unread where SHARED is 0
+    down_scale,  # float32 [experts, blocks of HIDDEN, blocks of INTERMEDIATE]; None: weights are not FP8
+    shared_down_scale,
+    topk_weights,  # [TOPK]
+    out,  # [HIDDEN]
+    topk_ids,  # this and the others as in `gate_up_kernel`
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The sum of all experts' down projections by their weights, BLOCK_C columns; grid `[blocks of columns]`."""
+    wait_for_kernel_before(EARLY)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = tl.minimum(c, HIDDEN - 1).to(tl.int64)
+    UNIT: tl.constexpr = 128 // w_down.dtype.element_ty.primitive_bitwidth
+    ROW_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
+    row_block = tl.program_id(0) * BLOCK_C // BLOCK
+    total = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
+    there = True
+    if PADDED:
+        there = runs(0, row_lens, rows, q_len)
+    if there:
+        for nth in tl.static_range(SHARED):
+            row_at = shared_down + nth * INTERMEDIATE + inside * (SHARED * INTERMEDIATE)
+            scale_at = shared_down_scale
+            if down_scale is not None:
+                scale_at += row_block * (SHARED * COLUMN_BLOCKS) + nth * COLUMN_BLOCKS
+            total = _down(
+                activated + nth * INTERMEDIATE, row_at, scale_at, total, INTERMEDIATE, BLOCK_K, UNIT
+            )
+        for nth in tl.static_range(TOPK):
+            expert = tl.load(topk_ids + nth)
+            weight = tl.load(topk_weights + nth).to(tl.float32)
+            row_at = w_down + expert * (HIDDEN * INTERMEDIATE) + inside * INTERMEDIATE
+            scale_at = down_scale
+            if down_scale is not None:
+                scale_at += expert * (ROW_BLOCKS * COLUMN_BLOCKS) + row_block * COLUMN_BLOCKS
+            inner = activated + (SHARED + nth) * INTERMEDIATE
+            none = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
+            total += weight * _down(inner, row_at, scale_at, none, INTERMEDIATE, BLOCK_K, UNIT)
+    tl.store(out + c, tl.sum(total, 1).to(out.dtype.element_ty), mask=c < HIDDEN)
+
+
+def moe_gemv(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None = None,
+    q_len: int = 1,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_scale: Tensor | None = None,
+    shared_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
+    *,
+    gate_up: tuple[int, int, int] | None = None,
+    down: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """What `moe_experts_op` computes of one token, with its arguments; sums in float32.
+
+    gate_up, down: columns, a power of two up to 128, and elements of k, one of 128 or more, that a program reads at a
+        time, and its warps. Unless given, those that were quickest for GLM-4.7-Flash on an H200.
+    """
+    hidden, intermediate = w_down.shape[1:]
+    shared = 0 if shared_gate is None else shared_gate.shape[0] // intermediate
+    # Without shared experts these are not read: any pointer will do.
+    shared_gate, shared_up, shared_down = (
+        w_down if w is None else w.contiguous() for w in (shared_gate, shared_up, shared_down)
+    )
+    x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    gate_up = gate_up or ((1, 2048, 1) if gate_up_scale is None else (2, 2048, 2))
+    down = down or (2, 2048, 4)
+    padding, constants = padding_of(topk_ids, row_lens, q_len)
+    constants |= {"SHARED": shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
+    early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
+
+    def options(tiles: tuple[int, int, int]) -> dict[str, int]:
+        return dict(zip(("BLOCK_C", "BLOCK_K", "num_warps"), tiles, strict=True))
+
+    activated = x.new_empty((shared + topk_ids.shape[1], intermediate))
+    out = x.new_empty((1, hidden))
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), shared + topk_ids.shape[1])](
+            *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
+            *(activated, topk_ids, *padding),
+            **constants,
+            **early,
+            **options(gate_up),
+        )
+        down_kernel[(triton.cdiv(hidden, down[0]),)](
+            *(
+                activated,
+                w_down,
+                shared_down,
+                down_scale,
+                shared_down_scale,
+                topk_weights,
+                out,
+                topk_ids,
+                *padding,
+            ),
+            **constants,
+            **early,
+            **options(down),
+        )
+    return out
