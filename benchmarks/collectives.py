@@ -104,7 +104,7 @@ def check(call: Call, parts: Tensor, residual: Tensor, weight: Tensor, rank: int
     expected = total if held is residual else normed
     error = float((x.double() - expected).abs().max() / expected.abs().max())
     assert error < 2e-2, error
-    bits = torch.cat([tensor.view(torch.int16).flatten() for tensor in (x, held)])
+    bits = torch.cat([tensor.view(torch.uint8).flatten() for tensor in (x, held)])
     every = [torch.empty_like(bits) for _ in range(GPUS)]
     dist.all_gather(every, bits)
     assert torch.equal(*every), "the GPUs have other bits"

@@ -35,6 +35,10 @@ VARIANTS = {
 SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th percentile ms"}
 
 
+SHAPES = {"glm": "GLM-4.7-Flash's shape", "v2": "DeepSeek-V2's", "v3": "DeepSeek-V3's"}
+WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8"}
+
+
 @functools.cache
 def result(name: str) -> dict[str, Any]:
     """What a benchmark has measured: `benchmarks/results/NAME.json`."""

@@ -85,17 +85,22 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         pytest.param(
             v3_config(vocab_size=96),
             2,
-            {"engine": {"batch_invariant": True, "compile": True}, "k": [0]},
+            {"engine": {"batch_invariant": True, "compile": True}, "k": [0], "greedy": True},
             id="exact",
         ),
         pytest.param(
             v3_config(vocab_size=96),
             4,
-            {"engine": {"batch_invariant": True, "compile": True}, "k": [0]},
+            {"engine": {"batch_invariant": True, "compile": True}, "k": [0], "greedy": True},
             id="exact, 4",
             marks=pytest.mark.slow,
         ),
-        pytest.param(v3_config(vocab_size=96), 2, {"engine": {"compile": True}, "k": [0]}, id="compiled"),
+        pytest.param(
+            v3_config(vocab_size=96),
+            2,
+            {"engine": {"compile": True}, "k": [0], "greedy": True},
+            id="compiled",
+        ),
     ],
 )
 def test_tokens_of_processes_that_share_a_model(
