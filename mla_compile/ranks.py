@@ -22,7 +22,7 @@ from mla_compile.torch_internals import gloo_group
 
 BEAT = 1.0
 """Seconds between two signs of life."""
-PATIENCE = 12.0
+PATIENCE = 14.0
 """A rank that rank 0 has not heard for so many seconds is gone. The others wait longer for rank 0, which may be waiting
 for another."""
 
