@@ -632,6 +632,20 @@ def tensor_parallel_tokens() -> str:
     )
 
 
+def collectives() -> str:
+    """Sums over two GPUs."""
+    report = result("collectives")
+    alone, normed = ("ours", "nccl"), ("ours, then norm", "ours, fused", "nccl, then norm")
+    rows = []
+    for row in report["rows"]:
+        times = (least_bold([row[name] for name in names]) for names in (alone, normed))
+        rows.append((row["tokens"], row["columns"], *(time for each in times for time in each)))
+    machine = report["machine"]
+    return sentences(
+        f"{report['gpus']} {machine['gpu']}, torch {machine['torch']}, NCCL {machine['nccl']}, microseconds."
+    ) + table(["tokens", "columns", *alone, *normed], rows)
+
+
 def command_help(*command: str) -> str:
     """What `mla-compile COMMAND --help` says; it imports no torch."""
     from typer.testing import CliRunner
@@ -666,6 +680,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "batch_invariance.cost": batch_invariance_cost,
     "server": server,
     "loading.cpu": loading,
+    "collectives": collectives,
+    "tensor_parallel.steps": tensor_parallel_steps,
+    "tensor_parallel.memory": tensor_parallel_memory,
+    "tensor_parallel.tokens": tensor_parallel_tokens,
     **{
         f"help.{name}": functools.partial(command_help, name)
         for name in ("demo", "env", "generate", "inspect", "plan", "serve", "tune")
