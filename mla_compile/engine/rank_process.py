@@ -16,11 +16,16 @@ from mla_compile.errors import MLAError
 from mla_compile.models import Parallel, load_model
 from mla_compile.torch_internals import meeting_place
 
+_INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
 
 def main(rank: int, size: int, port: int, device: torch.device) -> None:
     """Join the others, load what rank 0 says, and follow it."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for rank 0, with which all end
-        signal.signal(each, signal.SIG_IGN)
+    # Ctrl-C reaches all processes of a terminal. Where rank 0 goes on all the same, as a server's, it is ignored here
+    # too: that is inherited.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
     logging.disable(logging.WARNING)  # rank 0 says what takes long
     join(rank, size, meeting_place(size, port), device)
     ranks = Parallel.of_processes().ranks

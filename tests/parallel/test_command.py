@@ -1,0 +1,125 @@
+"""`mla-compile generate --tensor-parallel-size`: its tokens, its mistakes, and how its processes end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.models.small import v3_config
+from tests.parallel.test_parallel import checkpoint
+
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from mla_compile.cli import main; main()",
+    "generate",
+    "--device",
+    "cpu",
+    "--no-compile",
+]
+SOON = 30
+"""Seconds in which all processes have ended once one has."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"), v3_config(vocab_size=96))
+
+
+def prompts(folder: Path, count: int) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(f"{json.dumps({'prompt_token_ids': [1, 5, 6, i]})}\n" for i in range(count)))
+    return file
+
+
+def run(model: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*COMMAND, "--model", str(model), *words], capture_output=True, text=True)
+
+
+def test_it_says_what_one_process_says(model: Path, tmp_path: Path) -> None:
+    asked = "--input", str(prompts(tmp_path, 3)), "--max-new-tokens", "8"
+    alone, shared = run(model, *asked), run(model, *asked, "--tensor-parallel-size", "2", "--expert-parallel")
+    assert shared.returncode == 0, shared.stderr
+    assert shared.stdout == alone.stdout and shared.stdout.count("token_ids") == 3
+
+
+def test_a_size_that_does_not_divide_is_one_line(model: Path, tmp_path: Path) -> None:
+    said = run(model, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "3")
+    assert said.returncode == 2
+    assert "tensor_parallel_size: expected one of 1, 2, 4, got 3; it does not divide" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+class Running:
+    """The command amid a long answer: rank 0, which leads a process group, and rank 1."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.log = folder / "stderr.txt"
+        words = "--input", str(prompts(folder, 32)), "--max-new-tokens", "4000", "--tensor-parallel-size", "2"
+        with self.log.open("w") as log:
+            self.rank_0 = subprocess.Popen(
+                [*COMMAND, "--model", str(model), *words],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + 120
+        while "completing" not in self.log.read_text():
+            assert time.monotonic() < deadline and self.rank_0.poll() is None, self.log.read_text()
+            time.sleep(0.2)
+        time.sleep(1)
+        children = Path(f"/proc/{self.rank_0.pid}/task/{self.rank_0.pid}/children").read_text()
+        (self.rank_1,) = map(int, children.split())
+
+    def is_gone(self, pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    def wait_for_end(self, *pids: int) -> None:
+        deadline = time.monotonic() + SOON
+        while not all(map(self.is_gone, pids)):
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        for pid in (self.rank_0.pid, self.rank_1):
+            if not self.is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.rank_0.wait()
+
+
+@pytest.fixture
+def running(model: Path, tmp_path: Path) -> Iterator[Running]:
+    found = Running(model, tmp_path)
+    yield found
+    found.end()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for processes")
+class TestEnds:
+    def test_ctrl_c_ends_all_ranks_without_a_traceback(self, running: Running) -> None:
+        os.killpg(running.rank_0.pid, signal.SIGINT)
+        running.wait_for_end(running.rank_0.pid, running.rank_1)
+        assert running.rank_0.wait() == 130
+        assert "Traceback" not in running.log.read_text() and "gone" not in running.log.read_text()
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+    def test_rank_0_names_a_rank_that_is_gone(self, running: Running, how: signal.Signals) -> None:
+        os.kill(running.rank_1, how)
+        running.wait_for_end(running.rank_0.pid)
+        assert running.rank_0.wait() == 1
+        assert "rank 1 of 2 is gone; rank 0 ends with it" in running.log.read_text()
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+    def test_the_others_name_rank_0(self, running: Running, how: signal.Signals) -> None:
+        os.kill(running.rank_0.pid, how)
+        running.wait_for_end(running.rank_1)
+        assert "rank 0 of 2 is gone; rank 1 ends with it" in running.log.read_text()
