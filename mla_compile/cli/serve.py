@@ -37,6 +37,9 @@ def serve_checkpoint(
     Raises:
         MLAError: a mistake, named.
     """
+    if replicas is not None and settings["tensor_parallel_size"] > 1:
+        expected = "1 with --replicas, each of which has one GPU"
+        raise MLAError("--tensor-parallel-size", expected, settings["tensor_parallel_size"])
     serve = _server(replicas)
     config, _ = read_config(model)
     if num_speculative_tokens is None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 
@@ -19,6 +20,7 @@ def start(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
             [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # with the processes that it starts, so that they end together
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
     return process, Connection(ours.detach())
@@ -31,6 +33,7 @@ def leave_signals() -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process, unless it has ended by itself. Its exit status."""
-    process.kill()
+    """Kill a process and those that it has started, unless they have ended by themselves. Its exit status."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     return process.wait()

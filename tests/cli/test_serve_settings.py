@@ -27,3 +27,8 @@ def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
     assert result.exit_code == 0, result.output
     settings: Any = told.it
     assert settings.engine.num_speculative_tokens == drafts
+
+
+def test_replicas_have_one_gpu_each() -> None:
+    result = CliRunner().invoke(app, ["serve", "--replicas", "2", "--tensor-parallel-size", "2"])
+    assert "--tensor-parallel-size: expected 1 with --replicas" in str(result.exception or result.output)

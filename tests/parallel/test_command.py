@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mla_compile import generate
 from tests.models.small import v3_config
 from tests.parallel.test_parallel import checkpoint
+from tests.serving.servers import children, served
 
 COMMAND = [
     sys.executable,
@@ -56,6 +59,14 @@ def test_a_size_that_does_not_divide_is_one_line(model: Path, tmp_path: Path) ->
     assert "Traceback" not in said.stderr
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, though perhaps nobody has asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
 class Running:
     """The command amid a long answer: rank 0, which leads a process group, and rank 1."""
 
@@ -77,21 +88,15 @@ class Running:
         children = Path(f"/proc/{self.rank_0.pid}/task/{self.rank_0.pid}/children").read_text()
         (self.rank_1,) = map(int, children.split())
 
-    def is_gone(self, pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
     def wait_for_end(self, *pids: int) -> None:
         deadline = time.monotonic() + SOON
-        while not all(map(self.is_gone, pids)):
+        while not all(map(is_gone, pids)):
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.1)
 
     def end(self) -> None:
         for pid in (self.rank_0.pid, self.rank_1):
-            if not self.is_gone(pid):
+            if not is_gone(pid):
                 os.kill(pid, signal.SIGKILL)
         self.rank_0.wait()
 
@@ -123,3 +128,20 @@ class TestEnds:
         os.kill(running.rank_0.pid, how)
         running.wait_for_end(running.rank_1)
         assert "rank 0 of 2 is gone; rank 1 ends with it" in running.log.read_text()
+
+
+def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
+    with served("--tensor-parallel-size", "2") as server:
+        asked = {"model": "shipped", "prompt": "In the beginning", "max_tokens": 8, "temperature": 0}
+        body = json.dumps(asked).encode()
+        request = urllib.request.Request(
+            f"{server.url()}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+        (completion,) = generate(["In the beginning"], max_new_tokens=8, compile=False)
+        assert text == completion.text
+        started = [child for engine in children(server.process.pid) for child in children(engine)]
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0 and "gone" not in "".join(server.log)
+        assert started and all(map(is_gone, started))
