@@ -31,4 +31,4 @@ def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
 
 def test_replicas_have_one_gpu_each() -> None:
     result = CliRunner().invoke(app, ["serve", "--replicas", "2", "--tensor-parallel-size", "2"])
-    assert "--tensor-parallel-size: expected 1 with --replicas" in str(result.exception or result.output)
+    assert "--tensor-parallel-size: expected 1 with --replicas" in result.output + result.stderr
