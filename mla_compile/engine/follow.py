@@ -1,6 +1,6 @@
 """What the ranks above 0 of a model that processes share run: what rank 0's engines tell them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class _Follower:
         self._model, self._ranks, self._drafters = model, ranks, drafters
         self._reader = PlanReader()
         self._was_abandoned = False
+        self._longest = 0  # drafts of a step
         self.launcher: Launcher | None = None
 
     def obeys(self) -> bool:
@@ -70,7 +71,7 @@ class _Follower:
         if order == Order.LAUNCH:
             self._was_abandoned = False
             try:
-                launcher.launch(self._reader.plan(numbers), _rank_0_chooses)
+                launcher.launch(self._reader.plan(numbers), lambda _: self._longest)
             except RankZeroFailed:
                 self._was_abandoned = True
         elif order == Order.WARM_UP:
@@ -93,9 +94,6 @@ class _Follower:
         config = EngineConfig(**settings | {"drafter": kind}).fitted_to(self._model)
         policy = draft_length_of(config.num_speculative_tokens, adaptive=config.adaptive_draft_length)
         self.launcher = Launcher(self._model, config, policy.lengths, self._ranks)
+        self._longest = policy.lengths[-1]
         self._reader.forget_all()
         self._model.allocate_cache(config.num_pages, config.page_size)
-
-
-def _rank_0_chooses(bucket: Hashable) -> int:
-    return 0

@@ -116,7 +116,7 @@ class Launcher:
     def launch(self, plan: Plan, choose_length: Callable[[Hashable], int]) -> Launch:
         """Run a plan.
 
-        choose_length: see `DraftLength.choose`; on a rank above 0 it does not matter.
+        choose_length: see `DraftLength.choose`; rank 0's choice counts.
 
         Raises:
             RankZeroFailed: on a rank above 0, in the middle of a step whose tokens rank 0 chooses.
@@ -129,9 +129,9 @@ class Launcher:
         on_host = self.rows.on_host and any(request.is_chosen_on_host for request in sampled)
         chunks = self._packed(plan, state) if plan.chunks else None
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
-        length = self._longest
+        length = choose_length(bucket)
         if len(self._lengths) > 1:
-            length = self._agreed(choose_length(bucket))
+            length = self._agreed(length)
         unusual = self._captures.num_unusual
         if on_host:
             self._run_in_halves(variant, length, state, chunks, plan)

@@ -7,6 +7,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -180,7 +181,8 @@ def rule_for(words: list[str], what: str) -> "Rule":
 
 
 def runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mla-compile`, eagerly, with few tokens; `serve` and `tune` up to where they would begin to."""
+    """`mla-compile`, eagerly, with few tokens, in one process; `serve` and `tune` up to where they would begin to."""
+    words = ["1" if before == "--tensor-parallel-size" else word for before, word in pairwise(["", *words])]
     few = ["--max-new-tokens", NEW_TOKENS] if words[1] in ("generate", "demo") else []
     few *= "--max-new-tokens" not in words and "--help" not in words
     with torch.compiler.set_stance("force_eager"), monkeypatch.context() as patch:
