@@ -65,7 +65,8 @@ class Ranks:
         Raises:
             MLAError: one of them has ended.
         """
-        told = torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        told = torch.frombuffer(numbers, dtype=torch.int64) if numbers else none
         frame = torch.zeros(_FRAME, dtype=torch.int64, device="cpu")
         first, rest = told[: _FRAME - 1], told[_FRAME - 1 :]
         frame[0] = len(told)
