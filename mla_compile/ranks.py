@@ -45,13 +45,14 @@ class Ranks:
 
     rank, size: of the group.
     rank_0_has_left: in peace.
+    follows: whether the main thread runs what rank 0 says: it must be done soon after rank 0 has left.
     """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Groups of their own: a program may destroy torch.distributed's before it ends.
         self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
-        self.rank_0_has_left = False
+        self.rank_0_has_left = self.follows = False
         self._leaves, self._fails, self._wakes = (threading.Event() for _ in range(3))
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -119,11 +120,11 @@ class Ranks:
         self._end_watch(self._leaves)
 
     def fail(self) -> None:
-        """After an error of this rank alone: leave without a word, so that the others end.
+        """After an error of this rank, perhaps of it alone: the others end.
 
-        Where rank 0 has the same error, it has time to leave in peace first.
+        Where rank 0 has the same error as another, it is rank 0 who ends all.
         """
-        if self._watcher.is_alive():
+        if self.rank and self._watcher.is_alive():
             self._wait_for_verdict()
         self._end_watch(self._fails)
 
@@ -138,17 +139,25 @@ class Ranks:
         goes_on, here = True, set(range(1, self.size))
         while goes_on:
             self._wakes.wait(BEAT)
-            if self._fails.is_set():
+            fails, leaves = self._fails.is_set(), self._leaves.is_set()
+            if fails and self.rank:
                 return
-            leaves = self._leaves.is_set()
-            sign = _LEAVES if leaves else _HERE
+            sign = _FIRST_GONE if fails else _LEAVES if leaves else _HERE
             goes_on = self._look_after(here, sign) if self.rank == 0 else self._look_to_rank_0(sign)
-            goes_on = goes_on and not leaves
+            goes_on = goes_on and not (leaves or fails)
+        if self.rank_0_has_left and self.follows:
+            time.sleep(PATIENCE)
+            if self.follows:  # it waits for a collective that rank 0 is not in
+                self._end(0)
 
     def _look_after(self, here: set[int], sign: int) -> bool:
         """Rank 0's part of a round: hear all that are `here`, then answer. True: there will be another."""
-        heard = {rank: self._hear_of(rank, PATIENCE) for rank in sorted(here)}
-        gone = next((rank for rank, its_sign in heard.items() if its_sign is None), None)
+        heard: dict[int, int | None] = {}
+        gone = None
+        for rank in sorted(here):
+            heard[rank] = self._hear_of(rank, BEAT if gone else PATIENCE)
+            if heard[rank] is None and gone is None:
+                gone = rank
         for rank in heard:
             self._sign(sign if gone is None else _FIRST_GONE + gone, rank, BEAT)
         if gone is not None:

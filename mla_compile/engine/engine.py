@@ -23,7 +23,6 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.leader import Leader
-from mla_compile.engine.orders import Order
 from mla_compile.engine.progress_bar import with_progress_bar
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
@@ -82,20 +81,29 @@ class Engine:
         self._calls = EngineCalls(self.abort, self.leave, self.turn)
         self._intake = Intake(model, self.config, tokenizer, self._calls)
         self._launcher = Launcher(model, self.config, self.draft_length.lengths, ranks)
-        self._leader = None if ranks is None else Leader(ranks, self.config)
+        self._leader: Leader | None = None
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._turn = Turn()
         self._is_closed = False
         self._forget_all()
+        if ranks is not None:  # nothing is refused any more
+            self._leader = Leader(ranks, self.config)
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(self.config.num_pages, self.config.page_size)
         self._caches = model.caches()
 
-    def _begin_anew(self, order: Order = Order.BEGIN_ANEW) -> None:
-        """With no request, and nothing known of what the caches hold; the other ranks get the order too."""
+    def _begin_anew(self) -> None:
+        """With no request, and nothing known of what the caches hold, on the other ranks too."""
         self._forget_all()
         if self._leader is not None:
-            self._leader.begin_anew(order)
+            self._leader.begin_anew()
+
+    def _fail(self) -> None:
+        """After an error that the other ranks need not have: they end, and this engine is closed."""
+        self._forget_all()
+        self._is_closed = True
+        if self._leader is not None:
+            self._leader.fail()
 
     def _forget_all(self) -> None:
         self._scheduler = Scheduler.of(self.config)
@@ -185,7 +193,10 @@ class Engine:
         except BaseException as error:
             for request in self._scheduler.requests():
                 request.end("error", str(error))
-            self._begin_anew(Order.FAILED)
+            if self._leader is None or self._launcher.choice_failed:
+                self._begin_anew()
+            else:
+                self._fail()
             raise
         self._under_way.append(launch)
         if not launch.is_timed:  # it has kept the host from the reports before it too
@@ -340,9 +351,15 @@ class Engine:
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
             variant, places = Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids})
-            if self._leader is not None:
+            if self._leader is None:
+                self._launcher.warm_up(variant, places)
+            else:
                 self._leader.warm_up(variant, places)
-            self._launcher.warm_up(variant, places)
+                try:
+                    self._launcher.warm_up(variant, places)
+                except BaseException:
+                    self._fail()
+                    raise
             return self.capture_report()
 
     def capture_report(self) -> CaptureReport:
@@ -406,14 +423,18 @@ class Engine:
             return self._launcher.step(variant, self.config.num_speculative_tokens), state
 
     def close(self) -> None:
-        """End all requests, and the engine. Where processes share the model, their `follow` returns."""
+        """End all requests, and the engine. Where processes share the model, their `follow` returns.
+
+        Of an engine that a newer one of the model has replaced, nothing is left to end.
+        """
         with self._turn:
             for request in self._scheduler.requests():
                 self.abort(request)
-            self._is_closed = True
-            if self._leader is not None:
+            self._under_way.clear()
+            is_newest = all(mine is now for mine, now in zip(self._caches, self.model.caches(), strict=True))
+            if self._leader is not None and is_newest and not self._is_closed:
                 self._leader.close()
-                self._leader = None
+            self._is_closed = True
 
     def _take_on(self, request: Request) -> None:
         with self._turn:

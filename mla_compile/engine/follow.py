@@ -1,6 +1,7 @@
 """What the ranks above 0 of a model that processes share run: what rank 0's engines tell them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def follow(model: MLAForCausalLM, *, drafters: Sequence[DrafterKind] = ()) -> Ca
         What this rank compiled and captured for the last engine; None where there was none.
 
     Raises:
-        MLAError: the model is not shared, or this is rank 0; rank 0 has failed in a step.
+        MLAError: the model is not shared, or this is rank 0.
         Exception: what the model raised; rank 0 ends then.
     """
     ranks = None if model.parallel is None else model.parallel.ranks
@@ -38,12 +39,15 @@ def follow(model: MLAForCausalLM, *, drafters: Sequence[DrafterKind] = ()) -> Ca
         got = "one that no other process shares" if ranks is None else "rank 0, which takes requests"
         raise MLAError("model", "a model on a rank above 0", got, "use Engine")
     follower = _Follower(model, ranks, [*drafters, *DRAFTERS])
+    ranks.follows = True
     try:
         while follower.obeys():
             pass
     except BaseException:
         ranks.fail()
         raise
+    finally:
+        ranks.follows = False
     return None if follower.launcher is None else follower.launcher.capture_report()
 
 
@@ -53,7 +57,6 @@ class _Follower:
     def __init__(self, model: MLAForCausalLM, ranks: Ranks, drafters: Sequence[DrafterKind]) -> None:
         self._model, self._ranks, self._drafters = model, ranks, drafters
         self._reader = PlanReader()
-        self._was_abandoned = False
         self._longest = 0  # drafts of a step
         self.launcher: Launcher | None = None
 
@@ -69,18 +72,13 @@ class _Follower:
         launcher = self.launcher
         assert launcher is not None, "an engine comes first"
         if order == Order.LAUNCH:
-            self._was_abandoned = False
-            try:
+            with suppress(RankZeroFailed):  # it says next to begin anew
                 launcher.launch(self._reader.plan(numbers), lambda _: self._longest)
-            except RankZeroFailed:
-                self._was_abandoned = True
         elif order == Order.WARM_UP:
             settings = settings_of(numbers)
             num_stop_ids = settings.pop("num_stop_ids")
             launcher.warm_up(Variant(**settings), num_stop_ids)
         else:
-            if order == Order.FAILED and not self._was_abandoned:
-                raise MLAError("rank 0", "a step that this rank has launched too", "an error")
             self._reader.forget_all()
             launcher.rows.clear()
         return True

@@ -110,6 +110,9 @@ class Launcher:
         self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
+        self.choice_failed = False
+        """Whether the last launch ended, on all ranks, as the host could not choose its tokens."""
+        self._chooses = False
         self.rows = Rows(self._state_for, pages_per_grant=config.pages_per_grant, device=self._device)
         """The rows of the requests that run."""
 
@@ -122,6 +125,7 @@ class Launcher:
             RankZeroFailed: on a rank above 0, in the middle of a step whose tokens rank 0 chooses.
         """
         began = time.perf_counter()
+        self.choice_failed = False
         if plan.admitted:
             self._captures.check_again()
         state = self.rows.prepare(plan)
@@ -150,8 +154,8 @@ class Launcher:
         return Launch(plan, report, drafting, on_host, began, self._captures.num_unusual == unusual)
 
     def _agreed(self, number: int) -> int:
-        """Rank 0's number."""
-        return number if self._ranks is None else self._ranks.agree([number])[0]
+        """Rank 0's number; while rank 0 chooses tokens, which it does alone, its own."""
+        return number if self._ranks is None or self._chooses else self._ranks.agree([number])[0]
 
     def step(self, variant: Variant, length: int) -> Step:
         """The step of rows that all decode, with so many drafts."""
@@ -283,8 +287,10 @@ class Launcher:
         numbers: Sequence[int] = ()
         try:
             if self._ranks.rank == 0:
+                self._chooses = True
                 numbers = choose().flatten().tolist()
         finally:
+            self._chooses, self.choice_failed = False, not numbers
             numbers = self._ranks.agree(numbers)  # none, where choosing has failed
         if not numbers:
             raise RankZeroFailed

@@ -32,10 +32,14 @@ class Leader:
         """See `Launcher.warm_up`."""
         self._ranks.say(order_with(Order.WARM_UP, vars(variant) | {"num_stop_ids": num_stop_ids}))
 
-    def begin_anew(self, order: Order = Order.BEGIN_ANEW) -> None:
-        """Forget all requests; `order` may be FAILED."""
+    def begin_anew(self) -> None:
+        """Forget all requests."""
         self._writer.forget_all()
-        self._ranks.say(array("q", [order]))
+        self._ranks.say(array("q", [Order.BEGIN_ANEW]))
+
+    def fail(self) -> None:
+        """This rank could not do what it has told the others to do, who may wait for it in a collective: they end."""
+        self._ranks.fail()
 
     def close(self) -> None:
         """Follow no longer."""

@@ -22,8 +22,7 @@ from mla_compile.sampling_params import SamplingParams
 class Order(IntEnum):
     """LOAD: a checkpoint, by the arguments of `load_model`. ENGINE: make one, with these settings.
 
-    LAUNCH: a plan. WARM_UP: for a kind of step. BEGIN_ANEW: forget all requests. FAILED: the launch that came last has
-    not become what it should, and all requests are forgotten. CLOSE: no engine is left to follow.
+    LAUNCH: a plan. WARM_UP: for a kind of step. BEGIN_ANEW: forget all requests. CLOSE: no engine is left to follow.
     """
 
     LOAD = 0
@@ -31,13 +30,14 @@ class Order(IntEnum):
     LAUNCH = 2
     WARM_UP = 3
     BEGIN_ANEW = 4
-    FAILED = 5
-    CLOSE = 6
+    CLOSE = 5
 
 
 _TYPES = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
 """The sampling parameters that a step reads, but for `logprobs`, which may be None."""
 _NONE = -1
+_MANY = 2**31
+"""More drafts than a step makes."""
 
 
 def order_with(order: Order, settings: dict[str, Any]) -> "array[int]":
@@ -135,7 +135,7 @@ def _append_list(numbers: "array[int]", values: Sequence[int]) -> None:
 def _append_request(numbers: "array[int]", number: int, request: Request) -> None:
     params = request.params
     logprobs = _NONE if params.logprobs is None else params.logprobs
-    max_drafts = _NONE if request.max_drafts is None else request.max_drafts
+    max_drafts = _NONE if request.max_drafts is None else min(request.max_drafts, _MANY)
     numbers.extend((number, request.max_len, max_drafts, request.is_chosen_on_host, logprobs))
     numbers.extend(_bits(getattr(params, name), kind) for name, kind in _TYPES.items())
     for values in (sorted(request.stop_ids), request.prompt, request.said.token_ids):

@@ -4,6 +4,7 @@ import atexit
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -33,8 +34,11 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         load: arguments of `load_model`, as JSON can hold them; the dtype by its name.
 
     Raises:
-        MLAError: fewer GPUs than processes; a process that does not start.
+        MLAError: fewer GPUs than processes; this process is one of others already.
     """
+    if dist.is_initialized():
+        mend = "give load_model its `parallel` there"
+        raise MLAError("tensor_parallel_size", "1 in a process group of torch.distributed", size, mend)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         expected = f"at most the number of GPUs, {torch.cuda.device_count()}"
         raise MLAError("tensor_parallel_size", expected, size)
@@ -51,13 +55,11 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         for rank in range(1, size)
     }
     atexit.register(_end, list(children.values()))
-    for rank, child in children.items():
-        while not store.check([_started(rank)]):
-            if child.poll() is not None:
-                raise MLAError(f"rank {rank}", "a process that starts", f"exit status {child.returncode}")
-            time.sleep(0.05)
+    have_joined = threading.Event()
+    threading.Thread(target=_watch, args=(children, have_joined), daemon=True).start()
     join(0, size, store, device)
     parallel = Parallel.of_processes(expert_parallel=expert_parallel)
+    have_joined.set()
     assert parallel.ranks is not None
     parallel.ranks.say(order_with(Order.LOAD, load | {"expert_parallel": expert_parallel}))
     return parallel
@@ -65,7 +67,6 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
 
 def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
     """Become one of the processes of torch.distributed's default group, which meet at a store."""
-    store.set(_started(rank), "")
     if device.type == "cuda":
         torch.cuda.set_device(rank)
         backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
@@ -75,8 +76,14 @@ def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_LONG, device_id=own)
 
 
-def _started(rank: int) -> str:
-    return f"mla_compile/started/{rank}"
+def _watch(children: dict[int, "subprocess.Popen[bytes]"], have_joined: threading.Event) -> None:
+    """End this process if a child does before all have joined: joining would wait for it, deaf to Ctrl-C."""
+    while not have_joined.wait(0.1):
+        for rank, child in children.items():
+            if child.poll() is not None:
+                what = f"mla-compile: rank {rank} has not started: its exit status is {child.returncode}"
+                print(what, file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 def _end(children: list["subprocess.Popen[bytes]"]) -> None:

@@ -54,7 +54,7 @@ class Parallel:
         if not (dist.is_available() and dist.is_initialized()):
             mend = "start the program with torchrun, and call torch.distributed.init_process_group() first"
             raise MLAError("Parallel", "a process group of torch.distributed", "none", mend)
-        ranks = _ranks()
+        ranks = _ranks(dist.group.WORLD)
         return cls(ranks.rank, ranks.size, expert_parallel, ranks)
 
     def check(self) -> None:
@@ -91,7 +91,7 @@ class Parallel:
                 )
 
 
-@functools.cache
-def _ranks() -> Ranks:
-    """Made once: its groups are those of all engines."""
+@functools.lru_cache(maxsize=1)
+def _ranks(of_group: object) -> Ranks:
+    """Made once for a default group: its groups are those of all engines."""
     return Ranks()

@@ -143,6 +143,22 @@ def test_the_page_shows_a_program_that_runs(tmp_path: Path) -> None:
     assert re.fullmatch(r"\[\d+(, \d+)*\]\n", said.stdout)
 
 
+class TestEngines:
+    def test_of_one_model_keep_the_ranks_in_step(self, tmp_path: Path) -> None:
+        checkpoint(tmp_path, v3_config(vocab_size=96))
+        run_ranks("tests.parallel.engines", 2, tmp_path, "several")
+
+    @pytest.mark.parametrize("case", ["step", "warm_up"])
+    def test_an_error_of_rank_0_alone_is_raised_there_and_ends_the_others(
+        self, case: str, tmp_path: Path
+    ) -> None:
+        checkpoint(tmp_path, v3_config(vocab_size=96))
+        with pytest.raises(AssertionError) as failed:
+            run_ranks("tests.parallel.engines", 2, tmp_path, case)
+        assert "raised" in str(failed.value)
+        assert "rank 0 of 2 is gone; rank 1 ends with it" in str(failed.value)
+
+
 class TestMistakes:
     def test_without_a_process_group(self, tmp_path: Path) -> None:
         with pytest.raises(MLAError, match=r"Parallel: expected a process group.*none.*torchrun"):

@@ -1,0 +1,66 @@
+"""One of several processes whose rank 0 uses its engines oddly.
+
+`python -m tests.parallel.engines RANK SIZE FOLDER CASE`, see `TestEngines`.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from mla_compile import Engine, MLAError, Parallel, follow
+from mla_compile.models import MLAForCausalLM
+from tests.parallel.worker import join, loaded
+
+
+def several(model: MLAForCausalLM) -> None:
+    """One that is refused, one that is replaced, and numbers that no tensor holds: nobody loses step."""
+    first = Engine(model, compile=False, max_rows=2)
+    said = first.generate([[1, 2, 3]], max_new_tokens=4)
+    with pytest.raises(MLAError, match="max_tokens_per_step"):
+        Engine(model, compile=False, max_rows=2, max_tokens_per_step=1)
+    first.add([1, 2, 3], max_new_tokens=4, max_drafts=2**63)
+    assert first.generate([[1, 2, 3]], max_new_tokens=4) == said
+    second = Engine(model, compile=False, max_rows=2)
+    first.close()
+    assert second.generate([[1, 2, 3]], max_new_tokens=4) == said
+    second.close()
+
+
+def step(model: MLAForCausalLM) -> None:
+    """An error of rank 0 alone, in a step that the others have begun."""
+    engine = Engine(model, compile=False)
+    _fails(model, lambda: engine.generate([[1, 2, 3]], max_new_tokens=4))
+    assert not engine.has_work()
+
+
+def warm_up(model: MLAForCausalLM) -> None:
+    """The same where nothing is served yet."""
+    engine = Engine(model, compile=False, max_rows=1)
+    _fails(model, engine.warm_up)
+
+
+def _fails(model: MLAForCausalLM, call: Callable[[], object]) -> None:
+    with patch.object(model.layers[1], "forward", side_effect=ArithmeticError("of rank 0 alone")):
+        try:
+            call()
+        except ArithmeticError:
+            print("raised", file=sys.stderr)
+
+
+def main() -> None:
+    rank, size, folder, case = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    join(rank, size, folder, "cpu")
+    model = loaded(Parallel.of_processes(), folder, {})
+    if rank > 0:
+        follow(model)
+    else:
+        globals()[case](model)
+
+
+if __name__ == "__main__":
+    main()
