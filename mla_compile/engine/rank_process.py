@@ -11,13 +11,10 @@ import torch
 
 from mla_compile.engine.follow import follow
 from mla_compile.engine.orders import settings_of
-from mla_compile.engine.start_ranks import join
+from mla_compile.engine.start_ranks import INTERRUPTED, join
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel, load_model
 from mla_compile.torch_internals import meeting_place
-
-_INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
 
 
 def main(rank: int, size: int, port: int, device: torch.device) -> None:
@@ -25,7 +22,8 @@ def main(rank: int, size: int, port: int, device: torch.device) -> None:
     # Ctrl-C reaches all processes of a terminal. Where rank 0 goes on all the same, as a server's, it is ignored here
     # too: that is inherited.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_ranks`
     logging.disable(logging.WARNING)  # rank 0 says what takes long
     join(rank, size, meeting_place(size, port), device)
     ranks = Parallel.of_processes().ranks

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,8 @@ from mla_compile.torch_internals import TCPStore, meeting_place
 
 _LONG = timedelta(days=365)
 """A rank may wait for another that compiles. One that is gone is noticed by `Ranks`."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 _GRACE = 5.0
 """Seconds that children have to end, once rank 0 does."""
 
@@ -46,6 +49,8 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         raise MLAError("device", "'cpu' or 'cuda': each process takes a GPU of its own", device)
     store = meeting_place(size)
     command = [sys.executable, "-m", "mla_compile.engine.rank_process"]
+    # Else Ctrl-C would have a child that still imports torch print a traceback. It unblocks what it handles.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     children = {
         rank: subprocess.Popen(
             [*command, str(rank), str(size), str(store.port), device.type],
@@ -54,6 +59,7 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         )
         for rank in range(1, size)
     }
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     atexit.register(_end, list(children.values()))
     have_joined = threading.Event()
     threading.Thread(target=_watch, args=(children, have_joined), daemon=True).start()
@@ -80,10 +86,12 @@ def _watch(children: dict[int, "subprocess.Popen[bytes]"], have_joined: threadin
     """End this process if a child does before all have joined: joining would wait for it, deaf to Ctrl-C."""
     while not have_joined.wait(0.1):
         for rank, child in children.items():
-            if child.poll() is not None:
-                what = f"mla-compile: rank {rank} has not started: its exit status is {child.returncode}"
-                print(what, file=sys.stderr, flush=True)
-                os._exit(1)
+            status = child.poll()
+            if status is not None:
+                what = f"rank {rank} has not started: its exit status is {status}"
+                what = "interrupted" if status == INTERRUPTED else what
+                print(f"mla-compile: {what}", file=sys.stderr, flush=True)
+                os._exit(INTERRUPTED if status == INTERRUPTED else 1)
 
 
 def _end(children: list["subprocess.Popen[bytes]"]) -> None:

@@ -68,9 +68,9 @@ def is_gone(pid: int) -> bool:
 
 
 class Running:
-    """The command amid a long answer: rank 0, which leads a process group, and rank 1."""
+    """The command: rank 0, which leads a process group, and rank 1; `until` a word of its log."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, until: str = "completing") -> None:
         self.log = folder / "stderr.txt"
         words = "--input", str(prompts(folder, 32)), "--max-new-tokens", "4000", "--tensor-parallel-size", "2"
         with self.log.open("w") as log:
@@ -81,12 +81,11 @@ class Running:
                 start_new_session=True,
             )
         deadline = time.monotonic() + 120
-        while "completing" not in self.log.read_text():
+        while until not in self.log.read_text() or not children(self.rank_0.pid):
             assert time.monotonic() < deadline and self.rank_0.poll() is None, self.log.read_text()
             time.sleep(0.2)
         time.sleep(1)
-        children = Path(f"/proc/{self.rank_0.pid}/task/{self.rank_0.pid}/children").read_text()
-        (self.rank_1,) = map(int, children.split())
+        (self.rank_1,) = children(self.rank_0.pid)
 
     def wait_for_end(self, *pids: int) -> None:
         deadline = time.monotonic() + SOON
@@ -115,6 +114,12 @@ class TestEnds:
         running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 130
         assert "Traceback" not in running.log.read_text() and "gone" not in running.log.read_text()
+
+    def test_ctrl_c_while_a_rank_starts_is_no_traceback_either(self, model: Path, tmp_path: Path) -> None:
+        running = Running(model, tmp_path, until="")
+        os.killpg(running.rank_0.pid, signal.SIGINT)
+        running.wait_for_end(running.rank_0.pid, running.rank_1)
+        assert running.rank_0.wait() == 130 and "Traceback" not in running.log.read_text()
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_rank_0_names_a_rank_that_is_gone(self, running: Running, how: signal.Signals) -> None:
