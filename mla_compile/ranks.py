@@ -44,7 +44,6 @@ class Ranks:
     stderr that names it, and exit status 1. A process leaves in peace when its program ends.
 
     rank, size: of the group.
-    rank_0_has_left: in peace.
     follows: whether the main thread runs what rank 0 says: it must be done soon after rank 0 has left.
     """
 
@@ -52,7 +51,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Groups of their own: a program may destroy torch.distributed's before it ends.
         self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
-        self.rank_0_has_left = self.follows = False
+        self._rank_0_has_left = self.follows = False
         self._leaves, self._fails, self._wakes = (threading.Event() for _ in range(3))
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -145,7 +144,7 @@ class Ranks:
             sign = _FIRST_GONE if fails else _LEAVES if leaves else _HERE
             goes_on = self._look_after(here, sign) if self.rank == 0 else self._look_to_rank_0(sign)
             goes_on = goes_on and not (leaves or fails)
-        if self.rank_0_has_left and self.follows:
+        if self._rank_0_has_left and self.follows:
             time.sleep(PATIENCE)
             if self.follows:  # it waits for a collective that rank 0 is not in
                 self._end(0)
@@ -171,8 +170,8 @@ class Ranks:
         answer = self._hear_of(0, 2 * PATIENCE)
         if answer is None or answer >= _FIRST_GONE:
             self._end(0 if answer is None else answer - _FIRST_GONE)
-        self.rank_0_has_left = answer == _LEAVES
-        return not self.rank_0_has_left
+        self._rank_0_has_left = answer == _LEAVES
+        return not self._rank_0_has_left
 
     def _sign(self, sign: int, rank: int, seconds: float) -> None:
         """Gloo sends once the other asks for it. One that does not is found by the next that waits for it."""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mla_compile.engine.follow import follow
 from mla_compile.engine.orders import settings_of
 from mla_compile.engine.start_ranks import INTERRUPTED, join
 from mla_compile.errors import MLAError
-from mla_compile.models import Parallel, load_model
+from mla_compile.models import MLAForCausalLM, Parallel, load_model
 from mla_compile.torch_internals import meeting_place
 
 
@@ -28,22 +29,25 @@ def main(rank: int, size: int, port: int, device: torch.device) -> None:
     join(rank, size, meeting_place(size, port), device)
     ranks = Parallel.of_processes().ranks
     assert ranks is not None
-    try:
-        numbers = ranks.hear()
-        if numbers is not None:
-            follow(_loaded(settings_of(numbers), device))
-            ranks.leave()
-    except Exception as error:
-        ranks.fail()
-        if not ranks.rank_0_has_left:  # it would have said the same
-            if not isinstance(error, MLAError):
-                traceback.print_exc()
-            print(f"mla-compile: rank {rank}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
+    numbers = ranks.hear()
+    if numbers is not None:
+        with suppress(Exception):  # which rank 0 has too, as a load fails on all ranks, and tells
+            _follow(rank, _loaded(settings_of(numbers), device))
+        ranks.leave()
     os._exit(0)  # a collective that nobody else is in any more would keep the process
 
 
-def _loaded(settings: dict[str, Any], device: torch.device) -> Any:
+def _follow(rank: int, model: MLAForCausalLM) -> None:
+    try:
+        follow(model)
+    except Exception as error:
+        if not isinstance(error, MLAError):
+            traceback.print_exc()
+        print(f"mla-compile: rank {rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _loaded(settings: dict[str, Any], device: torch.device) -> MLAForCausalLM:
     parallel = Parallel.of_processes(expert_parallel=settings.pop("expert_parallel"))
     dtype = getattr(torch, settings.pop("dtype"))
     place = torch.device("cuda", parallel.rank) if device.type == "cuda" else device

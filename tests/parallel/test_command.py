@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,3 +151,12 @@ def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.ends() == 0 and "gone" not in "".join(server.log)
         assert started and all(map(is_gone, started))
+
+
+def test_a_load_that_fails_is_one_line(model: Path, tmp_path: Path) -> None:
+    cut = shutil.copytree(model, tmp_path / "cut")
+    os.truncate(cut / "mtp.safetensors", 100)
+    said = run(cut, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2")
+    *before, last = said.stderr.splitlines()
+    assert said.returncode == 2 and "mtp.safetensors: expected" in last and "100 bytes" in last
+    assert all(" ... " in line for line in before)
