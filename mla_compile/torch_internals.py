@@ -11,14 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensor
+
+if TYPE_CHECKING:  # there are builds of torch without it
+    from torch._C._distributed_c10d import TCPStore as TCPStore
 
 
 def statically_known_true(condition: Any) -> bool:
@@ -388,12 +390,14 @@ def compile_counters() -> dict[str, int]:
     }
 
 
-def meeting_place(size: int, port: int | None = None) -> TCPStore:
+def meeting_place(size: int, port: int | None = None) -> "TCPStore":
     """Where `size` processes of this machine meet: at a port, or at a new one, whose `port` the others are told."""
+    from torch._C._distributed_c10d import TCPStore
+
     return TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False)
 
 
-def gloo_group(name: str, timeout: timedelta) -> dist.ProcessGroup:
+def gloo_group(name: str, timeout: timedelta) -> "dist.ProcessGroup":
     """A group of all processes of torch.distributed's default group, which it outlives; all of them make it."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 

@@ -431,8 +431,7 @@ class Engine:
             for request in self._scheduler.requests():
                 self.abort(request)
             self._under_way.clear()
-            is_newest = all(mine is now for mine, now in zip(self._caches, self.model.caches(), strict=True))
-            if self._leader is not None and is_newest and not self._is_closed:
+            if self._leader is not None and self._has_caches() and not self._is_closed:
                 self._leader.close()
             self._is_closed = True
 
@@ -449,10 +448,14 @@ class Engine:
         while self.has_work():  # reports of requests that were aborted
             self.step()
 
+    def _has_caches(self) -> bool:
+        """Whether the model's caches are those that this engine allocated, not a newer one's."""
+        return all(mine is now for mine, now in zip(self._caches, self.model.caches(), strict=True))
+
     def _check_caches(self) -> None:
         if self._is_closed:
             raise MLAError("engine", "one that is not closed", "a closed one", "make another")
-        if any(mine is not now for mine, now in zip(self._caches, self.model.caches(), strict=True)):
+        if not self._has_caches():
             mend = "use the newest engine of a model only"
             raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
 

@@ -34,7 +34,7 @@ class Order(IntEnum):
 
 
 _TYPES = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
-"""The sampling parameters that a step reads, but for `logprobs`, which may be None."""
+"""The sampling parameters that are numbers; of the others a step reads `logprobs` alone, which may be None."""
 _NONE = -1
 _MANY = 2**31
 """More drafts than a step makes."""

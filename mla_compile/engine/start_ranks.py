@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,10 @@ import torch.distributed as dist
 from mla_compile.engine.orders import Order, order_with
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
-from mla_compile.torch_internals import TCPStore, meeting_place
+from mla_compile.torch_internals import meeting_place
+
+if TYPE_CHECKING:
+    from mla_compile.torch_internals import TCPStore
 
 _LONG = timedelta(days=365)
 """A rank may wait for another that compiles. One that is gone is noticed by `Ranks`."""
@@ -71,7 +74,7 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
     return parallel
 
 
-def join(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
+def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
     """Become one of the processes of torch.distributed's default group, which meet at a store."""
     if device.type == "cuda":
         torch.cuda.set_device(rank)
