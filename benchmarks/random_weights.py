@@ -22,7 +22,25 @@ from mla_compile.ops.peers import connect
 from tests.models import published
 
 Weights = Literal["bf16", "fp8"]
-CONFIGS = {"glm": published.GLM_4_7_FLASH, "v2": published.DEEPSEEK_V2, "v3": published.DEEPSEEK_V3}
+SMALL_V3 = {
+    "num_hidden_layers": 12,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
+"""DeepSeek-V3's architecture in sizes of which one GPU holds 12 layers."""
+CONFIGS = {
+    "glm": json.loads(published.GLM_4_7_FLASH),
+    "v2": json.loads(published.DEEPSEEK_V2),
+    "v3": json.loads(published.DEEPSEEK_V3),
+    "small-v3": json.loads(published.DEEPSEEK_V3) | SMALL_V3,
+}
 TINY = {
     "num_hidden_layers": 3,
     "vocab_size": 512,
@@ -48,9 +66,8 @@ STD = 32.0
 
 
 def settings_of(name: str, layers: int | None, *, tiny: bool = False) -> dict[str, Any]:
-    """A published config.json; layers: None for all that it has."""
-    found: dict[str, Any] = json.loads(CONFIGS[name])
-    return found | (TINY if tiny else {}) | ({} if layers is None else {"num_hidden_layers": layers})
+    """A config.json; layers: None for all that it has."""
+    return CONFIGS[name] | (TINY if tiny else {}) | ({} if layers is None else {"num_hidden_layers": layers})
 
 
 def outline_of(settings: dict[str, Any], weights: Weights, *, mtp: bool) -> MLAForCausalLM:

@@ -49,6 +49,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from benchmarks.random_weights import SMALL_V3
 from benchmarks.reporting import write_report
 from mla_compile.engine.config import EngineSettings
 from mla_compile.engine.launch import Launcher
@@ -93,19 +94,7 @@ def random_model(
             glm = Glm4MoeLiteConfig(**{"mtp_mlp_layer_types": ["sparse"], **extra, **shape})
             model = Glm4MoeLiteForCausalLM(glm)
         else:
-            sizes = {
-                "num_hidden_layers": 12,
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
-                "moe_intermediate_size": 1408,
-                "n_routed_experts": 64,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 16,
-            }
-            model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **extra, **shape}))
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL_V3, **extra, **shape}))
         mtp = MtpModel(model, 1)
     torch.set_default_dtype(torch.float32)
     for module in (model, mtp):

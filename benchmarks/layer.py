@@ -1,0 +1,107 @@
+"""One layer of a decode step, kernel by kernel.
+
+    python -m benchmarks.layer --output benchmarks/results/layer.json
+
+Our own model with random weights and few layers, whose replayed CUDA graph is traced. A layer is what lies between two
+appends to the cache. A row for each kernel in the order of the layer: its name, and `us`, the median time from the end
+of the kernel before it to its own end. So a kernel that starts before the one before it ends counts once, what a GPU
+idles counts too, and the rows' sum is the layer. `floor_us`: the bytes of a layer's weights and latents over the
+bandwidth that a plain read reaches in the same run.
+"""
+
+import argparse
+import statistics
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.fp8_step import CONTEXT, engine_of
+from benchmarks.random_weights import CONFIGS, random_model, settings_of
+from benchmarks.reporting import add_row
+from benchmarks.transformers_generate import read_bandwidth
+from mla_compile import Engine
+
+APPEND = "append_kernel"
+STEPS = 16
+"""Traced ones."""
+
+
+def layers_of(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[str, float]]]:
+    """Of every layer of some steps: its kernels' names and microseconds, in order. Last ones have the head too."""
+    for _ in range(2):
+        engine.generate(prompts, max_new_tokens=8)
+    requests = [engine.add(prompt, max_new_tokens=60) for prompt in prompts]
+    while not all(request.completion.token_ids for request in requests):
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    for request in requests:
+        engine.abort(request)
+    kernels = sorted(
+        (event.time_range.end, event.name) for event in trace.events() if event.device_type == DeviceType.CUDA
+    )
+    timed = [(name, end - before) for (before, _), (end, name) in pairwise(kernels)]
+    begins = [i for i, (name, _) in enumerate(timed) if APPEND in name]
+    return [timed[begin:end] for begin, end in pairwise(begins)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--shapes", nargs="+", choices=list(CONFIGS), default=["glm"])
+    parser.add_argument("--weights", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--layers", type=int, default=8, help="at least 5")
+    parser.add_argument("--exact", action="store_true", help="batch-invariant")
+    args = parser.parse_args()
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+        "context": CONTEXT,
+        "exact": args.exact,
+        "rows": [],
+    }
+    bandwidth = read_bandwidth(2**32)
+    for shape in args.shapes:
+        for weights in args.weights:
+            model = random_model(settings_of(shape, args.layers), weights, mtp=False, device="cuda")
+            engine = engine_of(model, max(args.batches), args.exact)
+            for batch in args.batches:
+                generator = torch.Generator().manual_seed(batch)
+                prompts = torch.randint(1, model.vocab_size, (batch, CONTEXT), generator=generator).tolist()
+                found = layers_of(engine, prompts)
+                names = statistics.mode(tuple(name for name, _ in layer) for layer in found)
+                alike = [layer for layer in found if tuple(name for name, _ in layer) == names]
+                floor = layer_bytes(model, batch) / bandwidth * 1e6
+                own = {"shape": shape, "weights": weights, "batch": batch}
+                for place, name in enumerate(names):
+                    us = statistics.median(layer[place][1] for layer in alike)
+                    row = own | {"place": place, "kernel": name[:80], "us": round(us, 2)}
+                    add_row(report, row, args.output)
+                whole = statistics.median(sum(us for _, us in layer) for layer in alike)
+                row = own | {"place": None, "kernel": f"the layer: {len(names)} kernels"}
+                add_row(report, row | {"us": round(whole, 1), "floor_us": round(floor, 1)}, args.output)
+            del engine, model
+            torch.cuda.empty_cache()
+
+
+def layer_bytes(model: Any, batch: int) -> float:
+    """Of the last layer, which has experts: weights and latents that a step reads, with random routing."""
+    layer = model.layers[-1]
+    routed = model.arch.routing
+    hit = 1 - (1 - routed.topk / routed.num_experts) ** batch
+    total = sum(p.nbytes * (hit if ".experts." in f".{name}" else 1) for name, p in layer.named_parameters())
+    return float(total) + batch * CONTEXT * (model.arch.kv_lora_rank + model.arch.qk_rope_head_dim) * 2
+
+
+if __name__ == "__main__":
+    main()
