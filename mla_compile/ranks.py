@@ -28,6 +28,8 @@ for another."""
 
 _FRAME = 1024
 """Numbers of a message that travel with its length; one that is longer takes a second broadcast."""
+_MOST_SAID = 4096
+"""Bytes of what each rank says to all."""
 _FOREVER = timedelta(days=3650)
 """Rank 0 may have nothing to say for long. Who is gone is found by the signs of life."""
 
@@ -52,7 +54,7 @@ class Ranks:
         # Groups of their own: a program may destroy torch.distributed's before it ends.
         self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
         self._rank_0_has_left = self.follows = False
-        self._leaves, self._fails, self._wakes = (threading.Event() for _ in range(3))
+        self._sign, self._wakes = _HERE, threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
         atexit.register(self.leave)
@@ -108,6 +110,14 @@ class Ranks:
             raise MLAError("rank 0", "a process that goes on", "one that has ended")
         return heard
 
+    def of_all(self, text: str) -> list[str]:
+        """What each rank says here, cut to 4,096 bytes; all call this at the same point of their work."""
+        said = text.encode()[:_MOST_SAID].ljust(_MOST_SAID, b"\0")
+        mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        heard = [torch.empty_like(mine) for _ in range(self.size)]
+        self._told.allgather([heard], [mine]).wait()
+        return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in heard]
+
     # --- who is there
 
     def _wait_for_verdict(self) -> None:
@@ -116,7 +126,7 @@ class Ranks:
 
     def leave(self) -> None:
         """Tell the others that this process leaves, as its program ends; they go on or end by themselves."""
-        self._end_watch(self._leaves)
+        self._end_watch(_LEAVES)
 
     def fail(self) -> None:
         """After an error of this rank, perhaps of it alone: the others end.
@@ -125,11 +135,11 @@ class Ranks:
         """
         if self.rank and self._watcher.is_alive():
             self._wait_for_verdict()
-        self._end_watch(self._fails)
+        self._end_watch(_FIRST_GONE + self.rank)
 
-    def _end_watch(self, how: threading.Event) -> None:
+    def _end_watch(self, sign: int) -> None:
         atexit.unregister(self.leave)
-        how.set()
+        self._sign = sign
         self._wakes.set()
         self._watcher.join(2 * PATIENCE)
 
@@ -138,12 +148,11 @@ class Ranks:
         goes_on, here = True, set(range(1, self.size))
         while goes_on:
             self._wakes.wait(BEAT)
-            fails, leaves = self._fails.is_set(), self._leaves.is_set()
-            if fails and self.rank:
-                return
-            sign = _FIRST_GONE if fails else _LEAVES if leaves else _HERE
+            sign = self._sign
+            if self.rank and sign >= _FIRST_GONE:
+                return  # rank 0 misses it, and tells the others
             goes_on = self._look_after(here, sign) if self.rank == 0 else self._look_to_rank_0(sign)
-            goes_on = goes_on and not (leaves or fails)
+            goes_on = goes_on and sign == _HERE
         if self._rank_0_has_left and self.follows:
             time.sleep(PATIENCE)
             if self.follows:  # it waits for a collective that rank 0 is not in
@@ -158,7 +167,7 @@ class Ranks:
             if heard[rank] is None and gone is None:
                 gone = rank
         for rank in heard:
-            self._sign(sign if gone is None else _FIRST_GONE + gone, rank, BEAT)
+            self._send(sign if gone is None else _FIRST_GONE + gone, rank, BEAT)
         if gone is not None:
             self._end(gone)
         here -= {rank for rank, its_sign in heard.items() if its_sign == _LEAVES}
@@ -166,14 +175,14 @@ class Ranks:
 
     def _look_to_rank_0(self, sign: int) -> bool:
         """The others' part of it."""
-        self._sign(sign, 0, 2 * PATIENCE)
+        self._send(sign, 0, 2 * PATIENCE)
         answer = self._hear_of(0, 2 * PATIENCE)
         if answer is None or answer >= _FIRST_GONE:
             self._end(0 if answer is None else answer - _FIRST_GONE)
         self._rank_0_has_left = answer == _LEAVES
         return not self._rank_0_has_left
 
-    def _sign(self, sign: int, rank: int, seconds: float) -> None:
+    def _send(self, sign: int, rank: int, seconds: float) -> None:
         """Gloo sends once the other asks for it. One that does not is found by the next that waits for it."""
         with suppress(RuntimeError):
             self._signs.send([torch.tensor([sign], device="cpu")], rank, 0).wait(timedelta(seconds=seconds))

@@ -62,7 +62,8 @@ class SamplingParams:
             raise MLAError("temperature", "a finite number >= 0", self.temperature, "0 is greedy")
         if not _is_int(self.top_k) or not 0 <= self.top_k < 2**31:
             raise MLAError("top_k", "an integer in [0, 2**31)", self.top_k, "0 keeps every token")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        # As a float: a fraction may be less than any of these.
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1 or not float(self.top_p):
             raise MLAError("top_p", "a number in (0, 1]", self.top_p, "1 keeps every token")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise MLAError("seed", "an integer in [0, 2**63)", self.seed)

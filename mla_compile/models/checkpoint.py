@@ -77,11 +77,12 @@ def load_model(
             floating, a device that this machine lacks; another `quantize`, or `dequantize` beside it; a number of
             processes that the model cannot be divided among, or a place that this process does not have.
     """
-    _check_target(dtype, device)
     if parallel is not None:
         parallel.check()
-    together = nullcontext if parallel is None else partial(parallel.failing_together, device)
+    together = nullcontext if parallel is None else parallel.failing_together
     is_shown = parallel is None or parallel.rank == 0
+    with together():
+        _check_target(dtype, device)
     with told("opening the checkpoint", is_shown=is_shown), together():
         model, files, block = _open(Path(path), dtype, mtp, quantize, dequantize, parallel)
     with together():

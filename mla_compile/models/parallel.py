@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from mla_compile.errors import MLAError
@@ -15,9 +14,7 @@ if dist.is_available():
     # Its functions take as default arguments what the default group is when it is imported. Were that done by
     # transformers, when a checkpoint is loaded, they would keep the group past `destroy_process_group`: gloo's threads
     # would still run when the interpreter ends, and might end the process by "terminate called".
-    import torch.distributed.nn.functional
-
-_MOST_SAID = 4096  # bytes of an error
+    import torch.distributed.nn.functional  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,8 @@ class Parallel:
             raise MLAError("parallel", "what Parallel.of_processes() returns", self)
 
     @contextmanager
-    def failing_together(self, device: str | torch.device) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """All processes leave the block together, and with an error if one of them does: none goes on to wait for it.
-
-        device: where the processes' tensors are.
 
         Raises:
             MLAError: another process has failed; which one, and how.
@@ -76,16 +71,12 @@ class Parallel:
             yield
         except Exception as error:
             failed = error
-        said = "" if failed is None else f"{failed}" or type(failed).__name__
-        mine = torch.frombuffer(
-            bytearray(said.encode()[:_MOST_SAID].ljust(_MOST_SAID, b"\0")), dtype=torch.uint8
-        )
-        of_all = [torch.empty(_MOST_SAID, dtype=torch.uint8, device=device) for _ in range(self.size)]
-        dist.all_gather(of_all, mine.to(device))
+        assert self.ranks is not None, "see `check`"
+        of_all = self.ranks.of_all("" if failed is None else f"{failed}" or type(failed).__name__)
         if failed is not None:
             raise failed
-        for rank, text in enumerate(of_all):
-            if what := bytes(text.tolist()).rstrip(b"\0").decode(errors="replace"):
+        for rank, what in enumerate(of_all):
+            if what:
                 raise MLAError(
                     "parallel", "all processes to load their parts", f"from process {rank}: {what}"
                 )

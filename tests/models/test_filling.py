@@ -78,7 +78,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def load_part(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`load_model` of one of several processes, without the others."""
     monkeypatch.setattr(Parallel, "check", lambda self: None)
-    monkeypatch.setattr(Parallel, "failing_together", lambda self, device: nullcontext())
+    monkeypatch.setattr(Parallel, "failing_together", lambda self: nullcontext())
 
     def load(path: Path, rank: int, size: int, *, expert_parallel: bool, **settings: Any) -> MLAForCausalLM:
         return load_model(path, parallel=Parallel(rank, size, expert_parallel), **settings)

@@ -12,10 +12,10 @@ from mla_compile import MLAError, Parallel, load_model
 from mla_compile.models.filling import Filling
 
 
-def outcome(path: Path) -> str:
+def outcome(path: Path, device: str = "cpu") -> str:
     """What comes of it: an error, or nothing."""
     try:
-        load_model(path, parallel=Parallel.of_processes())
+        load_model(path, parallel=Parallel.of_processes(), device=device)
     except (MLAError, OSError) as error:
         return str(error)
     return ""
@@ -35,6 +35,7 @@ def main() -> None:
         patch.object(Filling, "run", side_effect=OSError("the disk is gone")) if rank == 1 else nullcontext()
     ):
         said.append(outcome(folder / job["checkpoints"][0]))
+    said.append(outcome(folder / job["checkpoints"][0], "cpu" if rank == 0 else "nowhere"))
     (folder / f"said.{rank}.json").write_text(json.dumps(said))
     torch.distributed.destroy_process_group()
 

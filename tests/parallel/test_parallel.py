@@ -205,6 +205,7 @@ class TestMistakes:
             == f"parallel: expected all processes to load their parts, got from process 1: {said[1][3]}"
         )
         assert said[0][6].endswith("from process 1: the disk is gone") and said[1][6] == "the disk is gone"
+        assert said[0][7].endswith(said[1][7]) and said[1][7].startswith("device: expected a device of this")
 
 
 def test_collectives_are_sound_ops(tmp_path: Path) -> None:

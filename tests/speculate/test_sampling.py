@@ -1,6 +1,7 @@
 """Noise keyed by (seed, position, id), and the sampler built on it."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def test_temperature_zero_and_a_tiny_top_p_are_greedy() -> None:
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_p": math.nan},
+        {"top_p": Fraction(1, 10**400)},
         {"seed": -1},
         {"seed": 2**63},
         {"stop_token_ids": [2**63]},

@@ -19,6 +19,8 @@ follow each other as they like, if they do so alike on all GPUs.
 finished runs on every GPU, or will: it signals before it waits, and then has all that it waits for.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -184,19 +186,10 @@ def _collective(x: Tensor, out: Tensor, *, gathers: bool) -> Tensor:
     block, blocks = blocks_of(rows, columns)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         collective_kernel[(rows * blocks,)](
-            x,
-            out,
-            x_stride,
-            peers.addresses,
-            peers.epochs,
+            *(x, out, x_stride, peers.addresses, peers.epochs),
             GATHERS=gathers,
-            RANK=peers.rank,
-            RANKS=peers.size,
-            COLUMNS=columns,
-            BLOCK=block,
-            EARLY=starts_early(x),
             num_warps=max(4, row_warps(block)),
-            launch_pdl=starts_early(x),
+            **_options(peers, x, block),
         )
     return out
 
@@ -213,26 +206,19 @@ def all_reduce_add_rms_norm_triton(
     block = power_of_two(columns)
     with torch.cuda.device_of(x):
         all_reduce_add_rms_norm_kernel[(rows,)](
-            x,
-            residual,
-            x if weight is None else weight.contiguous(),
-            normed,
-            total,
-            x_stride,
-            residual_stride,
-            eps,
-            peers.addresses,
-            peers.epochs,
+            *(x, residual, x if weight is None else weight.contiguous(), normed, total),
+            *(x_stride, residual_stride, eps, peers.addresses, peers.epochs),
             HAS_WEIGHT=weight is not None,
-            RANK=peers.rank,
-            RANKS=peers.size,
-            COLUMNS=columns,
-            BLOCK=block,
-            EARLY=starts_early(x),
             num_warps=row_warps(block),
-            launch_pdl=starts_early(x),
+            **_options(peers, x, block),
         )
     return normed, total
+
+
+def _options(peers: Peers, x: Tensor, block: int) -> dict[str, Any]:
+    """What both kernels are launched with."""
+    sizes = {"RANK": peers.rank, "RANKS": peers.size, "COLUMNS": x.shape[1], "BLOCK": block}
+    return sizes | {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
 
 
 def _peers(x: Tensor) -> Peers:

@@ -6,6 +6,8 @@ a block along k, so that a row of a tile has one scale, by which its weights are
 conversion, which every tile of tokens repeats, takes longer than to write the weight dequantised once.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -146,6 +148,28 @@ def tiles_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < columns)[None, :])
 
 
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    sizes: tuple[int, ...],
+    options: dict[str, int],
+) -> Tensor:
+    """The product by one weight, by a kernel of this file; sizes: its arguments behind the result."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernel[grid](
+            *(x, weight, scale, out, *sizes),
+            K=x.shape[1],
+            EARLY=starts_early(x),
+            launch_pdl=starts_early(x),
+            **options,
+        )
+    return out
+
+
 def linear_gemv(
     x: Tensor,
     first: Tensor,
@@ -168,18 +192,9 @@ def linear_gemv(
         block_c, block_k, warps = tiles or (
             (4, 512, 2) if k < 1024 else (2, 1024, 4) if k <= 4096 else (1, 1024, 2)
         )
-        out = x.new_empty(1, columns)
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            gemv_kernel[(triton.cdiv(columns, block_c),)](
-                *(x, weight, scale, out, columns),
-                K=k,
-                BLOCK_C=block_c,
-                BLOCK_K=block_k,
-                EARLY=starts_early(x),
-                num_warps=warps,
-                launch_pdl=starts_early(x),
-            )
-        return out
+        grid = (triton.cdiv(columns, block_c),)
+        options = {"BLOCK_C": block_c, "BLOCK_K": block_k, "num_warps": warps}
+        return _launch(gemv_kernel, grid, x, weight, scale, (columns,), options)
 
     return each_matrix(product, first, first_scale, second, second_scale)
 
@@ -203,17 +218,9 @@ def linear_blocks(
 
     def product(weight: Tensor, scale: Tensor) -> Tensor:
         columns = weight.shape[0]
-        out = x.new_empty(tokens, columns)
         grid = (triton.cdiv(columns, chosen.columns), triton.cdiv(tokens, chosen.tokens))
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            blocks_kernel[grid](
-                *(x, weight, scale, out, x.stride(0), tokens, columns),
-                K=k,
-                EARLY=starts_early(x),
-                launch_pdl=starts_early(x),
-                **chosen.options(k),
-            )
-        return out
+        sizes = (x.stride(0), tokens, columns)
+        return _launch(blocks_kernel, grid, x, weight, scale, sizes, chosen.options(k))
 
     return each_matrix(product, first, first_scale, second, second_scale)
 
@@ -240,18 +247,9 @@ def linear_tiles(
     def product(weight: Tensor, scale: Tensor) -> Tensor:
         columns = weight.shape[0]
         chosen = tiles or fp8_tiles(tokens, columns, x.dtype, device_of(x))
-        out = x.new_empty(tokens, columns)
-        programs = triton.cdiv(tokens, chosen.tokens) * triton.cdiv(columns, chosen.columns)
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            tiles_kernel[(programs,)](
-                *(x, weight, scale, out, x.stride(0), tokens, columns),
-                K=k,
-                IN_ORDER=in_order,
-                EARLY=starts_early(x),
-                launch_pdl=starts_early(x),
-                **chosen.options(k),
-            )
-        return out
+        grid = (triton.cdiv(tokens, chosen.tokens) * triton.cdiv(columns, chosen.columns),)
+        options = chosen.options(k) | {"IN_ORDER": in_order}
+        return _launch(tiles_kernel, grid, x, weight, scale, (x.stride(0), tokens, columns), options)
 
     return each_matrix(product, first, first_scale, second, second_scale)
 
