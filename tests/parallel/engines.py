@@ -6,12 +6,13 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from mla_compile import Engine, MLAError, Parallel, follow
+from mla_compile import Engine, MLAError, Parallel, check_batch_invariance, follow
 from mla_compile.models import MLAForCausalLM
 from tests.parallel.worker import join, loaded
 
@@ -28,6 +29,14 @@ def several(model: MLAForCausalLM) -> None:
     first.close()
     assert second.generate([[1, 2, 3]], max_new_tokens=4) == said
     second.close()
+
+
+def invariance(model: MLAForCausalLM) -> None:
+    """The check of what neighbours change, which makes engines, and reads the caches on rank 0."""
+    prompts = [[1, 5, 6, *range(7, 7 + 4 * i)] for i in range(3)]
+    settings: dict[str, Any] = {"compile": False, "batch_invariant": False}
+    report = check_batch_invariance(model, prompts, max_new_tokens=6, drafts=(0, 2), rounds=1, **settings)
+    assert report.num_requests == 10 and report.num_tokens == 60 and report.num_latents > 0, report
 
 
 def step(model: MLAForCausalLM) -> None:

@@ -42,8 +42,13 @@ def prompts(folder: Path, count: int) -> Path:
     return file
 
 
-def run(model: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, "--model", str(model), *words], capture_output=True, text=True)
+def run(model: Path, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, "--model", str(model), *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
 
 
 def test_it_says_what_one_process_says(model: Path, tmp_path: Path) -> None:
@@ -151,6 +156,17 @@ def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.ends() == 0 and "gone" not in "".join(server.log)
         assert started and all(map(is_gone, started))
+
+
+def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> None:
+    """The interpreter of one ends before it has joined the others."""
+    fails = "import os, sys\nif 'mla_compile.engine.rank_process' in sys.orig_argv:\n    os._exit(3)\n"
+    (tmp_path / "sitecustomize.py").write_text(fails)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    asked = "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2"
+    said = run(model, *asked, PYTHONPATH=path)
+    assert said.returncode == 1
+    assert said.stderr == "mla-compile: rank 1 has not started: its exit status is 3\n"
 
 
 def test_a_load_that_fails_is_one_line(model: Path, tmp_path: Path) -> None:

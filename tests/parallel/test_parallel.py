@@ -144,9 +144,10 @@ def test_the_page_shows_a_program_that_runs(tmp_path: Path) -> None:
 
 
 class TestEngines:
-    def test_of_one_model_keep_the_ranks_in_step(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("case", ["several", "invariance"])
+    def test_of_one_model_keep_the_ranks_in_step(self, case: str, tmp_path: Path) -> None:
         checkpoint(tmp_path, v3_config(vocab_size=96))
-        run_ranks("tests.parallel.engines", 2, tmp_path, "several")
+        run_ranks("tests.parallel.engines", 2, tmp_path, case)
 
     @pytest.mark.parametrize("case", ["step", "warm_up"])
     def test_an_error_of_rank_0_alone_is_raised_there_and_ends_the_others(
