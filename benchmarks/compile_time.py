@@ -109,6 +109,7 @@ def in_new_process(cache: str) -> dict[str, Any]:
     """`measure` with this command's arguments, and caches in a folder."""
     command = [sys.executable, "-m", "benchmarks.compile_time", *sys.argv[1:], "--measure"]
     folders = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+    folders["TMPDIR"] = cache  # where Inductor has the compiled header of its C++ kernels
     done = subprocess.run(command, env=os.environ | folders, stdout=subprocess.PIPE, text=True, check=True)
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row

@@ -162,6 +162,33 @@ def generation() -> str:
     )
 
 
+def compile_time() -> str:
+    """Where the time of a compile goes."""
+    report = result("compile_time.cpu")
+    names = {
+        "dynamo": "Dynamo",
+        "our_passes": "our passes",
+        "aot_autograd": "AOTAutograd",
+        "inductor_graph_passes": "Inductor's passes",
+        "inductor_lowering": "lowering",
+        "inductor_scheduling": "scheduling",
+        "inductor_codegen": "writing kernels",
+        "waiting_for_compilers": "waiting for the C++ compiler",
+        "loading_from_caches": "loading",
+        "other": "the rest",
+    }
+    return sentences(
+        f"{report['machine']['cpus']} CPU cores, torch {report['machine']['torch']}; seconds of the clock, but for "
+        "the CPU's."
+    ) + table(
+        ["caches", "all", "of the CPU", *names.values()],
+        (
+            [row["caches"], row["seconds"], row["cpu_s"], *(fixed(row["stages"][name]) for name in names)]
+            for row in report["rows"]
+        ),
+    )
+
+
 def acceptance() -> str:
     """Tokens a step on held-out text."""
     report = result("acceptance")
@@ -663,6 +690,7 @@ def _yes(value: bool) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "figures": figures,
     "generation.cpu": generation,
+    "compile_time.cpu": compile_time,
     "acceptance": acceptance,
     "fp8_agreement": fp8_agreement,
     "draft_length.cpu": lambda: _draft_length("draft_length.cpu"),

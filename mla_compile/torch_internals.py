@@ -9,7 +9,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -94,7 +94,22 @@ def lower_with_inductor(
     """Compile a Dynamo graph with Inductor under the given config options."""
     from torch._inductor.compile_fx import compile_fx
 
+    if any(isinstance(x, torch.Tensor) and x.is_cpu for x in example_inputs):
+        threading.Thread(target=_compile_smallest_kernel, daemon=True).start()
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
+
+
+def _compile_smallest_kernel() -> None:
+    """Have Inductor find out which vector instructions there are, and compile the header of its kernels: 9 s on a slow
+    core, for which the compile would wait otherwise.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    kernel = 'extern "C" void kernel(float* x) { at::vec::Vectorized<float>(0).store(x); }'
+    with suppress(Exception):  # which the compile meets too, and tells
+        CppPythonBindingsCodeCache.load_pybinding(
+            ["float*"], f"#include <torch/csrc/inductor/cpp_prefix.h>\n{kernel}\n"
+        )
 
 
 def trace_graph(name: str, gm: fx.GraphModule) -> None:

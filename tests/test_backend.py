@@ -2,6 +2,8 @@
 
 import copy
 import os
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +114,27 @@ def test_a_module_without_mla_compiles_as_with_inductor() -> None:
     module, x = nn.Linear(4, 3), torch.randn(2, 4)
     torch.testing.assert_close(torch.compile(module, backend="mla", fullgraph=True)(x), module(x))
     assert compile_counters()["graphs"] >= 1
+
+
+@pytest.mark.long
+def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, which compiles a kernel of its own; what fails there, the compile tells."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    written, done = [], threading.Event()
+    load = CppPythonBindingsCodeCache.load_pybinding.__func__  # type: ignore[attr-defined]
+
+    def loaded(*args: Any) -> Any:
+        kernel = load(*args)
+        if threading.current_thread() is threading.main_thread():
+            return kernel
+        x = torch.ones(16)
+        kernel(x)
+        written.append(x.tolist())
+        done.set()
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", classmethod(loaded))
+    function = torch.compile(lambda x: x.sin() + 1, backend="mla")
+    function(torch.ones(8))
+    assert done.wait(60) and written[0][0] == 0
