@@ -1,7 +1,9 @@
 """Processes that measure together: they are started and ended, take turns, and tell each other and the starter."""
 
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,9 @@ NO_MULTICAST = {
 }
 """NVLink multicast has put shared GPUs out of service."""
 ROWS = "rows"
-TOLD = 4000
+TELL = signal.SIGUSR1
+"""Has a process say where it is, whatever it waits for."""
+TOLD = 12_000
 """Characters of what a process that failed has said last."""
 
 
@@ -35,6 +39,8 @@ def run(commands: Sequence[Sequence[str]], take: Callable[[dict[str, Any]], None
     """Run commands side by side, each in a process that is told by its last argument where to `meet`.
 
     take: gets each row that one of them tells, when it does.
+
+    After Ctrl-C each process says where it is, and what it has said last is printed.
 
     Raises:
         ProcessFailed: one ended badly; with the end of what it said.
@@ -68,6 +74,13 @@ def run(commands: Sequence[Sequence[str]], take: Callable[[dict[str, Any]], None
                         raise ProcessFailed(_said(process, running[process]))
                     del running[process]
                 time.sleep(0.1)
+        except KeyboardInterrupt:
+            for process in running:
+                process.send_signal(TELL)
+            time.sleep(2)
+            for process, log in running.items():
+                print(_said(process, log), file=sys.stderr, flush=True)
+            raise
         finally:
             for process in running:
                 process.kill()
@@ -82,6 +95,8 @@ def _said(process: "subprocess.Popen[bytes]", log: Path) -> str:
 
 def meet(port: str) -> Store:
     """What all processes of a `run` share."""
+    faulthandler.register(TELL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends all
     return TCPStore("localhost", int(port), is_master=False, timeout=PATIENCE)
 
 
