@@ -10,7 +10,6 @@ import threading
 import time
 from array import array
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
@@ -55,6 +54,7 @@ class Ranks:
         self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
         self._rank_0_has_left = self.follows = False
         self._sign, self._wakes = _HERE, threading.Event()
+        self._deaf: int | None = None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
         atexit.register(self.leave)
@@ -161,13 +161,16 @@ class Ranks:
     def _look_after(self, here: set[int], sign: int) -> bool:
         """Rank 0's part of a round: hear all that are `here`, then answer. True: there will be another."""
         heard: dict[int, int | None] = {}
-        gone = None
-        for rank in sorted(here):
+        gone = self._deaf
+        for rank in sorted(here - {gone}):
             heard[rank] = self._hear_of(rank, BEAT if gone else PATIENCE)
             if heard[rank] is None and gone is None:
                 gone = rank
         for rank in heard:
-            self._send(sign if gone is None else _FIRST_GONE + gone, rank, BEAT)
+            if gone is not None:
+                self._send(_FIRST_GONE + gone, rank, BEAT)
+            elif not self._send(sign, rank, PATIENCE):
+                self._deaf = rank  # the others hear of it in the next round
         if gone is not None:
             self._end(gone)
         here -= {rank for rank, its_sign in heard.items() if its_sign == _LEAVES}
@@ -182,10 +185,17 @@ class Ranks:
         self._rank_0_has_left = answer == _LEAVES
         return not self._rank_0_has_left
 
-    def _send(self, sign: int, rank: int, seconds: float) -> None:
-        """Gloo sends once the other asks for it. One that does not is found by the next that waits for it."""
-        with suppress(RuntimeError):
+    def _send(self, sign: int, rank: int, seconds: float) -> bool:
+        """Whether a rank has asked for this sign in so many seconds: gloo waits for that.
+
+        After a timeout the two do not hear each other any more. So who is there gets time: an interpreter that compiles
+        may have none for its threads for some seconds.
+        """
+        try:
             self._signs.send([torch.tensor([sign], device="cpu")], rank, 0).wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
 
     def _hear_of(self, rank: int, seconds: float) -> int | None:
         """The sign of a rank; None where there is none in so many seconds."""

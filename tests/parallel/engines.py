@@ -4,7 +4,10 @@
 """
 
 import sys
+import time
+from collections import deque
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +32,17 @@ def several(model: MLAForCausalLM) -> None:
     first.close()
     assert second.generate([[1, 2, 3]], max_new_tokens=4) == said
     second.close()
+
+
+def busy(model: MLAForCausalLM) -> None:
+    """Ranks whose interpreters are busy for some seconds at times, as while they compile, are there all the same."""
+    assert Engine(model, compile=False).generate([[1, 2, 3]], max_new_tokens=4)
+
+
+def _be_busy() -> None:
+    for _ in range(3):
+        deque(repeat(None, 3_000_000_000), maxlen=0)  # one call, in which no other thread runs
+        time.sleep(0.1)
 
 
 def invariance(model: MLAForCausalLM) -> None:
@@ -65,6 +79,8 @@ def main() -> None:
     torch.set_num_threads(1)
     join(rank, size, folder, "cpu")
     model = loaded(Parallel.of_processes(), folder, {})
+    if case == "busy":
+        _be_busy()
     if rank > 0:
         follow(model)
     else:
