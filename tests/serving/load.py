@@ -71,10 +71,10 @@ class Seen:
     is_idle: bool = False
 
     def growth(self, process: str) -> float:
-        """MiB by which the last quarter's median memory is above the first quarter's highest: it goes down, too."""
+        """MiB by which the last quarter's median memory is above the first quarter's."""
         samples = self.memory[process]
         quarter = max(1, len(samples) // 4)
-        return statistics.median(samples[-quarter:]) - max(samples[:quarter])
+        return statistics.median(samples[-quarter:]) - statistics.median(samples[:quarter])
 
     def summary(self) -> dict[str, Any]:
         """What is worth printing."""
