@@ -51,6 +51,14 @@ def engine_of(model: MLAForCausalLM, max_rows: int, exact: bool) -> Engine:
     )
 
 
+def prompts_of(model: MLAForCausalLM, batch: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(batch)
+    found: list[list[int]] = torch.randint(
+        1, model.vocab_size, (batch, CONTEXT), generator=generator
+    ).tolist()
+    return found
+
+
 def steps(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float]]:
     """What the prompts are continued by, and times."""
     began, marks = time.perf_counter(), Marks()
@@ -88,8 +96,7 @@ def written(
     engine = engine_of(model, max(batches), mode == "exact")
     found = {}
     for batch in batches:
-        generator = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(1, model.vocab_size, (batch, CONTEXT), generator=generator).tolist()
+        prompts = prompts_of(model, batch)
         texts, times = steps(engine, prompts)
         found[batch] = times, prompts[0], texts[0]
     return found

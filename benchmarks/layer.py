@@ -11,7 +11,8 @@ bandwidth that a plain read reaches in the same run.
 
 import argparse
 import statistics
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.fp8_step import CONTEXT, engine_of
+from benchmarks.fp8_step import CONTEXT, engine_of, prompts_of
 from benchmarks.random_weights import CONFIGS, random_model, settings_of
 from benchmarks.reporting import add_row
-from benchmarks.transformers_generate import read_bandwidth
+from benchmarks.transformers_generate import latent_bytes, read_bandwidth, share_of_experts
 from mla_compile import Engine
+from mla_compile.models import MLAForCausalLM
 
 APPEND = "append_kernel"
 STEPS = 16
@@ -71,36 +73,37 @@ def main() -> None:
         "rows": [],
     }
     bandwidth = read_bandwidth(2**32)
-    for shape in args.shapes:
-        for weights in args.weights:
-            model = random_model(settings_of(shape, args.layers), weights, mtp=False, device="cuda")
-            engine = engine_of(model, max(args.batches), args.exact)
-            for batch in args.batches:
-                generator = torch.Generator().manual_seed(batch)
-                prompts = torch.randint(1, model.vocab_size, (batch, CONTEXT), generator=generator).tolist()
-                found = layers_of(engine, prompts)
-                names = statistics.mode(tuple(name for name, _ in layer) for layer in found)
-                alike = [layer for layer in found if tuple(name for name, _ in layer) == names]
-                floor = layer_bytes(model, batch) / bandwidth * 1e6
-                own = {"shape": shape, "weights": weights, "batch": batch}
-                for place, name in enumerate(names):
-                    us = statistics.median(layer[place][1] for layer in alike)
-                    row = own | {"place": place, "kernel": name[:80], "us": round(us, 2)}
-                    add_row(report, row, args.output)
-                whole = statistics.median(sum(us for _, us in layer) for layer in alike)
-                row = own | {"place": None, "kernel": f"the layer: {len(names)} kernels"}
-                add_row(report, row | {"us": round(whole, 1), "floor_us": round(floor, 1)}, args.output)
-            del engine, model
-            torch.cuda.empty_cache()
+    for shape, weights in product(args.shapes, args.weights):
+        model = random_model(settings_of(shape, args.layers), weights, mtp=False, device="cuda")
+        engine = engine_of(model, max(args.batches), args.exact)
+        for batch in args.batches:
+            own = {"shape": shape, "weights": weights, "batch": batch}
+            floor = layer_bytes(model, batch) / bandwidth * 1e6
+            for row in rows_of(layers_of(engine, prompts_of(model, batch)), floor):
+                add_row(report, own | row, args.output)
+        del engine, model
+        torch.cuda.empty_cache()
 
 
-def layer_bytes(model: Any, batch: int) -> float:
+def rows_of(layers: list[list[tuple[str, float]]], floor: float) -> Iterator[dict[str, Any]]:
+    """A row for each kernel of the commonest layer, and one for the whole."""
+    names = statistics.mode(tuple(name for name, _ in layer) for layer in layers)
+    alike = [layer for layer in layers if tuple(name for name, _ in layer) == names]
+    for place, name in enumerate(names):
+        us = statistics.median(layer[place][1] for layer in alike)
+        yield {"place": place, "kernel": name[:80], "us": round(us, 2)}
+    whole = statistics.median(sum(us for _, us in layer) for layer in alike)
+    what = f"the layer: {len(names)} kernels"
+    yield {"place": None, "kernel": what, "us": round(whole, 1), "floor_us": round(floor, 1)}
+
+
+def layer_bytes(model: MLAForCausalLM, batch: int) -> float:
     """Of the last layer, which has experts: weights and latents that a step reads, with random routing."""
-    layer = model.layers[-1]
-    routed = model.arch.routing
-    hit = 1 - (1 - routed.topk / routed.num_experts) ** batch
-    total = sum(p.nbytes * (hit if ".experts." in f".{name}" else 1) for name, p in layer.named_parameters())
-    return float(total) + batch * CONTEXT * (model.arch.kv_lora_rank + model.arch.qk_rope_head_dim) * 2
+    hit = share_of_experts(model.config, batch)
+    weights = (
+        p.nbytes * (hit if ".experts." in name else 1) for name, p in model.layers[-1].named_parameters()
+    )
+    return sum(weights) + latent_bytes(model.config, batch * CONTEXT)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> flo
     for name, parameter in model.named_parameters():
         times = 1.0
         if ".experts." in name:
-            times = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
+            times = share_of_experts(config, tokens)
         elif "embed_tokens" in name:
             times = tokens / config.vocab_size
         if name.startswith("mtp."):
@@ -175,8 +175,17 @@ def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> flo
         elif name.startswith("lm_head."):
             times *= 1 + drafts
         total += times * parameter.numel() * parameter.element_size()
-    width = config.kv_lora_rank + config.qk_rope_head_dim
-    return total + batch * context * width * 2 * (config.num_hidden_layers + drafts)
+    return total + latent_bytes(config, batch * context) * (config.num_hidden_layers + drafts)
+
+
+def share_of_experts(config: Any, tokens: int) -> float:
+    """Of a layer's routed experts, those that some of so many tokens choose, by random routing."""
+    return 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
+
+
+def latent_bytes(config: Any, tokens: int) -> int:
+    """Of one layer, in half precision."""
+    return tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
 
 
 def generate(model: Any, prompts: Tensor, new_tokens: int, kwargs: dict[str, Any]) -> Tensor:

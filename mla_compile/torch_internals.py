@@ -3,6 +3,7 @@
 Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `import mla_compile` stays light.
 """
 
+import functools
 import math
 import os
 import threading
@@ -95,8 +96,14 @@ def lower_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     if any(isinstance(x, torch.Tensor) and x.is_cpu for x in example_inputs):
-        threading.Thread(target=_compile_smallest_kernel, daemon=True).start()
+        _start_cpp_compiler()
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
+
+
+@functools.cache
+def _start_cpp_compiler() -> None:
+    """Once in a process."""
+    threading.Thread(target=_compile_smallest_kernel, daemon=True).start()
 
 
 def _compile_smallest_kernel() -> None:

@@ -351,15 +351,14 @@ class Engine:
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
             variant, places = Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids})
-            if self._leader is None:
-                self._launcher.warm_up(variant, places)
-            else:
+            if self._leader is not None:
                 self._leader.warm_up(variant, places)
-                try:
-                    self._launcher.warm_up(variant, places)
-                except BaseException:
+            try:
+                self._launcher.warm_up(variant, places)
+            except BaseException:
+                if self._leader is not None:
                     self._fail()
-                    raise
+                raise
             return self.capture_report()
 
     def capture_report(self) -> CaptureReport:
