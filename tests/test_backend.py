@@ -1,6 +1,7 @@
 """`torch.compile(model, backend="mla")` on a user's own module."""
 
 import copy
+import logging
 import os
 import threading
 from typing import Any
@@ -139,3 +140,38 @@ def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch:
     function = torch.compile(lambda x: x.sin() + 1, backend="mla")
     function(torch.ones(8))
     assert done.wait(60) and written[0][0] == 0
+
+
+def test_an_op_that_comes_late_in_a_deep_graph_is_not_spelled_out_with_all_that_it_is_made_of() -> None:
+    """Torch 2.11 always does so, torch 2.13 where it logs: a text that doubles with each layer."""
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    @torch.compile(backend="mla", fullgraph=True)
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = torch.ops.mla_deep.early(x, x)
+        result: Tensor = torch.ops.mla_deep.late(x, x)
+        return result
+
+    from torch._inductor.utils import fresh_inductor_cache
+
+    said: list[str] = []
+    logger = logging.getLogger("torch._inductor.graph")
+    handler, level = Said(), logger.level
+    with torch.library._scoped_library("mla_deep", "FRAGMENT") as library, fresh_inductor_cache():
+        for name in ("early", "late"):
+            library.define(f"{name}(Tensor x, Tensor y) -> Tensor")
+            library.impl(name, torch.add, "CompositeExplicitAutograd")
+            library.impl(name, lambda x, y: torch.empty_like(x), "Meta")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            torch.testing.assert_close(deep(torch.ones(3)), torch.full((3,), 2.0**9))
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+    (of_late,) = [text for text in said if "target: mla_deep.late" in text]
+    assert "mla_deep.early" not in of_late
