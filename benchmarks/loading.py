@@ -168,7 +168,7 @@ def process(rank: int, size: int, folder: Path, device: str) -> None:
         meeting = f"file://{folder / f'meeting of {size}'}"
         dist.init_process_group(init_method=meeting, rank=rank, world_size=size)
         parallel = Parallel.of_processes()
-        dist.all_reduce(torch.zeros(1))  # they begin together
+        dist.all_reduce(torch.zeros(1, device=device))  # they begin together
     row = measure(folder / "checkpoint", device, parallel)
     (folder / f"{rank} of {size}.json").write_text(json.dumps(row))
     if size > 1:
