@@ -15,6 +15,7 @@ from tests.ops.routing import router_args
 pytest.importorskip("triton")
 
 from mla_compile.ops.kernels import (
+    blocks,
     by_head,
     fp8_linear,
     gemv,
@@ -47,11 +48,15 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
     "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
     "fp8 gemv": (
-        fp8_linear,
+        gemv,
         lambda: fp8_linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120)),
     ),
+    "blocks": (
+        blocks,
+        lambda: blocks.linear_blocks(torch.zeros(8, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+    ),
     "fp8 blocks": (
-        fp8_linear,
+        blocks,
         lambda: fp8_linear.linear_blocks(torch.zeros(8, 5120, dtype=BF16), *fp8_weight(64, 5120)),
     ),
     "moe of one token": (
@@ -70,7 +75,7 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
         lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
     ),
 }
-WITH_WEIGHTS = {"gemv", "fp8 gemv", "fp8 blocks", "by head", "by head, across"}
+WITH_WEIGHTS = {"gemv", "fp8 gemv", "blocks", "fp8 blocks", "by head", "by head, across"}
 """Kernels that have weights brought to the cache before they wait."""
 
 

@@ -27,6 +27,19 @@ def wait_for_kernel_before(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
+_LINES = tl.constexpr(32)
+"""Cache lines of a row that are requested at once."""
+
+
+@triton.jit
+def prefetch_rows(row_at, K: tl.constexpr):
+    """Bring rows of K elements, at pointers `[rows]`, to the L2 cache."""
+    LINE: tl.constexpr = 1024 // row_at.dtype.element_ty.primitive_bitwidth
+    for start in tl.static_range(0, K, LINE * _LINES):
+        line = start + LINE * tl.arange(0, _LINES)
+        prefetch(row_at[:, None] + tl.minimum(line, K - 1)[None, :])
+
+
 @triton.jit
 def prefetch(pointers):
     """Bring the cache lines of 128 bytes at these addresses to the L2 cache."""

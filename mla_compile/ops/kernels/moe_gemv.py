@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.padding import padding_of, runs
-from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums
+from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -45,7 +45,6 @@ def gate_up_kernel(
     wait_for_kernel_before(EARLY)
     ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    UNIT: tl.constexpr = 128 // w_gate_up.dtype.element_ty.primitive_bitwidth
     there = True
     if PADDED:
         there = runs(0, row_lens, rows, q_len)
@@ -71,28 +70,28 @@ def gate_up_kernel(
             up_scale += tl.program_id(0) * BLOCK_C // BLOCK * COLUMN_BLOCKS
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
         row_of_c = tl.minimum(c, INTERMEDIATE - 1).to(tl.int64) * HIDDEN
-        gate = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
-        up = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
+        gate = unit_zeros(BLOCK_C, BLOCK_K)
+        up = unit_zeros(BLOCK_C, BLOCK_K)
         for start in range(0, HIDDEN, BLOCK_K):
-            k = unit_places(start, BLOCK_K, UNIT)
+            k = unit_places(start, BLOCK_K)
             w_gate = load_units(gate_of + row_of_c, k, HIDDEN, BLOCK_K)
             w_up = load_units(up_of + row_of_c, k, HIDDEN, BLOCK_K)
             h = load_units(x, k, HIDDEN, BLOCK_K)
-            gate += unit_sums(w_gate, h, gate_scale, start, HIDDEN, BLOCK_K, UNIT)
-            up += unit_sums(w_up, h, up_scale, start, HIDDEN, BLOCK_K, UNIT)
+            gate += unit_sums(w_gate, h, gate_scale, start, HIDDEN, BLOCK_K)
+            up += unit_sums(w_up, h, up_scale, start, HIDDEN, BLOCK_K)
         of_gate, of_up = tl.sum(gate, 1), tl.sum(up, 1)
         result = (of_gate / (1.0 + tl.exp(-of_gate)) * of_up).to(activated.dtype.element_ty)
         tl.store(activated + nth * INTERMEDIATE + c, result, mask=c < INTERMEDIATE)
 
 
 @triton.jit
-def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr):
+def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """`total`, `[BLOCK_C, units]`, and the products of an expert's rows by what it activated."""
     for start in range(0, WIDTH, BLOCK_K):
-        k = unit_places(start, BLOCK_K, UNIT)
+        k = unit_places(start, BLOCK_K)
         w = load_units(row_at, k, WIDTH, BLOCK_K)
         h = load_units(inner, k, WIDTH, BLOCK_K)
-        total += unit_sums(w, h, scale_at, start, WIDTH, BLOCK_K, UNIT)
+        total += unit_sums(w, h, scale_at, start, WIDTH, BLOCK_K)
     return total
 
 
@@ -122,11 +121,10 @@ def down_kernel(
     wait_for_kernel_before(EARLY)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = tl.minimum(c, HIDDEN - 1).to(tl.int64)
-    UNIT: tl.constexpr = 128 // w_down.dtype.element_ty.primitive_bitwidth
     ROW_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
     row_block = tl.program_id(0) * BLOCK_C // BLOCK
-    total = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
+    total = unit_zeros(BLOCK_C, BLOCK_K)
     there = True
     if PADDED:
         there = runs(0, row_lens, rows, q_len)
@@ -136,9 +134,7 @@ def down_kernel(
             scale_at = shared_down_scale
             if down_scale is not None:
                 scale_at += row_block * (SHARED * COLUMN_BLOCKS) + nth * COLUMN_BLOCKS
-            total = _down(
-                activated + nth * INTERMEDIATE, row_at, scale_at, total, INTERMEDIATE, BLOCK_K, UNIT
-            )
+            total = _down(activated + nth * INTERMEDIATE, row_at, scale_at, total, INTERMEDIATE, BLOCK_K)
         for nth in tl.static_range(TOPK):
             expert = tl.load(topk_ids + nth)
             weight = tl.load(topk_weights + nth).to(tl.float32)
@@ -147,8 +143,8 @@ def down_kernel(
             if down_scale is not None:
                 scale_at += expert * (ROW_BLOCKS * COLUMN_BLOCKS) + row_block * COLUMN_BLOCKS
             inner = activated + (SHARED + nth) * INTERMEDIATE
-            none = tl.zeros([BLOCK_C, BLOCK_K // UNIT], tl.float32)
-            total += weight * _down(inner, row_at, scale_at, none, INTERMEDIATE, BLOCK_K, UNIT)
+            none = unit_zeros(BLOCK_C, BLOCK_K)
+            total += weight * _down(inner, row_at, scale_at, none, INTERMEDIATE, BLOCK_K)
     tl.store(out + c, tl.sum(total, 1).to(out.dtype.element_ty), mask=c < HIDDEN)
 
 

@@ -326,8 +326,8 @@ def fp8_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> 
     return _widest_that_fill(choices, tokens, columns, device)
 
 
-def fp8_block_tiles(tokens: int, k: int) -> MatmulTiles:
-    """Tiles of a product of a few tokens by the blocks of an FP8 weight, which the warps share."""
+def block_tiles(tokens: int, k: int) -> MatmulTiles:
+    """Tiles of a product of a few tokens by the blocks of a weight, which the warps share."""
     rows = 8 if tokens <= 8 else 16
     if k <= 1024:
         return MatmulTiles(rows, columns=16, depth=256, warps=2, stages=3)

@@ -1,7 +1,7 @@
-"""Rows of a weight times one token, on the plain cores: what the kernels of one token share.
+"""Rows of a weight times one token, on the plain cores: what the kernels of few tokens share.
 
-A thread has 16 bytes of a row at a time, a unit, and adds up their products by itself. Of FP8 the values are multiplied
-as they are, and a unit's sum by the scale of its block: a multiplication for 16 weights instead of one for each.
+A thread has a unit of a row at a time, and adds up its products by itself. Of FP8 the values are multiplied as they
+are, and a unit's sum by the scale of its block: a multiplication for 8 weights instead of one for each.
 """
 
 import triton
@@ -9,11 +9,21 @@ import triton.language as tl
 
 from mla_compile.ops.kernels.fp8 import BLOCK
 
+UNIT = tl.constexpr(8)
+"""Elements: 16 bytes of half precision, the most that a thread loads at once, and 8 of FP8. With 16 of FP8 a thread's
+weights and its elements of the token would not be the same ones, and the latter go through shared memory."""
+
 
 @triton.jit
-def unit_places(start, BLOCK_K: tl.constexpr, UNIT: tl.constexpr):
+def unit_places(start, BLOCK_K: tl.constexpr):
     """The places of BLOCK_K elements of a row, `[units, UNIT]`."""
     return start + tl.arange(0, BLOCK_K // UNIT)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+
+
+@triton.jit
+def unit_zeros(ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What `unit_sums` are added to."""
+    return tl.zeros([ROWS, BLOCK_K // UNIT], tl.float32)
 
 
 @triton.jit
@@ -33,7 +43,7 @@ def load_units(row_at, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def unit_sums(w, h, scale_at, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr):
+def unit_sums(w, h, scale_at, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sums of products by units, float32 `[rows, units]`, of BLOCK_K elements from `start` on.
 
     w: `[rows, units, UNIT]`; h: of the token, `[units, UNIT]`; scale_at: the scales of the rows' blocks, which all of
