@@ -116,6 +116,14 @@ def fp8_linear(
     Raises:
         MLAError: an argument that is not so, named.
     """
+    check_fp8_linear(x, first, first_scale, second, second_scale)
+    return empty(x, (x.shape[0], num_columns(first, second)))
+
+
+def check_fp8_linear(
+    x: Tensor, first: Tensor, first_scale: Tensor | None, second: Tensor | None, second_scale: Tensor | None
+) -> None:
+    """Check the arguments of `fp8_linear`."""
     sizes = validate.Layouts()
     sizes.floats(x=(x, "tokens, k"))
     sizes.check("first", first, "n_first, k", like=x)
@@ -123,7 +131,6 @@ def fp8_linear(
     if second is not None:
         sizes.check("second", second, "n_second, k", like=x)
         fp8.check("second", second, "second_scale", second_scale)
-    return empty(x, (x.shape[0], num_columns(first, second)))
 
 
 fp8_linear_op = torch.ops.mla_compile.fp8_linear.default

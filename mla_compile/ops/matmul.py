@@ -144,17 +144,22 @@ def fused_linear(
     Raises:
         MLAError: an argument that is not so, named.
     """
+    check_linear(x, first, second, batch_invariant)
+    return empty(x, (x.shape[0], num_columns(first, second)))
+
+
+def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invariant: bool) -> None:
+    """Check the arguments of `fused_linear`, and try what cuBLAS may serve, now, while nothing is recorded."""
     sizes = validate.Layouts()
     if second is None:
         sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"))
     else:
         sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
-    if batch_invariant:  # now, while nothing is recorded
+    if batch_invariant:
         for weight in (first, second):
             if weight is not None:
                 cublas.fewest_tokens(x.unsqueeze(1), _as_matrix(weight))
         _has_bits_of_each(x.unsqueeze(1), first, second)
-    return empty(x, (x.shape[0], num_columns(first, second)))
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default

@@ -70,7 +70,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Raises:
         MLAError: x or weight is not so, named.
     """
-    _check(x, weight=weight)
+    check_norm(x, weight=weight)
     return empty(x, x.shape)
 
 
@@ -83,7 +83,7 @@ def fused_add_rms_norm(
     Raises:
         MLAError: x, residual or weight is not so, named.
     """
-    _check(x, residual=residual, weight=weight)
+    check_norm(x, residual=residual, weight=weight)
     return empty(x, x.shape), empty(x, x.shape)
 
 
@@ -102,11 +102,12 @@ def all_reduce_add_rms_norm(
     Raises:
         MLAError: x, residual or weight is not so, named.
     """
-    _check(x, residual=residual, weight=weight)
+    check_norm(x, residual=residual, weight=weight)
     return empty(x, x.shape), empty(x, x.shape)
 
 
-def _check(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) -> None:
+def check_norm(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) -> None:
+    """Check the arguments of these ops."""
     given = {"x": (x, "rows, columns")}
     if residual is not None:
         given["residual"] = (residual, "rows, columns")

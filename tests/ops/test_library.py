@@ -74,6 +74,11 @@ SCHEMAS = {
     "all_reduce": "(Tensor x, bool batch_invariant=False) -> Tensor",
     "all_gather": "(Tensor x, int num_parts) -> Tensor",
     "fused_linear": "(Tensor x, Tensor first, Tensor? second=None, bool batch_invariant=False) -> Tensor",
+    "norm_linear": (
+        "(Tensor x, Tensor? residual, Tensor? norm_weight, float eps, Tensor first, Tensor? first_scale=None, "
+        "Tensor? second=None, Tensor? second_scale=None, bool batch_invariant=False) -> "
+        "(Tensor product, Tensor total)"
+    ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",

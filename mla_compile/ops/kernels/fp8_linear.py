@@ -78,11 +78,9 @@ def linear_gemv(
 ) -> Tensor:
     """What `fp8_linear` computes of one token.
 
-    tiles: unless given, those that were quickest for products of GLM-4.7-Flash on an H200.
+    tiles: chosen by `gemv.fp8_tiles` unless given.
     """
-    k = x.shape[1]
-    tiles = tiles or ((4, 512, 2) if k < 1024 else (2, 1024, 4) if k <= 4096 else (1, 1024, 2))
-    product = partial(gemv.multiply, x, tiles=tiles)
+    product = partial(gemv.multiply, x, tiles=tiles or gemv.fp8_tiles(x.shape[1]))
     return each_matrix(product, first, first_scale, second, second_scale)
 
 

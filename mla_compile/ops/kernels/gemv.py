@@ -2,6 +2,9 @@
 
 Tensor cores have nothing to do here, and what feeds them waits for whole tiles of weights. The weight comes to the
 cache while the kernel before still runs (`early.py`). It may be in block FP8, `ops/fp8.py`.
+
+The tokens may be normed first, and a residual be added to them before. Every program does that by itself, as it reads
+them whole anyway: it adds up their squares beside the products, which are divided by the root in the end.
 """
 
 import torch
@@ -19,15 +22,47 @@ Tiles = tuple[int, int, int]
 
 
 @triton.jit
+def _units_of_token(x, residual, norm_weight, total, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A token's elements at places k, float32 `[units, UNIT]`, with the norm's weight, and their squares by units.
+
+    The first program writes the sum with the residual.
+    """
+    h = load_units(x, k, K, BLOCK_K).to(tl.float32)
+    if residual is not None:
+        rounded = (h + load_units(residual, k, K, BLOCK_K).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + k, rounded, mask=(k < K) & (tl.program_id(0) == 0))
+        h = rounded.to(tl.float32)
+    squares = tl.sum(h * h, 1)
+    if norm_weight is not None:
+        h *= load_units(norm_weight, k, K, BLOCK_K).to(tl.float32)
+    return h, squares
+
+
+@triton.jit
+def _store(at, sums, squares, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """Write a token's columns, by the root of its mean square where it is normed."""
+    result = tl.sum(sums, 1)
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    tl.store(at, result.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def gemv_kernel(
     x,  # [TOKENS, K], rows x_stride apart, elements side by side
+    residual,  # likewise; None: nothing is added
+    norm_weight,  # [K]; None: no weight
     weight,  # [columns, K], contiguous
     scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)]; None: the weight is not FP8
     out,  # [TOKENS, columns]
+    total,  # [TOKENS, K], x + residual; not written without a residual
     x_stride,
+    residual_stride,
     columns,
+    eps,
     K: tl.constexpr,
     TOKENS: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
@@ -41,37 +76,79 @@ def gemv_kernel(
     scale_at = scale
     if scale is not None:
         scale_at += tl.program_id(0) * BLOCK_C // BLOCK * ((K + BLOCK - 1) // BLOCK)
-    total = unit_zeros(BLOCK_C, BLOCK_K)
-    of_second = unit_zeros(BLOCK_C, BLOCK_K)
+    sums = unit_zeros(BLOCK_C, BLOCK_K)
+    sums_of_second = unit_zeros(BLOCK_C, BLOCK_K)
+    squares = tl.sum(unit_zeros(1, BLOCK_K), 0)
+    squares_of_second = squares
     for start in range(0, K, BLOCK_K):
         k = unit_places(start, BLOCK_K)
         w = load_units(row_at, k, K, BLOCK_K)
-        total += unit_sums(w, load_units(x, k, K, BLOCK_K), scale_at, start, K, BLOCK_K)
+        h, own = _units_of_token(x, residual, norm_weight, total, k, K, BLOCK_K)
+        sums += unit_sums(w, h, scale_at, start, K, BLOCK_K)
+        squares += own
         if TOKENS == 2:
-            of_second += unit_sums(w, load_units(x + x_stride, k, K, BLOCK_K), scale_at, start, K, BLOCK_K)
-    tl.store(out + c, tl.sum(total, 1).to(out.dtype.element_ty), mask=c < columns)
+            added = residual
+            if residual is not None:
+                added += residual_stride
+            h, own = _units_of_token(x + x_stride, added, norm_weight, total + K, k, K, BLOCK_K)
+            sums_of_second += unit_sums(w, h, scale_at, start, K, BLOCK_K)
+            squares_of_second += own
+    _store(out + c, sums, squares, c < columns, eps, K, NORM)
     if TOKENS == 2:
-        tl.store(out + columns + c, tl.sum(of_second, 1).to(out.dtype.element_ty), mask=c < columns)
+        _store(out + columns + c, sums_of_second, squares_of_second, c < columns, eps, K, NORM)
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, tiles: Tiles) -> Tensor:
     """`x @ weight.T` of one or two tokens; of FP8 with a number of rows in `tiles` that divides 128."""
+    return _launch(x, None, None, None, weight, scale, tiles)[0]
+
+
+def norm_and_multiply(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    scale: Tensor | None,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """`multiply` of the norm of `x`, or of `x + residual`, and that sum, which is empty without a residual."""
+    return _launch(x, residual, norm_weight, eps, weight, scale, tiles)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    weight: Tensor,
+    scale: Tensor | None,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    """eps: None for no norm."""
     x = x if x.stride(1) == 1 else x.contiguous()
+    residual, norm_weight = (
+        given if given is None or given.stride(-1) == 1 else given.contiguous()
+        for given in (residual, norm_weight)
+    )
     (tokens, k), columns = x.shape, weight.shape[0]
     block_c, block_k, warps = tiles
     out = x.new_empty(tokens, columns)
+    total = x.new_empty(tokens if residual is not None else 0, k)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         gemv_kernel[(triton.cdiv(columns, block_c),)](
-            *(x, weight, scale, out, x.stride(0), columns),
+            *(x, residual, norm_weight, weight, scale, out, total),
+            *(x.stride(0), 0 if residual is None else residual.stride(0), columns, eps or 0.0),
             K=k,
             TOKENS=tokens,
+            NORM=eps is not None,
             BLOCK_C=block_c,
             BLOCK_K=block_k,
             EARLY=starts_early(x),
             num_warps=warps,
             launch_pdl=starts_early(x),
         )
-    return out
+    return out, total
 
 
 def linear_gemv(
@@ -79,9 +156,16 @@ def linear_gemv(
 ) -> Tensor:
     """What `fused_linear` computes of one or two tokens, by weights that are one matrix in memory.
 
-    tiles: of an H200's choices these won.
+    tiles: chosen by `half_tiles` unless given.
     """
-    tokens, k = x.shape
-    return multiply(
-        x, one_matrix(first, second), None, tiles or (4 if tokens > 1 or k <= 2048 else 2, 1024, 4)
-    )
+    return multiply(x, one_matrix(first, second), None, tiles or half_tiles(*x.shape))
+
+
+def half_tiles(tokens: int, k: int) -> Tiles:
+    """For weights in half precision: of an H200's choices these won."""
+    return (4 if tokens > 1 or k <= 2048 else 2), 1024, 4
+
+
+def fp8_tiles(k: int) -> Tiles:
+    """For weights in FP8: those that were quickest for products of GLM-4.7-Flash on an H200."""
+    return (4, 512, 2) if k < 1024 else (2, 1024, 4) if k <= 4096 else (1, 1024, 2)

@@ -1,0 +1,166 @@
+"""`norm_linear`: an RMSNorm, with what is added before it, and the product that alone reads it.
+
+For one or two tokens that is one launch: each program of the product norms the tokens by itself. No model calls it: the
+pass `fuse_norm_linear` puts it in.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mla_compile.ops import fp8
+from mla_compile.ops.fp8_linear import check_fp8_linear, fp8_linear_op
+from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementation, triton
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
+from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
+from mla_compile.ops.side_by_side import num_columns, one_matrix
+
+_GEMV = triton(
+    "few tokens: a program reads a few rows of the weight, and norms the tokens by itself",
+    "mla_compile.ops.norm_linear:norm_linear_gemv",
+    name="gemv",
+    takes={
+        "weights": ("one matrix",),
+        "dtype": HALF,
+        "tokens": range(1, 3),
+        "k": SOME,
+        "columns": range(1, 2**13 + 1),  # more are programs enough that norms add up
+    },
+)
+NORM_LINEAR = (
+    _GEMV,
+    replace(
+        _GEMV,
+        name="fp8_gemv",
+        takes={**_GEMV.takes, "weights": ("one FP8 matrix",), "dtype": FLOATS, "tokens": UNIT},
+        min_capability=(8, 9),
+    ),
+    Implementation("apart", "any device: the norm, then the product", "mla_compile.ops.norm_linear:apart"),
+    Implementation(
+        "apart_in_order",
+        "any device: the norm, then the batch-invariant product",
+        "mla_compile.ops.norm_linear:apart_in_order",
+        batch_invariant=True,
+    ),
+)
+
+
+def _weights(
+    first: Tensor, first_scale: Tensor | None, second: Tensor | None, second_scale: Tensor | None
+) -> str:
+    if first_scale is None:
+        return "one matrix" if is_one_matrix(first, second) else "two"
+    if second is None or second_scale is None:
+        return "one FP8 matrix"
+    return "one FP8 matrix" if fp8.is_one_matrix(first, first_scale, second, second_scale) else "two"
+
+
+@define_op(
+    table=NORM_LINEAR,
+    facts=lambda x, first, first_scale, second, second_scale: {
+        "weights": _weights(first, first_scale, second, second_scale),
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "k": x.shape[1],
+        "columns": num_columns(first, second),
+    },
+    returns=("product", "total"),
+)
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    first_scale: Tensor | None = None,
+    second: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`fused_linear` or `fp8_linear` of `fused_rms_norm(x)`, or of `fused_add_rms_norm(x, residual)`.
+
+    The norm may be rounded in between, or not.
+
+    Args:
+        x, residual, norm_weight, eps: of the norm; no residual: nothing is added.
+        first, first_scale, second, second_scale: weights; without scales they have the dtype of `x`.
+        batch_invariant: whether a token's bits may depend on its row of `x` and `residual` and the weights alone.
+
+    Returns:
+        product: `[tokens, n_first + n_second]`, contiguous.
+        total: `x + residual`, rounded to their dtype; `[0, k]` without a residual.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    check_norm(x, residual=residual, weight=norm_weight)
+    if first_scale is None:
+        check_linear(x, first, second, batch_invariant)
+    else:
+        check_fp8_linear(x, first, first_scale, second, second_scale)
+    tokens, k = x.shape
+    total = empty(x, (0 if residual is None else tokens, k))
+    return empty(x, (tokens, num_columns(first, second))), total
+
+
+norm_linear_op = torch.ops.mla_compile.norm_linear.default
+
+
+def norm_linear_gemv(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    first_scale: Tensor | None,
+    second: Tensor | None,
+    second_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear` of one or two tokens, of FP8 one, by weights that are one matrix in memory."""
+    from mla_compile.ops.kernels import gemv  # needs Triton
+
+    weight, scale = one_matrix(first, second), None
+    if first_scale is not None:
+        scale = one_matrix(first_scale, second_scale)
+    tiles = gemv.half_tiles(*x.shape) if scale is None else gemv.fp8_tiles(x.shape[1])
+    return gemv.norm_and_multiply(x, residual, norm_weight, eps, weight, scale, tiles)
+
+
+def apart(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    first_scale: Tensor | None,
+    second: Tensor | None,
+    second_scale: Tensor | None,
+    *,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`norm_linear`, one after the other."""
+    if residual is None:
+        normed, total = rms_norm_op(x, norm_weight, eps), x.new_empty(0, x.shape[1])
+    else:
+        normed, total = add_rms_norm_op(x, residual, norm_weight, eps)
+    if first_scale is None:
+        return fused_linear_op(normed, first, second, batch_invariant), total
+    return fp8_linear_op(normed, first, first_scale, second, second_scale, batch_invariant), total
+
+
+def apart_in_order(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    first_scale: Tensor | None,
+    second: Tensor | None,
+    second_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The same, and a token's bits depend on nothing but the token."""
+    return apart(
+        x, residual, norm_weight, eps, first, first_scale, second, second_scale, batch_invariant=True
+    )

@@ -1,0 +1,82 @@
+"""`norm_linear`: values, contracts, bits of a token, errors."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from mla_compile import MLAError
+from mla_compile.ops.norm_linear import apart, apart_in_order, norm_linear, norm_linear_op
+from mla_compile.ops.rms_norm import rms_norm_op
+from tests.fp8_cases import fp8_weight
+from tests.ops.norm_linear import EPS, check
+
+K = 40
+
+
+@pytest.mark.parametrize("product", [apart, apart_in_order])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_is_the_product_of_the_norm(dtype: torch.dtype, tokens: int, product: object) -> None:
+    check(product, dtype, tokens, K)  # type: ignore[arg-type]
+    check(norm_linear, dtype, tokens, K)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_contracts(tokens: int, batch_invariant: bool) -> None:
+    x, weight = torch.randn(tokens, K), torch.randn(7, K)
+    opcheck(norm_linear_op, (x, x * 2, torch.ones(K), EPS, weight, None, None, None, batch_invariant))
+    opcheck(norm_linear_op, (x, None, None, EPS, weight, None, weight[:3], None, batch_invariant))
+    fp8 = (x, None, None, EPS, *fp8_weight(7, K), None, None, batch_invariant)
+    # Torch compares no FP8: its check of the schema fails.
+    opcheck(norm_linear_op, fp8, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def test_a_tokens_bits_can_be_its_own() -> None:
+    x, weight = torch.randn(9, K), torch.randn(7, K)
+    exact = partial(norm_linear, norm_weight=torch.randn(K), eps=EPS, first=weight, batch_invariant=True)
+    product, total = exact(x, x.flip(1))
+    for token in range(9):
+        alone = exact(x[token, None], x.flip(1)[token, None])
+        assert torch.equal(alone[0][0], product[token]) and torch.equal(alone[1][0], total[token])
+
+
+def test_a_mistake_is_named() -> None:
+    x, weight = torch.randn(3, K), torch.randn(7, K)
+    with pytest.raises(MLAError, match=r"residual: expected size 3 \(rows of x\)"):
+        norm_linear(x, x[:2], None, EPS, weight)
+    with pytest.raises(MLAError, match=r"weight: expected size 40 \(columns of x\)"):
+        norm_linear(x, None, torch.ones(3), EPS, weight)
+    with pytest.raises(MLAError, match=r"first: expected"):
+        norm_linear(x, None, None, EPS, weight[:, 1:])
+    with pytest.raises(MLAError, match=r"first_scale: expected"):
+        norm_linear(x, None, None, EPS, fp8_weight(7, K)[0], torch.ones(2, 1))
+
+
+def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
+    """No barrier, with a norm neither, and nothing is spilled."""
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels import gemv
+    from tests.triton_compile import compiled_for
+
+    x, residual = torch.zeros(2, 1, 2048, dtype=torch.bfloat16)
+    weight = torch.zeros(1344, 2048, dtype=torch.bfloat16)
+    with compiled_for(90) as kernels:
+        for given, first, scale in ((x, weight, None), (x[:, :768], *fp8_weight(5120, 768))):
+            tiles = gemv.half_tiles(1, 2048) if scale is None else gemv.fp8_tiles(768)
+            gemv.multiply(given, first, scale, tiles)
+            gemv.norm_and_multiply(given, residual[:, : given.shape[1]], given[0], EPS, first, scale, tiles)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0] * 4
+    for kernel in kernels:
+        found = re.findall(r"ld\.global|bar\.sync", kernel.text)
+        assert "ld.global" not in found[found.index("bar.sync") :]
+
+
+def test_the_norm_alone_is_what_the_product_gets() -> None:
+    """The unrounded norm of one token is nearer to float64 than the rounded one, no further."""
+    x, identity = torch.randn(1, 64).bfloat16(), torch.eye(64).bfloat16()
+    product, _ = norm_linear(x, None, None, EPS, identity)
+    assert torch.equal(product, rms_norm_op(x, None, EPS))
