@@ -12,7 +12,7 @@ from mla_compile import MLAError
 from mla_compile.ops import fp8_linear
 from mla_compile.ops.fp8 import BLOCK, dequantize, quantize
 from mla_compile.ops.fp8_linear import fp8_linear_op
-from mla_compile.ops.kernels.plan import H200, Device, fp8_block_tiles, fp8_tiles
+from mla_compile.ops.kernels.plan import H200, Device, block_tiles, fp8_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import _experts, moe_experts, moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
@@ -174,7 +174,7 @@ def test_tiles_lie_within_a_block(device: Device) -> None:
 def test_tiles_of_few_tokens_are_whole_blocks_that_warps_share() -> None:
     for tokens in (2, 8, 16):
         for k in (128, 768, 5120):
-            tiles = fp8_block_tiles(tokens, k)
+            tiles = block_tiles(tokens, k)
             assert tokens <= tiles.tokens and BLOCK % tiles.columns == 0
             assert tiles.depth % (tiles.warps * BLOCK) == 0
 
