@@ -90,7 +90,7 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
 FUSED_LINEAR = (
     triton(
         "one or two tokens: a program reads a few rows of the weight, on the plain cores",
-        "mla_compile.ops.kernels.gemv:linear_gemv",
+        "mla_compile.ops.kernels.linear:linear_gemv",
         takes={
             "dtype": HALF,
             "tokens": range(1, 3),

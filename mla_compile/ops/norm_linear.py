@@ -15,11 +15,11 @@ from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementa
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
 from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
-from mla_compile.ops.side_by_side import num_columns, one_matrix
+from mla_compile.ops.side_by_side import num_columns
 
 _GEMV = triton(
     "few tokens: a program reads a few rows of the weight, and norms the tokens by itself",
-    "mla_compile.ops.norm_linear:norm_linear_gemv",
+    "mla_compile.ops.kernels.linear:norm_linear_gemv",
     name="gemv",
     takes={
         "weights": ("one matrix",),
@@ -106,26 +106,6 @@ def norm_linear(
 
 
 norm_linear_op = torch.ops.mla_compile.norm_linear.default
-
-
-def norm_linear_gemv(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    first: Tensor,
-    first_scale: Tensor | None,
-    second: Tensor | None,
-    second_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`norm_linear` of one or two tokens, of FP8 one, by weights that are one matrix in memory."""
-    from mla_compile.ops.kernels import gemv  # needs Triton
-
-    weight, scale = one_matrix(first, second), None
-    if first_scale is not None:
-        scale = one_matrix(first_scale, second_scale)
-    tiles = gemv.half_tiles(*x.shape) if scale is None else gemv.fp8_tiles(x.shape[1])
-    return gemv.norm_and_multiply(x, residual, norm_weight, eps, weight, scale, tiles)
 
 
 def apart(

@@ -19,6 +19,7 @@ from mla_compile.ops.kernels import (
     by_head,
     fp8_linear,
     gemv,
+    linear,
     moe,
     moe_gemv,
     norm_rope_append,
@@ -31,7 +32,7 @@ BF16 = torch.bfloat16
 CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     "gemv": (
         gemv,
-        lambda: gemv.linear_gemv(torch.zeros(1, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+        lambda: linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
     ),
     "by head": (
         by_head,
@@ -53,7 +54,7 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     ),
     "blocks": (
         blocks,
-        lambda: blocks.linear_blocks(torch.zeros(8, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+        lambda: linear.linear_blocks(torch.zeros(8, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
     ),
     "fp8 blocks": (
         blocks,

@@ -238,7 +238,7 @@ def test_the_contract_of_one_weight() -> None:
 @pytest.mark.long
 def test_the_kernel_spills_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.gemv import linear_gemv
+    from mla_compile.ops.kernels.linear import linear_gemv
     from tests.triton_compile import compiled_for
 
     with compiled_for(90) as kernels:

@@ -13,7 +13,6 @@ from torch import Tensor
 from mla_compile.ops.kernels.early import prefetch_rows, starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.plan import MatmulTiles, block_tiles
-from mla_compile.ops.side_by_side import one_matrix
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -75,10 +74,3 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, tiles: MatmulTiles
             **tiles.options(k),
         )
     return out
-
-
-def linear_blocks(
-    x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: MatmulTiles | None = None
-) -> Tensor:
-    """What `fused_linear` computes of a few tokens, by weights that are one matrix in memory."""
-    return multiply(x, one_matrix(first, second), None, tiles)

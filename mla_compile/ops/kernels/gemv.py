@@ -15,7 +15,6 @@ from torch import Tensor
 from mla_compile.ops.kernels.early import prefetch_rows, starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
-from mla_compile.ops.side_by_side import one_matrix
 
 Tiles = tuple[int, int, int]
 """Rows of the weight and elements of k, 8 or more a thread, that a program reads at a time, and its warps."""
@@ -149,16 +148,6 @@ def _launch(
             launch_pdl=starts_early(x),
         )
     return out, total
-
-
-def linear_gemv(
-    x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: Tiles | None = None
-) -> Tensor:
-    """What `fused_linear` computes of one or two tokens, by weights that are one matrix in memory.
-
-    tiles: chosen by `half_tiles` unless given.
-    """
-    return multiply(x, one_matrix(first, second), None, tiles or half_tiles(*x.shape))
 
 
 def half_tiles(tokens: int, k: int) -> Tiles:

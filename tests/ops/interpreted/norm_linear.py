@@ -7,7 +7,7 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.norm_linear import norm_linear_gemv  # noqa: E402
+from mla_compile.ops.kernels.linear import norm_linear_gemv  # noqa: E402
 from tests.ops.norm_linear import check  # noqa: E402
 
 

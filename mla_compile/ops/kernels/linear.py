@@ -1,0 +1,42 @@
+"""Products of few tokens, by kernels that take weights of both kinds (`gemv.py`, `blocks.py`)."""
+
+from torch import Tensor
+
+from mla_compile.ops.kernels import blocks, gemv
+from mla_compile.ops.kernels.plan import MatmulTiles
+from mla_compile.ops.side_by_side import one_matrix
+
+
+def linear_gemv(
+    x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: gemv.Tiles | None = None
+) -> Tensor:
+    """What `fused_linear` computes of one or two tokens, by weights that are one matrix in memory.
+
+    tiles: chosen by `gemv.half_tiles` unless given.
+    """
+    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(*x.shape))
+
+
+def linear_blocks(
+    x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: MatmulTiles | None = None
+) -> Tensor:
+    """What `fused_linear` computes of a few tokens, by weights that are one matrix in memory."""
+    return blocks.multiply(x, one_matrix(first, second), None, tiles)
+
+
+def norm_linear_gemv(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    first: Tensor,
+    first_scale: Tensor | None,
+    second: Tensor | None,
+    second_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What `norm_linear` computes of one or two tokens, of FP8 one, by weights that are one matrix in memory."""
+    weight, scale = one_matrix(first, second), None
+    tiles = gemv.half_tiles(*x.shape)
+    if first_scale is not None:
+        scale, tiles = one_matrix(first_scale, second_scale), gemv.fp8_tiles(x.shape[1])
+    return gemv.norm_and_multiply(x, residual, norm_weight, eps, weight, scale, tiles)
