@@ -600,11 +600,13 @@ def moe_triton(
             **early,
             **down.options(intermediate),
         )
-        weighted_sum_kernel[(tokens, triton.cdiv(hidden, 1024))](
+        # Of few tokens a thread has so few columns that it asks for those of all experts at once.
+        block_c = 256 if tokens <= 64 else 1024
+        weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
             *(pair_outs, places, topk_weights, out, tokens, *padding),
             **padded,
             HIDDEN=hidden,
-            BLOCK_C=1024,
+            BLOCK_C=block_c,
             num_warps=4,
             **early,
         )
