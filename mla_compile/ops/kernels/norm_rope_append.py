@@ -37,36 +37,36 @@ def _write_latent(
     BLOCK_HALF: tl.constexpr,
 ):
     """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`."""
+    # All is asked for before anything is waited for: the slot, and then the sum over the threads.
     slot = tl.load(slot_mapping + token)
     source = kv_a + token * kv_a_stride
+    column = tl.arange(0, BLOCK)
+    latent = tl.load(source + column, mask=column < RANK, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < RANK, other=0.0).to(tl.float32)
+    pair = tl.arange(0, BLOCK_HALF)
+    first_in = RANK + (2 * pair if INTERLEAVED_IN else pair)
+    second_in = first_in + (1 if INTERLEAVED_IN else HALF)
+    a = tl.load(source + first_in, mask=pair < HALF, other=0.0).to(tl.float32)
+    b = tl.load(source + second_in, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos += token * cos_stride
+    sin += token * sin_stride
+    cos_a = tl.load(cos + pair * cos_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * sin_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + (SECOND + pair) * cos_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + (SECOND + pair) * sin_step, mask=pair < HALF, other=0.0).to(tl.float32)
+
     target = kv_cache + slot * (RANK + 2 * HALF)
     dtype = kv_cache.dtype.element_ty
+    first_out = RANK + (2 * pair if INTERLEAVED_OUT else pair)
+    second_out = first_out + (1 if INTERLEAVED_OUT else HALF)
+    inside = (pair < HALF) & (slot >= 0)
+    tl.store(target + first_out, (a * cos_a - b * sin_a).to(dtype), mask=inside)
+    tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
 
-    column = tl.arange(0, BLOCK)
-    inside = (column < RANK) & (slot >= 0)
-    latent = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
     # Rounded before the weight multiplies, as in the models.
     normed = (latent * scale).to(dtype).to(tl.float32)
-    value = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + column, value.to(dtype), mask=inside)
-
-    pair = tl.arange(0, BLOCK_HALF)
-    inside = (pair < HALF) & (slot >= 0)
-    first_in = RANK + (2 * pair if INTERLEAVED_IN else pair)
-    second_in = first_in + (1 if INTERLEAVED_IN else HALF)
-    a = tl.load(source + first_in, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + second_in, mask=inside, other=0.0).to(tl.float32)
-    cos += token * cos_stride
-    sin += token * sin_stride
-    cos_a = tl.load(cos + pair * cos_step, mask=inside, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin + pair * sin_step, mask=inside, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos + (SECOND + pair) * cos_step, mask=inside, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + (SECOND + pair) * sin_step, mask=inside, other=0.0).to(tl.float32)
-    first_out = RANK + (2 * pair if INTERLEAVED_OUT else pair)
-    second_out = first_out + (1 if INTERLEAVED_OUT else HALF)
-    tl.store(target + first_out, (a * cos_a - b * sin_a).to(dtype), mask=inside)
-    tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
+    tl.store(target + column, (normed * factor).to(dtype), mask=(column < RANK) & (slot >= 0))
 
 
 @triton.jit
