@@ -7,6 +7,8 @@ appends to the cache. A row for each kernel in the order of the layer: its name,
 of the kernel before it to its own end. So a kernel that starts before the one before it ends counts once, what a GPU
 idles counts too, and the rows' sum is the layer. `floor_us`: the bytes of a layer's weights and latents over the
 bandwidth that a plain read reaches in the same run.
+
+`--without` measures the layer again without each of these graph passes: what it gains.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
@@ -25,7 +28,9 @@ from benchmarks.random_weights import CONFIGS, random_model, settings_of
 from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import latent_bytes, read_bandwidth, share_of_experts
 from mla_compile import Engine
+from mla_compile.engine import launch
 from mla_compile.models import MLAForCausalLM
+from mla_compile.passes import pipeline
 
 APPEND = "append_kernel"
 STEPS = 16
@@ -64,6 +69,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--layers", type=int, default=8, help="at least 5")
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
+    parser.add_argument("--without", nargs="*", choices=[p.__name__ for p in pipeline.PASSES], default=[])
     args = parser.parse_args()
     report: dict[str, Any] = {
         "torch": torch.__version__,
@@ -75,26 +81,33 @@ def main() -> None:
     bandwidth = read_bandwidth(2**32)
     for shape, weights in product(args.shapes, args.weights):
         model = random_model(settings_of(shape, args.layers), weights, mtp=False, device="cuda")
-        engine = engine_of(model, max(args.batches), args.exact)
-        for batch in args.batches:
-            own = {"shape": shape, "weights": weights, "batch": batch}
-            floor = layer_bytes(model, batch) / bandwidth * 1e6
-            for row in rows_of(layers_of(engine, prompts_of(model, batch)), floor):
-                add_row(report, own | row, args.output)
-        del engine, model
+        for without in (None, *args.without):
+            passes = [graph_pass for graph_pass in pipeline.PASSES if graph_pass.__name__ != without]
+            torch._dynamo.reset()
+            # Steps with prompts are not timed: eager, they need not be compiled.
+            eager_prompts = patch.object(launch, "_compiles_mixed", lambda *_: False)
+            with eager_prompts, patch.object(pipeline, "PASSES", passes):
+                engine = engine_of(model, max(args.batches), args.exact)
+                for batch in args.batches:
+                    own = {"shape": shape, "weights": weights, "batch": batch, "without": without}
+                    floor = layer_bytes(model, batch) / bandwidth * 1e6
+                    for row in rows_of(layers_of(engine, prompts_of(model, batch)), floor):
+                        if without is None or row["place"] is None:
+                            add_row(report, own | row, args.output)
+            del engine
+        del model
         torch.cuda.empty_cache()
 
 
 def rows_of(layers: list[list[tuple[str, float]]], floor: float) -> Iterator[dict[str, Any]]:
-    """A row for each kernel of the commonest layer, and one for the whole."""
+    """A row for each kernel of the commonest layer, and one without a place for the whole."""
     names = statistics.mode(tuple(name for name, _ in layer) for layer in layers)
     alike = [layer for layer in layers if tuple(name for name, _ in layer) == names]
     for place, name in enumerate(names):
         us = statistics.median(layer[place][1] for layer in alike)
         yield {"place": place, "kernel": name[:80], "us": round(us, 2)}
     whole = statistics.median(sum(us for _, us in layer) for layer in alike)
-    what = f"the layer: {len(names)} kernels"
-    yield {"place": None, "kernel": what, "us": round(whole, 1), "floor_us": round(floor, 1)}
+    yield {"place": None, "kernels": len(names), "us": round(whole, 1), "floor_us": round(floor, 1)}
 
 
 def layer_bytes(model: MLAForCausalLM, batch: int) -> float:

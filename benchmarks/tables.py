@@ -513,9 +513,9 @@ def mtp_iteration() -> str:
     )
 
 
-def loading() -> str:
+def loading(name: str) -> str:
     """What loading reads, and by how much anonymous memory grows."""
-    report = result("loading.cpu")
+    report = result(name)
     machine, rows = report["machine"], report["rows"]
     return sentences(
         f"{report['device']}, {machine['cpus']} CPU cores, torch {machine['torch']}, {report['dtype']}; the largest "
@@ -659,6 +659,60 @@ def tensor_parallel_tokens() -> str:
     )
 
 
+def layer(name: str) -> str:
+    """A layer of a decode step: whole, by its kernels, and without each pass."""
+    report = result(name)
+    batches = sorted({row["batch"] for row in report["rows"]})
+    by_weights: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        by_weights.setdefault(row["weights"], []).append(row)
+    whole, gains = [], []
+    for weights, rows in by_weights.items():
+        wholes = [row for row in rows if row["place"] is None]
+        of_all = {row["batch"]: row for row in wholes if row["without"] is None}
+        cells = (
+            f"{of_all[batch]['us']} ({of_all[batch]['floor_us']}), {of_all[batch]['kernels']}"
+            for batch in batches
+        )
+        whole.append([WEIGHTS[weights], *cells])
+        for without in dict.fromkeys(row["without"] for row in wholes if row["without"] is not None):
+            more = {
+                row["batch"]: row["us"] - of_all[row["batch"]]["us"]
+                for row in wholes
+                if row["without"] == without
+            }
+            gains.append([f"`{without}`", WEIGHTS[weights], *(f"{more[batch]:+.1f}" for batch in batches)])
+    text = sentences(
+        f"{report['device']}, torch {report['torch']}, about {report['context']:,} tokens a row; microseconds a layer, "
+        "the floor, and the number of kernels:"
+    )
+    text += table(["weights", *(f"batch {batch}" for batch in batches)], whole)
+    for weights, rows in by_weights.items():
+        kernels: dict[int, list[dict[str, Any]]] = {batch: [] for batch in batches}
+        for row in rows:
+            if row["place"] is not None:
+                kernels[row["batch"]].append(row)
+        lines = [
+            [cell for batch in batches for cell in _kernel(kernels[batch], place)]
+            for place in range(max(map(len, kernels.values())))
+        ]
+        text += f"\n{WEIGHTS[weights]}, kernel by kernel:\n"
+        text += table([cell for batch in batches for cell in (f"batch {batch}", "us")], lines)
+    if gains:
+        text += "\nMicroseconds more without a pass:\n"
+        text += table(["", "weights", *(f"batch {batch}" for batch in batches)], gains)
+    return text
+
+
+def _kernel(rows: list[dict[str, Any]], place: int) -> tuple[str | None, str | None]:
+    if place >= len(rows):
+        return None, None
+    name = rows[place]["kernel"]
+    return ("cuBLAS" if name.startswith(("nvjet", "void cublas", "void gemv")) else f"`{name}`"), fixed(
+        rows[place]["us"], 1
+    )
+
+
 def collectives() -> str:
     """Sums over two GPUs."""
     report = result("collectives")
@@ -707,7 +761,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "batch_invariance": batch_invariance,
     "batch_invariance.cost": batch_invariance_cost,
     "server": server,
-    "loading.cpu": loading,
+    **{name: functools.partial(loading, name) for name in ("loading", "loading.cpu")},
+    **{name: functools.partial(layer, name) for name in ("layer.glm", "layer.v3")},
     "collectives": collectives,
     "tensor_parallel.steps": tensor_parallel_steps,
     "tensor_parallel.memory": tensor_parallel_memory,
