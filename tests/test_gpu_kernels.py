@@ -23,6 +23,7 @@ from mla_compile.ops.matmul import batch_invariant_matmul_op, matmul_by_head
 from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_linear import norm_linear
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
+from mla_compile.ops.norm_router import norm_router
 from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
 from mla_compile.ops.rotate_queries import mla_rotate_queries
@@ -59,7 +60,7 @@ from tests.ops.prefill_conformance import Texts as Prompts
 from tests.ops.rotate_queries import check as check_rotation
 from tests.ops.rotate_queries import expected as expected_rotation
 from tests.ops.rotate_queries import rotation_case
-from tests.ops.routing import ROUTINGS, check, check_bits, router_args
+from tests.ops.routing import ROUTINGS, check, check_after_norm, check_bits, router_args
 
 pytestmark = pytest.mark.gpu
 
@@ -977,6 +978,13 @@ def test_products_and_norms_that_start_early_wait_for_each_other() -> None:
         x.copy_(torch.randn(1, hidden, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)))
         graph.replay()
         assert torch.equal(out, chain(x.clone(), alone=True))
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("glm", 2048), ("v3", 7168), ("v2", 5120), ("odd", 100)])
+def test_a_norm_in_the_launch_of_the_routers_scores(name: str, hidden: int) -> None:
+    for tokens in (1, 8, 32, 33):
+        for dtype in (torch.bfloat16, torch.float32):
+            check_after_norm(norm_router, router_args(name, tokens, hidden, dtype, "cuda"))
 
 
 @pytest.mark.parametrize("k", [768, 2048, 5120])

@@ -132,6 +132,21 @@ def moe_router(
     Raises:
         MLAError: an argument that is not so, named.
     """
+    check_router(x, weight, bias, topk, num_groups, topk_groups, softmax=softmax)
+    return empty_choice(x, weight, topk)
+
+
+def check_router(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    *,
+    softmax: bool,
+) -> None:
+    """Check the arguments of `moe_router`."""
     sizes = validate.Layouts()
     sizes.floats(x=(x, "tokens, hidden"))
     sizes.floats(like=x, weight=(weight, "experts, hidden"))
@@ -148,6 +163,10 @@ def moe_router(
     most = topk_groups * (experts // num_groups)
     if statically_known_true(topk < 1) or statically_known_true(topk > most):
         raise MLAError("topk", f"between 1 and {most} experts", topk)
+
+
+def empty_choice(x: Tensor, weight: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """What the declaration returns."""
     shape = (x.shape[0], topk)
     wide = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
     return empty(x, shape, wide), empty(x, shape, torch.int64)

@@ -24,9 +24,16 @@ from mla_compile.ops.norm_linear import NORM_LINEAR, norm_linear_op
 from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline
-from mla_compile.passes.nodes import calls, is_call, op_arguments, tensor_of, torch_name, value_of
+from mla_compile.passes.nodes import (
+    calls,
+    is_call,
+    is_view_of_rows,
+    op_arguments,
+    tensor_of,
+    torch_name,
+    value_of,
+)
 from mla_compile.passes.provenance import where
-from mla_compile.torch_internals import statically_known_true
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ def _steps_of_norm(product: fx.Node) -> list[fx.Node]:
         before: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and node.args[1] == 0 and is_call(before, add_rms_norm_op):
             return [*steps, before]
-        if not (isinstance(before, fx.Node) and _is_view_of_rows(node, before)):
+        if not is_view_of_rows(node):
             break
         node, reader = before, node
     return []
@@ -94,11 +101,6 @@ def _size(node: fx.Node) -> fx.Node | None:
         return None
     given: Any = shaped.args[1] if isinstance(shaped.args[1], (tuple, list)) else shaped.args[1:]
     return given[dim] if isinstance(given[dim], fx.Node) else None
-
-
-def _is_view_of_rows(node: fx.Node, before: fx.Node) -> bool:
-    is_view = torch_name(node) in ("flatten", "reshape", "squeeze", "unsqueeze", "view")
-    return is_view and statically_known_true(tensor_of(node).shape[-1] == tensor_of(before).shape[-1])
 
 
 def _replace(product: fx.Node, steps: list[fx.Node]) -> None:

@@ -111,6 +111,16 @@ def _named(node: fx.Node) -> dict[str, Any]:
     return {_NUMPYS.get(name, name): value for name, value in node.kwargs.items()}
 
 
+def is_view_of_rows(node: fx.Node) -> bool:
+    """Whether a node is its first argument in another shape with the same last dimension."""
+    if torch_name(node) not in ("flatten", "reshape", "squeeze", "unsqueeze", "view") or not is_tensor(
+        node.args[0]
+    ):
+        return False
+    before: Any = node.args[0]
+    return statically_known_true(tensor_of(node).shape[-1] == tensor_of(before).shape[-1])
+
+
 # --- its example value
 
 

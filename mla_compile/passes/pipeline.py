@@ -25,6 +25,7 @@ from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
@@ -50,6 +51,7 @@ PASSES: list[Pass] = [
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
     fuse_all_reduce,  # after it: it looks for what it makes
+    fuse_norm_router,  # after it, which may take the norm
     fuse_linear,  # the others look for single products, and gathers part what reads one input
     fuse_norm_linear,  # after it: it looks for what it makes
 ]

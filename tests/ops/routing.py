@@ -68,3 +68,27 @@ def check_bits(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) ->
         for part in (x[rows], x[rows].clone(), apart[:, : x.shape[1]]):
             again = router(part, weight, bias, *rest)
             assert torch.equal(again[0], weights[rows]) and torch.equal(again[1], ids[rows])
+
+
+def check_after_norm(norm_router: Callable[..., tuple[Tensor, ...]], args: list[Any]) -> None:
+    """Norm and sum near torch's; the choice is that of the norm as it is rounded."""
+    x, *rest = args
+    generator = torch.Generator().manual_seed(len(x))
+    residual = torch.randn(x.shape, generator=generator).to(x)
+    # What is normed to about the rows whose choices are no near-ties.
+    given = (x - residual).to(x.dtype)
+    for norm_weight in (None, torch.ones_like(x[0])):
+        normed, total, weights, ids = norm_router(given, residual, norm_weight, 1e-5, *rest)
+        torch.testing.assert_close(total, given + residual, rtol=torch.finfo(x.dtype).eps, atol=0)
+        wide = total.double()
+        expected = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-5)
+        tolerance = {torch.float32: 1e-5}.get(x.dtype, 2e-2)
+        torch.testing.assert_close(normed.double(), expected, rtol=tolerance, atol=tolerance)
+        assert normed.is_contiguous() and normed.dtype == total.dtype == x.dtype
+        by_definition = rest[0].double() @ normed.double().T
+        bias = None if rest[1] is None else rest[1].double()
+        expected_weights, expected_ids = choose_experts(by_definition.T, bias, *rest[2:])
+        order, expected_order = ids.argsort(1), expected_ids.argsort(1)
+        assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
+        found = weights.gather(1, order).double()
+        torch.testing.assert_close(found, expected_weights.gather(1, expected_order), rtol=1e-5, atol=1e-6)

@@ -48,6 +48,24 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     ),
     "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
     "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
+    "norm and router": (
+        routing,
+        lambda: routing.norm_router_triton(
+            x := torch.zeros(2, 64, dtype=BF16), x, None, 1e-6, *router_args("glm", 2, 64, BF16)[1:]
+        ),
+    ),
+    "norm and gemv": (
+        gemv,
+        lambda: gemv.norm_and_multiply(
+            x := torch.zeros(1, 512, dtype=BF16),
+            x,
+            None,
+            1e-6,
+            torch.zeros(64, 512, dtype=BF16),
+            None,
+            (2, 512, 2),
+        ),
+    ),
     "fp8 gemv": (
         gemv,
         lambda: fp8_linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120)),
@@ -76,7 +94,7 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
         lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
     ),
 }
-WITH_WEIGHTS = {"gemv", "fp8 gemv", "blocks", "fp8 blocks", "by head", "by head, across"}
+WITH_WEIGHTS = {"gemv", "norm and gemv", "fp8 gemv", "blocks", "fp8 blocks", "by head", "by head, across"}
 """Kernels that have weights brought to the cache before they wait."""
 
 

@@ -79,6 +79,11 @@ SCHEMAS = {
         "Tensor? second=None, Tensor? second_scale=None, bool batch_invariant=False) -> "
         "(Tensor product, Tensor total)"
     ),
+    "norm_router": (
+        "(Tensor x, Tensor residual, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, SymInt topk, "
+        "SymInt num_groups, SymInt topk_groups, bool softmax, bool normalize, float scaling, "
+        "bool batch_invariant=False) -> (Tensor normed, Tensor total, Tensor weights, Tensor ids)"
+    ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
     "fused_add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor normed, Tensor total)",

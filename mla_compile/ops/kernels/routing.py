@@ -58,6 +58,55 @@ def logits_kernel(
 
 
 @triton.jit
+def norm_logits_kernel(
+    x,  # [tokens, HIDDEN], rows x_stride apart
+    residual,  # likewise
+    norm_weight,  # [HIDDEN]; not read without one
+    weight,  # [EXPERTS, HIDDEN], contiguous
+    logits,  # float32 [tokens, EXPERTS]
+    normed,  # [tokens, HIDDEN], contiguous
+    total,  # likewise: x + residual
+    x_stride,
+    residual_stride,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`logits_kernel` of a token's norm, which its first program writes. Grid `[blocks of experts, tokens]`."""
+    wait_for_kernel_before(EARLY)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    token = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    inside = k < HIDDEN
+    dtype = normed.dtype.element_ty
+    # All is asked for before the sum over the threads is waited for.
+    of_experts = weight + e[:, None] * HIDDEN + k[None, :]
+    w = tl.load(of_experts, mask=(e < EXPERTS)[:, None] & inside[None, :], other=0.0)
+    factor = 1.0
+    if HAS_WEIGHT:
+        factor = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + token * residual_stride + k, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(dtype)
+    value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
+    # Rounded before the weight multiplies, as in `rms_norm.py`.
+    h = ((value * scale).to(dtype).to(tl.float32) * factor).to(dtype)
+    tl.store(
+        logits + token * EXPERTS + e,
+        tl.sum(w.to(tl.float32) * h.to(tl.float32)[None, :], 1),
+        mask=e < EXPERTS,
+    )
+    first = inside & (tl.program_id(0) == 0)
+    tl.store(total + token * HIDDEN + k, rounded, mask=first)
+    tl.store(normed + token * HIDDEN + k, h, mask=first)
+
+
+@triton.jit
 def _first_best(values, ids, none: tl.constexpr):
     """The best of a vector, and its lowest id; `none` where all are NaN."""
     best = tl.max(values, 0)
@@ -180,6 +229,37 @@ def router_triton(
             launch_pdl=starts_early(x),
         )
     return _choose(logits, bias, topk, num_groups, topk_groups, softmax, normalize, scaling)
+
+
+def norm_router_triton(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *rule: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `norm_router` computes of few tokens, with its arguments, on the GPU or in Triton's interpreter."""
+    (x, x_stride), (residual, residual_stride) = aligned_rows(x), aligned_rows(residual)
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    logits = x.new_empty(tokens, experts, dtype=torch.float32)
+    normed, total = x.new_empty(2, tokens, hidden)
+    block = power_of_two(hidden)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
+            *(x, residual, x if norm_weight is None else norm_weight.contiguous(), weight.contiguous()),
+            *(logits, normed, total, x_stride, residual_stride, eps),
+            HAS_WEIGHT=norm_weight is not None,
+            EXPERTS=experts,
+            HIDDEN=hidden,
+            BLOCK_E=_EXPERTS,
+            BLOCK=block,
+            EARLY=starts_early(x),
+            num_warps=4 if block <= 2048 else 8,
+            launch_pdl=starts_early(x),
+        )
+    return normed, total, *_choose(logits, bias, *rule)
 
 
 def router_product(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:

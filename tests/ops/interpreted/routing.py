@@ -7,8 +7,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.routing import router_product, router_triton  # noqa: E402
-from tests.ops.routing import ROUTINGS, check, check_bits, router_args  # noqa: E402
+from mla_compile.ops.kernels.routing import norm_router_triton, router_product, router_triton  # noqa: E402
+from tests.ops.routing import ROUTINGS, check, check_after_norm, check_bits, router_args  # noqa: E402
 
 SLOW = ("v3", "v2")
 
@@ -20,6 +20,12 @@ def test_the_kernels(name: str) -> None:
         check(router_triton, args)
         check_bits(router_triton, args)
         check(router_product, args)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ROUTINGS])
+def test_after_a_norm(name: str) -> None:
+    for tokens, hidden, dtype in ((1, 48, torch.float32), (10, 100, torch.bfloat16)):
+        check_after_norm(norm_router_triton, router_args(name, tokens, hidden, dtype))
 
 
 def test_equal_scores_choose_the_lowest_ids_and_nan_chooses_experts_that_exist() -> None:

@@ -1,0 +1,90 @@
+"""`norm_router`: the addition of a residual, an RMSNorm and the router that reads it.
+
+For few tokens each program of the router's scores norms its token by itself, and one of them writes the norm down for
+the experts. No model calls it: the pass `fuse_norm_router` puts it in.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.ops.implementations import FLOATS, Implementation, triton
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm
+from mla_compile.ops.routing import check_router, empty_choice, moe_router_op
+
+NORM_ROUTER = (
+    triton(
+        "scores by program of experts, which norms its token, then a choice by program of one token",
+        "mla_compile.ops.kernels.routing:norm_router_triton",
+        takes={
+            "dtype": FLOATS,
+            "weight's dtype": FLOATS,
+            "tokens": range(1, 33),
+            "hidden": range(1, 2**13 + 1),
+            "experts": range(1, 1025),
+        },
+    ),
+    Implementation("apart", "any device: the norm, then the router", "mla_compile.ops.norm_router:apart"),
+    Implementation(
+        "apart_in_order",
+        "any device: the norm, then the batch-invariant router",
+        "mla_compile.ops.norm_router:apart_in_order",
+        batch_invariant=True,
+    ),
+)
+
+
+@define_op(
+    table=NORM_ROUTER,
+    facts=lambda x, weight: {
+        "dtype": x.dtype,
+        "weight's dtype": weight.dtype,
+        "tokens": x.shape[0],
+        "hidden": x.shape[1],
+        "experts": weight.shape[0],
+    },
+    returns=("normed", "total", "weights", "ids"),
+)
+def norm_router(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    topk: int,
+    num_groups: int,
+    topk_groups: int,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of the norm, with the arguments of both.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    check_norm(x, residual=residual, weight=norm_weight)
+    check_router(x, weight, bias, topk, num_groups, topk_groups, softmax=softmax)
+    return empty(x, x.shape), empty(x, x.shape), *empty_choice(x, weight, topk)
+
+
+norm_router_op = torch.ops.mla_compile.norm_router.default
+
+
+def apart(
+    x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`norm_router`, one after the other."""
+    normed, total = add_rms_norm_op(x, residual, norm_weight, eps)
+    return normed, total, *moe_router_op(normed, *router)
+
+
+def apart_in_order(
+    x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and a token's bits depend on nothing but the token."""
+    return apart(x, residual, norm_weight, eps, *router, True)

@@ -1,0 +1,111 @@
+"""`fuse_norm_router`: which norms are computed in the launch of the router's scores, and which are not."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mla_compile.ops.norm_rope import rms_norm
+from mla_compile.ops.routing import moe_router
+from mla_compile.passes import PASSES
+from mla_compile.passes.fuse_norm_router import fuse_norm_router
+from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
+from mla_compile.passes.make_batch_invariant import make_batch_invariant
+from tests.passes.capture import Capture, nodes_of, ops
+
+K, EXPERTS = 16, 8
+FUSE = [partial(graph_pass, everywhere=True) for graph_pass in (fuse_rms_norm, fuse_norm_router)]
+
+
+class Layer(nn.Module):
+    """A norm and a router; `call` says what becomes of them."""
+
+    def __init__(self, call: Callable[["Layer", Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.norm_weight = nn.Parameter(torch.randn(K), requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, K), requires_grad=False)
+        self.register_buffer("bias", torch.randn(EXPERTS))
+        self.call = call
+
+    def forward(self, x: Tensor, residual: Tensor) -> Any:
+        return self.call(self, x, residual)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.norm_weight, 1e-5)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return moe_router(x, self.weight, self.bias, 2, 1, 1, False, True, 1.5)
+
+
+def after(call: Callable[[Layer, Tensor, Tensor], Any], *more: Any, dims: int = 2) -> Any:
+    """The graph after the passes, whose results and writes are those of the module run eagerly."""
+    torch.manual_seed(0)
+    layer, capture = Layer(call), Capture([*FUSE, *more])
+    x, residual = torch.randn(2, 5, *[1] * (dims - 2), K)
+    inputs = x.clone(), residual.clone()
+    expected = layer(*inputs)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(residual, 0)
+    found = torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close((x, residual), inputs)
+    return capture.after[0]
+
+
+def routed(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    total = x + residual
+    normed = layer.norm(total)
+    weights, ids = layer.route(normed.flatten(0, -2))
+    return normed.sin(), total * 2, weights, ids + 1
+
+
+def twice(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    for _ in range(2):
+        x, residual, weights, _ = routed(layer, x, residual)
+        x = x * weights.sum(1).view(-1, *[1] * (x.dim() - 1))
+    return x, residual
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize(("call", "fused"), [(routed, 1), (twice, 2)])
+def test_a_norm_that_a_router_reads_is_computed_with_it(call: Any, fused: int, dims: int) -> None:
+    gm = after(call, dims=dims)
+    assert len(nodes_of(gm, "norm_router")) == fused
+    assert not {"fused_add_rms_norm", "moe_router"} & set(ops(gm))
+
+
+def without_a_residual(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    return (*layer.route(layer.norm(x)), x + residual)
+
+
+def of_what_is_made_of_the_norm(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    return layer.route(layer.norm(x + residual) * 2)
+
+
+def with_a_bias_that_is_written_to(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    normed = layer.norm(x + residual)
+    layer.bias.mul_(1.0)
+    return layer.route(normed)
+
+
+@pytest.mark.parametrize(
+    "call", [without_a_residual, of_what_is_made_of_the_norm, with_a_bias_that_is_written_to]
+)
+def test_others_stay(call: Any) -> None:
+    gm = after(call)
+    assert not nodes_of(gm, "norm_router") and nodes_of(gm, "moe_router")
+
+
+def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:
+    (node,) = nodes_of(after(routed, make_batch_invariant), "norm_router")
+    assert node.args[-1] is True
+
+
+def test_nothing_is_fused_where_the_op_has_no_kernel() -> None:
+    capture = Capture([FUSE[0], fuse_norm_router])
+    x, residual = torch.randn(2, 5, K)
+    torch.compile(Layer(routed), backend=capture, fullgraph=True)(x, residual)
+    assert "norm_router" not in ops(capture.after[0]) and fuse_norm_router in PASSES
