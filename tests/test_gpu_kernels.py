@@ -921,9 +921,10 @@ def test_a_product_of_few_tokens(
 ) -> None:
     monkeypatch.setattr("mla_compile.ops.tuned.table_of", lambda device: None)
     weight = torch.randn(columns, k, device="cuda", dtype=dtype)
-    for tokens in (1, 2, 3, 64):
+    for tokens in (1, 2, 3, 16, 17, 64):
         x = torch.randn(tokens, k + 8, device="cuda", dtype=dtype)[:, 8:] / k**0.5
-        name = "triton" if tokens <= 2 and dtype != torch.float32 else "reference"
+        name = "triton" if tokens <= 2 else "blocks" if tokens <= 16 and columns <= 8192 else "reference"
+        name = "reference" if dtype == torch.float32 else name
         assert choose("fused_linear", (x, weight, None, False)).chosen.name == name
         expected = (x.double() @ weight.double().T).float()
         torch.testing.assert_close(fused_linear(x, weight).float(), expected, atol=2e-2, rtol=1e-2)
@@ -939,7 +940,8 @@ def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int, of: st
     k = w.shape[1]
     for tokens in (0, 1, 2, 4, 33, 300):
         x = torch.randn(tokens, heads, k, device="cuda", dtype=dtype) / k**0.5
-        name = "triton" if 1 <= tokens <= 2 and heads <= 64 else "reference"
+        name = "triton" if tokens <= 2 and heads <= 64 else "tiles"
+        name = name if 1 <= tokens <= 32 and (tokens > 2 or heads <= 64) else "reference"
         assert choose("matmul_by_head", (x, w)).chosen.name == name
         expected = torch.einsum("thk,hkn->thn", x.double(), w.double())
         torch.testing.assert_close(matmul_by_head(x, w).double(), expected, atol=2e-2, rtol=1e-2)

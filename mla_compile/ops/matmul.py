@@ -86,6 +86,9 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
     return product_by_row(x, w)
 
 
+MOST_FEW = 16
+"""Tokens of which a product has kernels of ours."""
+
 # Wide products of two tokens are a little faster by cuBLAS on an H200, whose table says so (`tuned/nvidia_h200.json`).
 FUSED_LINEAR = (
     triton(
@@ -96,6 +99,18 @@ FUSED_LINEAR = (
             "tokens": range(1, 3),
             "k": SOME,
             "columns": SOME,
+            "weights": ("one matrix",),
+        },
+    ),
+    triton(
+        "few tokens: the warps of a program share its rows of the weight along k",
+        "mla_compile.ops.kernels.linear:linear_blocks",
+        name="blocks",
+        takes={
+            "dtype": HALF,
+            "tokens": range(3, MOST_FEW + 1),
+            "k": SOME,
+            "columns": range(1, 2**13 + 1),
             "weights": ("one matrix",),
         },
     ),
@@ -174,6 +189,19 @@ MATMUL_BY_HEAD = (
             "dtype": HALF,
             "tokens": range(1, 3),
             "heads": range(1, 65),
+            "k": range(1, 1025),
+            "n": SOME,
+            "w.stride(1) or w.stride(2)": UNIT,
+        },
+    ),
+    triton(
+        "few tokens: a program multiplies a few columns of a head's matrix, on tensor cores",
+        "mla_compile.ops.kernels.by_head:multiply_by_head_tiles",
+        name="tiles",
+        takes={
+            "dtype": HALF,
+            "tokens": range(3, 33),
+            "heads": SOME,
             "k": range(1, 1025),
             "n": SOME,
             "w.stride(1) or w.stride(2)": UNIT,

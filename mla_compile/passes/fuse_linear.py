@@ -32,7 +32,7 @@ from torch import fx
 from mla_compile.ops.fp8 import is_one_matrix
 from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.matmul import FUSED_LINEAR, fused_linear_op
+from mla_compile.ops.matmul import FUSED_LINEAR, MOST_FEW, fused_linear_op
 from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
@@ -108,7 +108,7 @@ def _may_have_few_tokens(product: _Product) -> bool:
         return False  # it is an op that looks
     x = tensor_of(product.x)
     tokens = x.numel() // x.shape[-1] if all(type(size) is int for size in x.shape) and x.shape[-1] else None
-    return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= 2)
+    return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= MOST_FEW)
 
 
 def _match(node: fx.Node) -> _Product | None:

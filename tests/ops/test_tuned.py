@@ -55,7 +55,10 @@ def names(op: str, args: Any) -> str:
 def test_a_line_decides_the_calls_that_it_speaks_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     serve_by(monkeypatch, tmp_path / "t.json", PLAIN, PLAIN | {"row": "triton", "takes": {"tokens": [1, 9]}})
     assert names("fused_linear", linear(2)) == "reference"
-    assert choose("fused_linear", linear(2)).passed_over == (("triton", "the GPU's table chooses reference"),)
+    assert choose("fused_linear", linear(2)).passed_over == (
+        ("triton", "the GPU's table chooses reference"),
+        ("blocks", "takes tokens of 3..16, got 2"),
+    )
     assert names("fused_linear", linear(2, 65)) == names("fused_linear", linear(1)) == "triton"
     assert names("fused_linear", linear(2, machine=None)) == "reference", "the CPU has no table"
 
@@ -69,7 +72,7 @@ def test_a_line_whose_row_does_not_take_the_call_is_ignored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     serve_by(monkeypatch, tmp_path / "t.json", PLAIN | {"row": "triton", "takes": {}})
-    assert names("fused_linear", linear(3)) == "reference", "the kernel takes two tokens at most"
+    assert names("fused_linear", linear(3)) == "blocks", "the kernel takes two tokens at most"
     double = tuple(x.double() if isinstance(x, torch.Tensor) else x for x in linear(1))
     assert names("fused_linear", double) == "reference"
     on((7, 5), monkeypatch)
@@ -109,7 +112,7 @@ def test_candidates_are_the_rows_that_may_be_fastest(monkeypatch: pytest.MonkeyP
         return [row.name for row in candidates(op, args)]
 
     assert found("fused_linear", linear(2)) == ["triton", "reference"], "whatever a table says"
-    assert found("fused_linear", linear(3)) == ["reference"]
+    assert found("fused_linear", linear(3)) == ["blocks", "reference"]
     assert found("batch_invariant_matmul", matmul(3)) == ["cublas", "triton"]
 
 
@@ -137,7 +140,10 @@ WRONG = {
     "a key too many": (PLAIN | {"us": 3}, "lines[0]: expected an object with op, "),
     "a flag that is a number": (PLAIN | {"batch_invariant": 1}, "lines[0].batch_invariant: expected a bool"),
     "another op": (PLAIN | {"op": "mla_decode"}, "lines[0].op: expected one of "),
-    "no row": (PLAIN | {"row": "fast"}, "lines[0].row: expected a row of fused_linear: triton, reference, "),
+    "no row": (
+        PLAIN | {"row": "fast"},
+        "lines[0].row: expected a row of fused_linear: triton, blocks, reference, ",
+    ),
     "a row whose bits depend on the batch": (
         PLAIN | {"batch_invariant": True, "takes": {}},
         "lines[0].row: expected a batch-invariant row of fused_linear: each_matmul, got 'reference'",

@@ -334,6 +334,11 @@ def block_tiles(tokens: int, k: int) -> MatmulTiles:
     return MatmulTiles(rows, columns=16, depth=512, warps=4, stages=4)
 
 
+def by_head_tiles(tokens: int) -> MatmulTiles:
+    """Tiles of a product of a few tokens by a matrix for each head."""
+    return MatmulTiles(8 if tokens <= 8 else 16, columns=32, depth=128, warps=2, stages=4)
+
+
 def is_by_block(pairs: int, experts: int) -> bool:
     """Whether few enough share a weight in block FP8 that its values are multiplied first, and scaled afterwards.
 
