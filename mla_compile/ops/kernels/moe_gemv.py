@@ -181,7 +181,7 @@ def moe_gemv(
     )
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate_up = gate_up or ((1, 2048, 1) if gate_up_scale is None else (2, 512, 1))
-    down = down or (2, 2048, 4)
+    down = down or ((2, 2048, 4) if down_scale is None else (4, 2048, 4))
     padding, constants = padding_of(topk_ids, row_lens, q_len)
     constants |= {"SHARED": shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
