@@ -44,7 +44,7 @@ FP8_LINEAR = (
         "few tokens: FP8's values are multiplied block by block, and scaled afterwards",
         "mla_compile.ops.kernels.fp8_linear:linear_blocks",
         name="blocks",
-        takes={"dtype": HALF, "tokens": range(2, 17), **_SIZES},
+        takes={"dtype": HALF, "tokens": range(2, 33), **_SIZES},
         min_capability=_FLOAT8,
     ),
     triton(

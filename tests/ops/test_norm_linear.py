@@ -66,9 +66,10 @@ def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
     weight = torch.zeros(1344, 2048, dtype=torch.bfloat16)
     with compiled_for(90) as kernels:
         for given, first, scale in ((x, weight, None), (x[:, :768], *fp8_weight(5120, 768))):
-            tiles = gemv.half_tiles(1, 2048) if scale is None else gemv.fp8_tiles(768)
+            k = given.shape[1]
+            tiles = gemv.half_tiles(k) if scale is None else gemv.fp8_tiles(k, norm=True)
             gemv.multiply(given, first, scale, tiles)
-            gemv.norm_and_multiply(given, residual[:, : given.shape[1]], given[0], EPS, first, scale, tiles)
+            gemv.norm_and_multiply(given, residual[:, :k], given[0], EPS, first, scale, tiles)
     assert [kernel.spilled_bytes for kernel in kernels] == [0] * 4
     for kernel in kernels:
         found = re.findall(r"ld\.global|bar\.sync", kernel.text)

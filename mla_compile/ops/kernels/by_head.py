@@ -139,7 +139,7 @@ def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = 
     x = x if x.stride(2) == 1 else x.contiguous()
     tokens, heads, k = x.shape
     n = w.shape[2]
-    tiles = tiles or by_head_tiles(tokens)
+    tiles = tiles or by_head_tiles(tokens, k)
     out = x.new_empty(tokens, heads, n)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         by_head_tiles_kernel[(triton.cdiv(n, tiles.columns), heads, triton.cdiv(tokens, tiles.tokens))](

@@ -150,11 +150,17 @@ def _launch(
     return out, total
 
 
-def half_tiles(tokens: int, k: int) -> Tiles:
-    """For weights in half precision: of an H200's choices these won."""
-    return (4 if tokens > 1 or k <= 2048 else 2), 1024, 4
+def half_tiles(k: int) -> Tiles:
+    """For weights in half precision: those that were quickest for products of GLM-4.7-Flash on an H200."""
+    return (4, 1024, 4) if k <= 1024 else (2, 2048, 2)
 
 
-def fp8_tiles(k: int) -> Tiles:
-    """For weights in FP8: those that were quickest for products of GLM-4.7-Flash on an H200."""
-    return (4, 512, 2) if k < 1024 else (2, 1024, 4) if k <= 4096 else (1, 1024, 2)
+def fp8_tiles(k: int, norm: bool = False) -> Tiles:
+    """For weights in FP8: likewise, and above 2048 elements for those of DeepSeek-V3.
+
+    norm: whether tokens are normed first. A program then reads more than a row of the weight for a few, and rows of its
+        own are too few.
+    """
+    if norm or k <= 2048:
+        return 4, 1024 if k <= 1024 else 2048, 4
+    return (1, 512, 2) if k < 8192 else (2, 2048, 4)

@@ -14,7 +14,7 @@ def linear_gemv(
 
     tiles: chosen by `gemv.half_tiles` unless given.
     """
-    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(*x.shape))
+    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))
 
 
 def linear_blocks(
@@ -36,7 +36,7 @@ def norm_linear_gemv(
 ) -> tuple[Tensor, Tensor]:
     """What `norm_linear` computes of one or two tokens, of FP8 one, by weights that are one matrix in memory."""
     weight, scale = one_matrix(first, second), None
-    tiles = gemv.half_tiles(*x.shape)
+    tiles = gemv.half_tiles(x.shape[1])
     if first_scale is not None:
-        scale, tiles = one_matrix(first_scale, second_scale), gemv.fp8_tiles(x.shape[1])
+        scale, tiles = one_matrix(first_scale, second_scale), gemv.fp8_tiles(x.shape[1], norm=True)
     return gemv.norm_and_multiply(x, residual, norm_weight, eps, weight, scale, tiles)

@@ -180,8 +180,8 @@ def moe_gemv(
         w_down if w is None else w.contiguous() for w in (shared_gate, shared_up, shared_down)
     )
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-    gate_up = gate_up or ((1, 2048, 1) if gate_up_scale is None else (2, 512, 1))
-    down = down or ((2, 2048, 4) if down_scale is None else (4, 2048, 4))
+    gate_up = gate_up or ((1, 2048, 1) if gate_up_scale is None else (1, 1024, 1))
+    down = down or ((4, 2048, 8) if down_scale is None else (1, 512, 1))
     padding, constants = padding_of(topk_ids, row_lens, q_len)
     constants |= {"SHARED": shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}

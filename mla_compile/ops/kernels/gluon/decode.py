@@ -175,7 +175,7 @@ def _attend(
     }
     if narrow_rows:
         warps = 4 if narrow_rows == 16 else 8  # four would spill the wider output
-        narrow_kernel[grid](*args, **sizes, BLOCK_R=narrow_rows, num_warps=warps)
+        narrow_kernel[grid](*args, **sizes, BLOCK_R=narrow_rows, num_warps=warps, launch_pdl=True)
         return
     box = min(TILE.value, page_size & -page_size)  # the power of two in it
     latents = kv_cache.view(-1, RANK.value + ROPE.value)
@@ -184,4 +184,4 @@ def _attend(
         TensorDescriptor.from_tensor(latents, [max(box, 8), width], swizzled)
         for width in (HALF.value, ROPE.value)
     )
-    wide_kernel[grid](*boxes, *args, **sizes, BOX=box if box >= 8 else 0, num_warps=4)
+    wide_kernel[grid](*boxes, *args, **sizes, BOX=box if box >= 8 else 0, num_warps=4, launch_pdl=True)

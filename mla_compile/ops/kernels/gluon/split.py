@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_wait
 
+from mla_compile.ops.kernels.early import wait_for_kernel_before
 from mla_compile.ops.kernels.fixed_splits import first_key_of, splits_of
 from mla_compile.ops.kernels.plan import SPLIT_UNIT
 
@@ -195,7 +195,7 @@ def join_kernel(
     """
     unit = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    gdc_wait()  # for the kernel before
+    wait_for_kernel_before(True)
     first = tl.load(pieces + 2 * unit)
     count = tl.load(pieces + 2 * unit + 1)
     if count != 1:

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
@@ -410,6 +411,7 @@ def wide_kernel(
     num_warps: gl.constexpr,  # that load
 ):
     """Attention of every unit, or of its pieces; one program a multiprocessor."""
+    gdc_wait()  # for the kernel before
     unit, begin, at, end, piece = plan(
         seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps
     )
