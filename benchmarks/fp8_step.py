@@ -18,12 +18,13 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from benchmarks.random_weights import random_model, settings_of
+from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, prefill_segment
@@ -33,10 +34,10 @@ CONTEXT, PAGE_SIZE = 1000, 64
 WARM_UP, NEW_TOKENS = 8, 72
 
 
-def models(layers: int | None, *, tiny: bool) -> dict[str, MLAForCausalLM]:
-    """The two models, on the GPU if there is one."""
+def models(layers: int | None, weights: Iterable[Weights], *, tiny: bool) -> dict[Weights, MLAForCausalLM]:
+    """A model for each kind of weights, on the GPU if there is one."""
     settings = settings_of("glm", layers, tiny=tiny)
-    return {name: random_model(settings, name, mtp=False, device=DEVICE) for name in ("bf16", "fp8")}
+    return {kind: random_model(settings, kind, mtp=False, device=DEVICE) for kind in weights}
 
 
 def engine_of(model: MLAForCausalLM, max_rows: int, exact: bool) -> Engine:
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--judged-layers", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a small shape, for a CPU")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--weights", nargs="*", choices=get_args(Weights), default=get_args(Weights))
     parser.add_argument("--modes", nargs="*", choices=["default", "exact"], default=["default", "exact"])
     args = parser.parse_args()
     report: dict[str, Any] = {
@@ -125,7 +127,8 @@ def main() -> None:
         if known | {"rows": []} != report:
             raise SystemExit(f"{args.output} is of another machine, torch or shape")
         report = known
-    few, all_of_them = models(args.judged_layers, tiny=args.tiny), models(args.layers, tiny=args.tiny)
+    few = models(args.judged_layers, get_args(Weights), tiny=args.tiny)
+    all_of_them = models(args.layers, args.weights, tiny=args.tiny)
     bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
     for mode in args.modes:
         for name, model in all_of_them.items():
