@@ -85,6 +85,7 @@ def check_after_norm(norm_router: Callable[..., tuple[Tensor, ...]], args: list[
         tolerance = {torch.float32: 1e-5}.get(x.dtype, 2e-2)
         torch.testing.assert_close(normed.double(), expected, rtol=tolerance, atol=tolerance)
         assert normed.is_contiguous() and normed.dtype == total.dtype == x.dtype
+        assert normed.untyped_storage().data_ptr() != total.untyped_storage().data_ptr()
         by_definition = rest[0].double() @ normed.double().T
         bias = None if rest[1] is None else rest[1].double()
         expected_weights, expected_ids = choose_experts(by_definition.T, bias, *rest[2:])
