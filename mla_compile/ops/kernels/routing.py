@@ -244,7 +244,10 @@ def norm_router_triton(
     (x, x_stride), (residual, residual_stride) = aligned_rows(x), aligned_rows(residual)
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
-    normed, total = x.new_empty(tokens, hidden), x.new_empty(tokens, hidden)  # an op's results share no memory
+    normed, total = (
+        x.new_empty(tokens, hidden),
+        x.new_empty(tokens, hidden),
+    )  # an op's results share no memory
     block = power_of_two(hidden)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
