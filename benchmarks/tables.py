@@ -659,6 +659,46 @@ def tensor_parallel_tokens() -> str:
     )
 
 
+def fp8_step() -> str:
+    """A step of GLM's shape by kind of weights, mode and drafts."""
+    report = result("fp8_step")
+    batches = sorted({row["batch"] for row in report["rows"]})
+    groups: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        groups.setdefault((row["weights"], row["mode"], row["drafts"]), {})[row["batch"]] = row
+    modes = {"default": "", "exact": "`batch_invariant=True`"}
+    lines = []
+    for (weights, mode, drafts), rows in sorted(groups.items()):
+        cells = (
+            f"{rows[batch]['ms_per_step']:.2f} ({rows[batch]['floor_ms']:.2f})" if batch in rows else None
+            for batch in batches
+        )
+        first = next(iter(rows.values()))
+        gap = max(row["mean_gap"] for row in rows.values())
+        lines.append(
+            (
+                *(WEIGHTS[weights], modes[mode], drafts, *cells, fixed(first["gigabytes_of_weights"], 1)),
+                *(fixed(first["compile_s"], 0), f"{gap:.2f} of {first['chance_gap']:.2f}"),
+            )
+        )
+    return sentences(
+        f"{report['device']}, torch {report['torch']}, {report['layers']} layers and the MTP layer with random values, "
+        "about 1,000 tokens a row; milliseconds a step, and the floor. The gap is how far a chosen token's logit lies "
+        f"below the best one of bfloat16, at most, beside that of tokens by lot ({report['judged_layers']} layers)."
+    ) + table(
+        [
+            "weights",
+            "mode",
+            "drafts",
+            *(f"batch {b}" for b in batches),
+            "GB of weights",
+            "compile, s",
+            "mean gap",
+        ],
+        lines,
+    )
+
+
 def layer(name: str) -> str:
     """A layer of a decode step: whole, by its kernels, and without each pass."""
     report = result(name)
