@@ -17,6 +17,9 @@ from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
 from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
 from mla_compile.ops.side_by_side import num_columns
 
+MOST_TOKENS = 2
+"""For which the op has a kernel."""
+
 _GEMV = triton(
     "few tokens: a program reads a few rows of the weight, and norms the tokens by itself",
     "mla_compile.ops.kernels.linear:norm_linear_gemv",
@@ -24,7 +27,7 @@ _GEMV = triton(
     takes={
         "weights": ("one matrix",),
         "dtype": HALF,
-        "tokens": range(1, 3),
+        "tokens": range(1, MOST_TOKENS + 1),
         "k": SOME,
         "columns": range(1, 2**13 + 1),  # more are programs enough that norms add up
     },

@@ -14,6 +14,9 @@ from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm
 from mla_compile.ops.routing import check_router, empty_choice, moe_router_op
 
+MOST_TOKENS = 32
+"""For which the op has a kernel."""
+
 NORM_ROUTER = (
     triton(
         "scores by program of experts, which norms its token, then a choice by program of one token",
@@ -21,7 +24,7 @@ NORM_ROUTER = (
         takes={
             "dtype": FLOATS,
             "weight's dtype": FLOATS,
-            "tokens": range(1, 33),
+            "tokens": range(1, MOST_TOKENS + 1),
             "hidden": range(1, 2**13 + 1),
             "experts": range(1, 1025),
         },

@@ -1,7 +1,7 @@
 """Writing graph nodes by calling ordinary functions: run a torch function on proxies and its calls become nodes."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -116,6 +116,17 @@ def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:
     return like.tracer.create_proxy(
         "call_function", torch.arange, (start, stop), {"dtype": dtype, "device": device}
     )
+
+
+def replace_results(call: fx.Node, results: Sequence[fx.Node | None]) -> None:
+    """Erase a call of several results, for each of which, if anybody uses it, another node is given."""
+    for user in list(call.users):
+        result = results[user.args[1]]  # type: ignore[index]
+        assert result is not None, f"{user.name} is still used"
+        result.meta["example_value"] = value_of(user)  # views of it must be seen to share memory
+        user.replace_all_uses_with(result)
+        user.graph.erase_node(user)
+    call.graph.erase_node(call)
 
 
 def inline(

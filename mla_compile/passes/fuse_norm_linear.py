@@ -20,18 +20,17 @@ from torch import fx
 from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.matmul import fused_linear_op
-from mla_compile.ops.norm_linear import NORM_LINEAR, norm_linear_op
+from mla_compile.ops.norm_linear import MOST_TOKENS, NORM_LINEAR, norm_linear_op
 from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once
-from mla_compile.passes.emit import inline
+from mla_compile.passes.emit import inline, replace_results
 from mla_compile.passes.nodes import (
     calls,
     is_call,
-    is_view_of_rows,
     op_arguments,
+    rows_viewed,
     tensor_of,
     torch_name,
-    value_of,
 )
 from mla_compile.passes.provenance import where
 
@@ -58,7 +57,8 @@ def fuse_norm_linear(
 def _pays(x: fx.Node) -> bool:
     """Whether the op has a kernel for few tokens, and there may be few."""
     tokens = tensor_of(x).shape[0]
-    return first_serves(NORM_LINEAR, tensor_of(x)) and not (type(tokens) is int and tokens > 2)
+    few = type(tokens) is not int or tokens <= MOST_TOKENS
+    return few and first_serves(NORM_LINEAR, tensor_of(x))
 
 
 def _weights(product: fx.Node) -> list[fx.Node | None]:
@@ -70,17 +70,18 @@ def _steps_of_norm(product: fx.Node) -> list[fx.Node]:
     """From what a product is of, back to the norm that gives it: nodes that are there for the product alone. Empty for
     a product of something else."""
     steps: list[fx.Node] = []
-    node, reader = op_arguments(product)["x"], product
-    while isinstance(node, fx.Node) and _users(node) == [reader]:
+    node: fx.Node | None = op_arguments(product)["x"]
+    reader = product
+    while node is not None and _users(node) == [reader]:
         steps.append(node)
         if is_call(node, rms_norm_op):
             return steps
-        before: Any = node.args[0] if node.args else None
-        if node.target is operator.getitem and node.args[1] == 0 and is_call(before, add_rms_norm_op):
-            return [*steps, before]
-        if not is_view_of_rows(node):
-            break
-        node, reader = before, node
+        norm: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and node.args[1] == 0 and is_call(norm, add_rms_norm_op):
+            others = (user for user in norm.users if user is not node)
+            return [*steps, norm] if all(user.args[1] == 1 for user in others) else []
+        reader = node
+        node = rows_viewed(reader)
     return []
 
 
@@ -107,6 +108,7 @@ def _replace(product: fx.Node, steps: list[fx.Node]) -> None:
     norm = steps[-1]
     given = op_arguments(norm)
     args = (given["x"], given.get("residual"), given["weight"], given["eps"], *_weights(product))
+    args += (op_arguments(product)["batch_invariant"],)
 
     def emit(*given: Any) -> Any:
         result, total = norm_linear_op(*given)
@@ -115,15 +117,12 @@ def _replace(product: fx.Node, steps: list[fx.Node]) -> None:
     with torch.no_grad():  # neither needs a gradient, whatever the mode is now
         result, total = inline(norm, emit, args)
     product.replace_all_uses_with(result)
-    for node in (product, *steps[:-1]):
-        for size in list(node.users):
+    for node in (product, *steps):
+        for size in filter(_is_size, list(node.users)):
             known = _size(size)
             if known is not None:
                 size.replace_all_uses_with(known)
             node.graph.erase_node(size)
-        node.graph.erase_node(node)
-    for user in list(norm.users):  # the sum
-        total.meta["example_value"] = value_of(user)  # views of it must be seen to share memory
-        user.replace_all_uses_with(total)
-        user.graph.erase_node(user)
-    norm.graph.erase_node(norm)
+        if node is not norm:
+            node.graph.erase_node(node)
+    replace_results(norm, [None, total])

@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.norm_router import NORM_ROUTER, norm_router_op
+from mla_compile.ops.norm_router import MOST_TOKENS, NORM_ROUTER, norm_router_op
 from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.ops.routing import moe_router_op
 from mla_compile.passes.effects import at_once
-from mla_compile.passes.emit import inline
-from mla_compile.passes.nodes import calls, is_call, is_view_of_rows, op_arguments, tensor_of, value_of
+from mla_compile.passes.emit import inline, replace_results
+from mla_compile.passes.nodes import calls, is_call, op_arguments, rows_viewed, tensor_of
 from mla_compile.passes.provenance import where
 
 log = logging.getLogger(__name__)
@@ -38,33 +38,37 @@ def fuse_norm_router(
     """
     for router in calls(gm.graph, moe_router_op):
         x, weight, bias = list(op_arguments(router).values())[:3]
-        norm = _norm_of(x)
-        if norm is None or not (everywhere or _pays(x, weight)):
+        steps = _steps_of_norm(x)
+        if not steps or not (everywhere or _pays(x, weight)):
             continue
+        *normed, norm = steps
         read = [weight] if bias is None else [weight, bias]
-        if max(read) < norm and at_once(norm, router, read):
+        if max(read) < norm and at_once(norm, router, [*read, *normed]):
             log.info("fused: %s: RMSNorm and router", where(router))
             _replace(norm, router)
     return gm
 
 
 def _pays(x: fx.Node, weight: fx.Node) -> bool:
-    """Whether the op has a kernel for few tokens."""
-    experts, hidden = tensor_of(weight).shape
-    return first_serves(NORM_ROUTER, tensor_of(x), experts=experts, hidden=hidden)
+    """Whether the op has a kernel for few tokens, and there may be few."""
+    tokens, (experts, hidden) = tensor_of(x).shape[0], tensor_of(weight).shape
+    few = type(tokens) is not int or tokens <= MOST_TOKENS
+    return few and first_serves(NORM_ROUTER, tensor_of(x), experts=experts, hidden=hidden)
 
 
-def _norm_of(x: fx.Node) -> fx.Node | None:
-    """The norm whose rows `x` are."""
-    while is_view_of_rows(x):
-        x = x.args[0]  # type: ignore[assignment]
-    before: Any = x.args[0] if x.args else None
-    is_norm = x.target is operator.getitem and x.args[1] == 0 and is_call(before, add_rms_norm_op)
-    return before if is_norm else None
+def _steps_of_norm(x: fx.Node) -> list[fx.Node]:
+    """From `x` back to the norm whose rows it is; empty where it is something else."""
+    steps = [x]
+    while (before := rows_viewed(steps[-1])) is not None:
+        steps.append(before)
+    last = steps[-1]
+    norm: Any = last.args[0] if last.args else None
+    is_normed = last.target is operator.getitem and last.args[1] == 0 and is_call(norm, add_rms_norm_op)
+    return [*steps, norm] if is_normed else []
 
 
 def _replace(norm: fx.Node, router: fx.Node) -> None:
-    _, *of_router = list(op_arguments(router).values())[:-1]  # who asks for bits of its own does so later
+    _, *of_router = op_arguments(router).values()
 
     def emit(*given: Any) -> Any:
         normed, total, weights, ids = norm_router_op(*given)
@@ -72,12 +76,5 @@ def _replace(norm: fx.Node, router: fx.Node) -> None:
 
     with torch.no_grad():  # neither needs a gradient, whatever the mode is now
         normed, total, weights, ids = inline(norm, emit, (*op_arguments(norm).values(), *of_router))
-    for old, results in ((norm, [normed, total]), (router, [weights, ids])):
-        for user in list(old.users):
-            place: Any = user.args[1]
-            result = results[place]
-            result.meta["example_value"] = value_of(user)  # views of it must be seen to share memory
-            user.replace_all_uses_with(result)
-            user.graph.erase_node(user)
-    router.graph.erase_node(router)
-    norm.graph.erase_node(norm)
+    replace_results(norm, [normed, total])
+    replace_results(router, [weights, ids])

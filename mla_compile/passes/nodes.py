@@ -111,14 +111,15 @@ def _named(node: fx.Node) -> dict[str, Any]:
     return {_NUMPYS.get(name, name): value for name, value in node.kwargs.items()}
 
 
-def is_view_of_rows(node: fx.Node) -> bool:
-    """Whether a node is its first argument in another shape with the same last dimension."""
-    if torch_name(node) not in ("flatten", "reshape", "squeeze", "unsqueeze", "view") or not is_tensor(
-        node.args[0]
-    ):
-        return False
-    before: Any = node.args[0]
-    return statically_known_true(tensor_of(node).shape[-1] == tensor_of(before).shape[-1])
+def rows_viewed(node: fx.Node) -> fx.Node | None:
+    """What a node is in another shape, with the same last dimension; None where it is nothing of that kind."""
+    before = argument(node, 0, "input")
+    is_reshaped = torch_name(node) in ("flatten", "reshape", "squeeze", "unsqueeze", "view")
+    if not (is_reshaped and is_tensor(before)):
+        return None
+    one, other = tensor_of(node), tensor_of(before)
+    same = one.dtype == other.dtype and statically_known_true(one.shape[-1] == other.shape[-1])
+    return before if same else None
 
 
 # --- its example value

@@ -1,21 +1,25 @@
 """`fuse_norm_linear`: which norms are computed in the launch of the product that reads them, and which are not."""
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.models.fp8 import FP8Linear
+from mla_compile.ops.fp8_linear import fp8_linear
 from mla_compile.ops.norm_rope import rms_norm
+from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
+from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
+from mla_compile.passes.nodes import tensor_of, torch_name
 from tests.passes.capture import Capture, nodes_of, ops
 from tests.passes.test_fp8 import fill
 
@@ -100,8 +104,14 @@ def of_other_rows(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
     return layer.fp8(layer.norm(x.view(-1, 2, K // 2).flatten(1)).flip(0))
 
 
-def with_a_weight_that_is_made(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
-    return F.linear(layer.norm(x), layer.a.weight * residual[0])
+def with_a_scale_that_is_made(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
+    normed = layer.norm(x)
+    return fp8_linear(normed, layer.fp8.weight, layer.fp8.weight_scale_inv * residual[0, 0])
+
+
+def in_another_dtype(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
+    normed = rms_norm(x.bfloat16(), layer.norm_weight.bfloat16(), 1e-5).view(torch.float16)
+    return fp8_linear(normed, layer.fp8.weight, layer.fp8.weight_scale_inv)
 
 
 def with_a_weight_written_to(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
@@ -116,7 +126,8 @@ def with_a_weight_written_to(layer: Layer, x: Tensor, residual: Tensor) -> Tenso
         read_by_others,
         read_on_the_way,
         of_other_rows,
-        with_a_weight_that_is_made,
+        with_a_scale_that_is_made,
+        in_another_dtype,
         with_a_weight_written_to,
     ],
 )
@@ -124,6 +135,72 @@ def test_others_stay(call: Any) -> None:
     gm = after(call)
     assert not nodes_of(gm, "norm_linear")
     assert {"fused_rms_norm", "fused_add_rms_norm"} & set(ops(gm))
+
+
+def by_keyword(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    normed, total = add_rms_norm_op(x, residual, layer.norm_weight, 1e-5)
+    return layer.fp8(torch.flatten(input=normed, start_dim=0, end_dim=-2)), total.view(-1)
+
+
+def under_no_grad(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    layer.norm_weight.requires_grad_(True)
+    with torch.no_grad():
+        return joined(layer, x, residual)
+
+
+@pytest.mark.parametrize("call", [by_keyword, under_no_grad])
+def test_results_are_known_and_need_no_gradient(call: Any) -> None:
+    (node,) = nodes_of(after(call), "norm_linear")
+    views = [(user, result) for result in node.users for user in result.users if torch_name(user) == "view"]
+    assert len(views) == (call is by_keyword)
+    assert all(memory([view]) == memory([result]) for view, result in views)
+    assert not any(tensor_of(result).requires_grad for result in node.users)
+
+
+@pytest.mark.parametrize(("tokens", "fused"), [(2, 1), (3, 0)])
+def test_more_tokens_than_the_kernel_takes_are_normed_apart(
+    tokens: int, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mla_compile.passes.fuse_norm_linear.first_serves", lambda *_: True)
+    capture = Capture([*FUSE[:2], fuse_norm_linear])
+    torch.compile(Layer(joined), backend=capture, fullgraph=True)(*torch.randn(2, tokens, K))
+    assert len(nodes_of(capture.after[0], "norm_linear")) == fused
+
+
+def test_a_norm_with_two_readers_of_the_same_result_stays() -> None:
+    """As a pass of a user's may write it."""
+
+    def taken_twice(gm: Any, example_inputs: Any) -> Any:
+        (norm,) = nodes_of(gm, "fused_add_rms_norm")
+        normed = next(user for user in norm.users if user.args[1] == 0)
+        sine = next(user for user in gm.graph.nodes if user.target == "cos")
+        with gm.graph.inserting_before(sine):
+            again = gm.graph.call_function(operator.getitem, (norm, 0))
+        again.meta = dict(normed.meta)
+        sine.args = (again,)
+        return gm
+
+    def call(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        normed = layer.norm(total)
+        return layer.both(normed), normed.cos()
+
+    torch.manual_seed(0)
+    capture = Capture([*FUSE[:2], taken_twice, FUSE[2]])
+    layer, (x, residual) = Layer(call), torch.randn(2, 5, K)
+    found = torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
+    torch.testing.assert_close(found, layer(x, residual))
+    assert not nodes_of(capture.after[0], "norm_linear")
+
+
+def test_a_caller_that_asks_for_bits_of_its_own_gets_them() -> None:
+    def call(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
+        return fp8_linear(
+            layer.norm(x), layer.fp8.weight, layer.fp8.weight_scale_inv, None, None, batch_invariant=True
+        )
+
+    (node,) = nodes_of(after(call), "norm_linear")
+    assert node.args[-1] is True
 
 
 def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:

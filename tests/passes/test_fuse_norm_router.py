@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.ops.norm_rope import rms_norm
+from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.ops.routing import moe_router
 from mla_compile.passes import PASSES
+from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
+from mla_compile.passes.nodes import tensor_of, torch_name
 from tests.passes.capture import Capture, nodes_of, ops
 
 K, EXPERTS = 16, 8
@@ -91,12 +94,80 @@ def with_a_bias_that_is_written_to(layer: Layer, x: Tensor, residual: Tensor) ->
     return layer.route(normed)
 
 
+def with_a_weight_that_is_made(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    normed = layer.norm(x + residual)
+    return moe_router(normed, layer.weight * residual[0], layer.bias, 2, 1, 1, False, True, 1.5)
+
+
+def of_a_norm_that_is_written_to(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    normed = layer.norm(x + residual)
+    normed.mul_(2.0)
+    return (*layer.route(normed), normed)
+
+
+def of_a_norm_whose_view_is_written_to(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    normed = layer.norm(x + residual)
+    normed.view(-1, K).mul_(2.0)
+    return layer.route(normed)
+
+
 @pytest.mark.parametrize(
-    "call", [without_a_residual, of_what_is_made_of_the_norm, with_a_bias_that_is_written_to]
+    "call",
+    [
+        without_a_residual,
+        of_what_is_made_of_the_norm,
+        with_a_bias_that_is_written_to,
+        with_a_weight_that_is_made,
+        of_a_norm_that_is_written_to,
+        of_a_norm_whose_view_is_written_to,
+    ],
 )
 def test_others_stay(call: Any) -> None:
     gm = after(call)
     assert not nodes_of(gm, "norm_router") and nodes_of(gm, "moe_router")
+
+
+def by_keyword(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    normed, total = add_rms_norm_op(x, residual, layer.norm_weight, 1e-5)
+    return (
+        *layer.route(torch.flatten(input=normed, start_dim=0, end_dim=-2)),
+        normed.view(-1),
+        total.view(-1),
+    )
+
+
+def under_no_grad(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    layer.norm_weight.requires_grad_(True)
+    with torch.no_grad():
+        return routed(layer, x, residual)
+
+
+@pytest.mark.parametrize("call", [by_keyword, under_no_grad])
+def test_results_are_known_and_need_no_gradient(call: Any) -> None:
+    (node,) = nodes_of(after(call), "norm_router")
+    views = [(user, result) for result in node.users for user in result.users if torch_name(user) == "view"]
+    assert len(views) == (2 if call is by_keyword else 0)
+    assert all(memory([view]) == memory([result]) for view, result in views)
+    assert not any(tensor_of(result).requires_grad for result in node.users)
+
+
+@pytest.mark.parametrize(("tokens", "fused"), [(32, 1), (33, 0)])
+def test_more_tokens_than_the_kernel_takes_are_normed_apart(
+    tokens: int, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mla_compile.passes.fuse_norm_router.first_serves", lambda *_, **facts: True)
+    capture = Capture([FUSE[0], fuse_norm_router])
+    torch.compile(Layer(routed), backend=capture, fullgraph=True)(*torch.randn(2, tokens, K))
+    assert len(nodes_of(capture.after[0], "norm_router")) == fused
+
+
+def test_a_caller_that_asks_for_bits_of_its_own_gets_them() -> None:
+    def call(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        normed = layer.norm(x + residual)
+        return moe_router(normed, layer.weight, layer.bias, 2, 1, 1, False, True, 1.5, batch_invariant=True)
+
+    (node,) = nodes_of(after(call), "norm_router")
+    assert node.args[-1] is True
 
 
 def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:
