@@ -51,7 +51,15 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Groups of their own: a program may destroy torch.distributed's before it ends.
-        self._told, self._signs = (gloo_group(f"mla_compile/{name}", _FOREVER) for name in ("told", "signs"))
+        self._told = gloo_group("mla_compile/told", _FOREVER)
+        # A group for each pair: after a timeout no two processes of one hear each other any more.
+        others = range(1, self.size) if self.rank == 0 else [0]
+        self._signs = {
+            other: gloo_group(
+                f"mla_compile/signs of {max(self.rank, other)}", _FOREVER, sorted([self.rank, other])
+            )
+            for other in others
+        }
         self._rank_0_has_left = self.follows = False
         self._sign, self._wakes = _HERE, threading.Event()
         self._deaf: int | None = None
@@ -192,7 +200,8 @@ class Ranks:
         may have none for its threads for some seconds.
         """
         try:
-            self._signs.send([torch.tensor([sign], device="cpu")], rank, 0).wait(timedelta(seconds=seconds))
+            told = [torch.tensor([sign], device="cpu")]
+            self._signs[rank].send(told, int(self.rank == 0), 0).wait(timedelta(seconds=seconds))
         except RuntimeError:
             return False
         return True
@@ -201,7 +210,7 @@ class Ranks:
         """The sign of a rank; None where there is none in so many seconds."""
         sign = torch.empty(1, dtype=torch.int64, device="cpu")
         try:
-            self._signs.recv([sign], rank, 0).wait(timedelta(seconds=seconds))
+            self._signs[rank].recv([sign], int(self.rank == 0), 0).wait(timedelta(seconds=seconds))
         except RuntimeError:
             return None
         return int(sign)

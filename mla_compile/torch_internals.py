@@ -428,13 +428,17 @@ def meeting_place(size: int, port: int | None = None) -> "TCPStore":
     return TCPStore("127.0.0.1", port or 0, size, is_master=port is None, wait_for_workers=False)
 
 
-def gloo_group(name: str, timeout: timedelta) -> "dist.ProcessGroup":
-    """A group of all processes of torch.distributed's default group, which it outlives; all of them make it."""
+def gloo_group(name: str, timeout: timedelta, ranks: Sequence[int] = ()) -> "dist.ProcessGroup":
+    """A group of processes of torch.distributed's default group, which it outlives; all of them make it.
+
+    ranks: this process's and others', in the order of the group's own; all by default.
+    """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+    ranks = ranks or range(dist.get_world_size())
     store = PrefixStore(name, _get_default_store())
     # Its stub has none of the methods, which are those of a group.
-    group: Any = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout)
+    group: Any = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
     return cast("dist.ProcessGroup", group)
 
 

@@ -536,8 +536,7 @@ def plan(
     """Say what a model takes of each GPU, and what fits.
 
     Only config.json is read: bytes of weights, cache, steps and graphs, the requests that have room, and what would fit
-    if this does not. The flags are those of serve, which runs on one GPU as yet: plans for more say what will be
-    needed.
+    if this does not. The flags are those of serve.
 
     Exit code 1 if it does not fit.
     """
@@ -566,4 +565,5 @@ def plan(
 def _check_directory(model: Path, argument: str = "--model") -> None:
     if not model.is_dir():
         mend = "give a directory in Hugging Face format"
-        raise MLAError(f"{argument} {model}", "a checkpoint's directory", "no such directory", mend)
+        found = "a file" if model.is_file() else "no such directory"
+        raise MLAError(f"{argument} {model}", "a checkpoint's directory", found, mend)

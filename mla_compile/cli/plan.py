@@ -111,25 +111,27 @@ def _memory(text: str | None) -> int:
     if text is None:
         return torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else _H200
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([A-Za-z]{0,3})", text)
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        expected = "a number of bytes above 0, as 141GB or 80GiB"
+    units = {name.lower(): size for name, size in _UNITS.items()}
+    if match is None or match[2].lower() not in units or float(match[1]) == 0:
+        expected = f"a number above 0 and one of {', '.join(filter(None, _UNITS))}, as 141GB"
         raise MLAError("--gpu-memory", expected, text)
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * units[match[2].lower()])
 
 
 def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _head(wish: Wish) -> Iterator[str]:
     model = wish.outline()
 
-    def billions(part: torch.nn.Module) -> str:
+    def count(part: torch.nn.Module) -> int:
         named = part.named_parameters()
-        return f"{sum(p.numel() for name, p in named if not name.endswith(SCALE_SUFFIX)) / 1e9:.1f}"
+        return sum(p.numel() for name, p in named if not name.endswith(SCALE_SUFFIX))
 
-    mtp = "no MTP layer" if model.mtp is None else f"{billions(model.mtp)} of them the MTP layer's"
-    yield f"{wish.model.name}: {billions(model)} billion parameters, {mtp}"
+    word, unit = ("billion", 10**9) if count(model) >= 10**8 else ("million", 10**6)
+    mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them the MTP layer's"
+    yield f"{wish.model.name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
     parallel = "whole experts" if wish.expert_parallel else "each expert"
     among = f", divided by heads, {parallel} and vocabulary" if wish.gpus > 1 else ""
     yield f"On each of {wish.gpus} GPUs{among}:" if wish.gpus > 1 else "On one GPU:"
@@ -167,11 +169,18 @@ def _remedies(wish: Wish, memory: int) -> Iterator[str]:
     pages = plan.most_pages(memory)
     needed = 1 + -(-wish.max_model_len // wish.page_size)
     if pages >= needed:
-        yield f"  --num-pages {pages}: requests that find no page wait"
-        rows = plan.most_rows(memory, wish.max_model_len)
-        yield f"  --max-rows {rows}"
-    elif (tokens := (pages - 1) * wish.page_size) >= wish.page_size:
-        yield f"  --max-rows 1 --max-model-len {tokens}"
+        waiting = f"--num-pages {pages}: requests that find no page wait"
+        yield from _if_fits(replace(wish, num_pages=pages), memory, waiting)
+        if wish.num_pages is None:
+            rows = plan.most_rows(memory, wish.max_model_len)
+            yield from _if_fits(replace(wish, max_rows=rows), memory, f"--max-rows {rows}")
+    elif wish.num_pages is None and (tokens := (pages - 1) * wish.page_size) >= wish.page_size:
+        short = replace(wish, max_rows=1, max_model_len=tokens)
+        yield from _if_fits(short, memory, f"--max-rows 1 --max-model-len {tokens}")
+    budget = plan.graphs - (plan.total - available(memory))
+    if budget > 0:
+        fewer = f"--capture-budget {budget}: fewer graphs are recorded"
+        yield from _if_fits(replace(wish, capture_budget=budget), memory, fewer)
     gpus = _enough_gpus(wish, memory)
     if gpus is not None:
         yield f"  --gpus {gpus}" + " --expert-parallel" * wish.expert_parallel

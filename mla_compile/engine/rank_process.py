@@ -12,7 +12,7 @@ import torch
 
 from mla_compile.engine.follow import follow
 from mla_compile.engine.orders import settings_of
-from mla_compile.engine.start_ranks import INTERRUPTED, join
+from mla_compile.engine.start_ranks import INTERRUPTED, has_started, join
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, Parallel, load_model
 from mla_compile.torch_internals import meeting_place
@@ -26,7 +26,9 @@ def main(rank: int, size: int, port: int, device: torch.device) -> None:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_ranks`
     logging.disable(logging.WARNING)  # rank 0 says what takes long
-    join(rank, size, meeting_place(size, port), device)
+    store = meeting_place(size, port)
+    store.set(has_started(rank), "")
+    join(rank, size, store, device)
     ranks = Parallel.of_processes().ranks
     assert ranks is not None
     numbers = ranks.hear()

@@ -3,12 +3,15 @@
 import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,8 @@ _LONG = timedelta(days=365)
 """A rank may wait for another that compiles. One that is gone is noticed by `Ranks`."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+_SLOW = 30.0
+"""Seconds after which it is said which ranks have not started yet."""
 _GRACE = 5.0
 """Seconds that children have to end, once rank 0 does."""
 
@@ -64,11 +69,9 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
     }
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     atexit.register(_end, list(children.values()))
-    have_joined = threading.Event()
-    threading.Thread(target=_watch, args=(children, have_joined), daemon=True).start()
-    join(0, size, store, device)
-    parallel = Parallel.of_processes(expert_parallel=expert_parallel)
-    have_joined.set()
+    with _watched(children, meeting_place(size, store.port)):
+        join(0, size, store, device)
+        parallel = Parallel.of_processes(expert_parallel=expert_parallel)
     assert parallel.ranks is not None
     parallel.ranks.say(order_with(Order.LOAD, load | {"expert_parallel": expert_parallel}))
     return parallel
@@ -85,16 +88,62 @@ def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_LONG, device_id=own)
 
 
-def _watch(children: dict[int, "subprocess.Popen[bytes]"], have_joined: threading.Event) -> None:
-    """End this process if a child does before all have joined: joining would wait for it, deaf to Ctrl-C."""
+def has_started(rank: int) -> str:
+    """What a rank writes to the store before it joins the others."""
+    return f"rank {rank} has started"
+
+
+@contextmanager
+def _watched(children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore") -> Iterator[None]:
+    """Inside, this process ends at Ctrl-C, or if a child does: joining would wait for it, deaf to both."""
+    signals, told = socket.socketpair()
+    for end in (signals, told):
+        end.setblocking(False)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False) if in_main_thread else -1
+    have_joined = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(children, store, signals, have_joined), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        have_joined.set()
+        watcher.join()
+        if in_main_thread:
+            signal.set_wakeup_fd(before)
+        signals.close()
+        told.close()
+
+
+def _watch(
+    children: dict[int, "subprocess.Popen[bytes]"],
+    store: "TCPStore",
+    signals: socket.socket,
+    have_joined: threading.Event,
+) -> None:
+    """signals: which this process has got, a byte for each."""
+    began: float | None = time.monotonic()
     while not have_joined.wait(0.1):
+        with suppress(BlockingIOError):
+            if signal.SIGINT in signals.recv(64) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                _give_up(children, "interrupted", INTERRUPTED)
         for rank, child in children.items():
             status = child.poll()
-            if status is not None:
-                what = f"rank {rank} has not started: its exit status is {status}"
-                what = "interrupted" if status == INTERRUPTED else what
-                print(f"mla-compile: {what}", file=sys.stderr, flush=True)
-                os._exit(INTERRUPTED if status == INTERRUPTED else 1)
+            if status == INTERRUPTED:
+                _give_up(children, "interrupted", INTERRUPTED)
+            elif status is not None:
+                _give_up(children, f"rank {rank} has not started: its exit status is {status}", 1)
+        if began is not None and time.monotonic() > began + _SLOW:
+            missing = [str(rank) for rank in children if not store.check([has_started(rank)])]
+            print(f"mla-compile: waiting for rank {', '.join(missing)} to start", file=sys.stderr, flush=True)
+            began = None
+
+
+def _give_up(children: dict[int, "subprocess.Popen[bytes]"], what: str, status: int) -> NoReturn:
+    print(f"mla-compile: {what}", file=sys.stderr, flush=True)
+    for child in children.values():
+        child.kill()  # one that is stopped hears nothing else
+    os._exit(status)
 
 
 def _end(children: list["subprocess.Popen[bytes]"]) -> None:

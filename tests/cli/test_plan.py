@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mla_compile.defaults import SHIPPED_MODEL
 from tests.cli.conftest import Run
 from tests.models import published
 
@@ -34,6 +35,25 @@ def test_deepseek_v3_fits_eight_h200(run: Run, directory: Path) -> None:
     assert "a bound, with serve --capture-budget 2147483648" in lines[5]
     assert lines[8].startswith("It fits.")
     assert lines[-1].endswith(" rows x 163840 tokens")
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedies"),
+    [
+        (["--gpu-memory", "1gb"], ["--capture-budget"]),
+        (["--gpu-memory", "10GB", "--num-pages", "1000000"], ["--num-pages"]),
+        (["--gpu-memory", "10GB", "--num-pages", "1000000", "--max-rows", "1"], ["--num-pages"]),
+    ],
+)
+def test_remedies_of_a_small_model_mend_it(run: Run, flags: list[str], remedies: list[str]) -> None:
+    result = run("plan", SHIPPED_MODEL, *flags)
+    assert result.exit_code == 1 and "11.4 million parameters" in result.stdout
+    given = [
+        line.partition(":")[0].split() for line in result.stdout.partition("What fits:\n")[2].splitlines()
+    ]
+    assert [remedy[0] for remedy in given] == remedies
+    for remedy in given:
+        assert run("plan", SHIPPED_MODEL, *flags, *remedy).exit_code == 0, remedy
 
 
 @pytest.mark.long
@@ -83,9 +103,12 @@ def test_flags_change_the_plan(run: Run, directory: Path) -> None:
     ("flags", "expected"),
     [
         (("--gpus", 7), "--gpus: expected one of 1, 2, 4, 8, 16, got 7; it does not divide vocab_size"),
-        (("--gpu-memory", "0.2TB"), "--gpu-memory: expected a number of bytes above 0, as 141GB or 80GiB"),
-        (("--gpu-memory", "0GB"), "--gpu-memory: expected a number of bytes above 0"),
-        (("--gpu-memory", "nan"), "--gpu-memory: expected a number of bytes above 0"),
+        (
+            ("--gpu-memory", "0.2TB"),
+            "--gpu-memory: expected a number above 0 and one of GB, GiB, MB, MiB, B, as 141GB",
+        ),
+        (("--gpu-memory", "0GB"), "--gpu-memory: expected a number above 0"),
+        (("--gpu-memory", "nan"), "--gpu-memory: expected a number above 0"),
         (("--num-pages", 3), "num_pages: expected at least 129"),
         (("--quantize", "fp8", "--dequantize"), "quantize, dequantize: expected one of the two"),
         (("--gpus", 0), "--gpus"),

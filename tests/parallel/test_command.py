@@ -74,11 +74,12 @@ def is_gone(pid: int) -> bool:
 
 
 class Running:
-    """The command: rank 0, which leads a process group, and rank 1; `until` a word of its log."""
+    """The command: rank 0, which leads a process group, and the others; `until` a word of its log."""
 
-    def __init__(self, model: Path, folder: Path, until: str = "completing") -> None:
+    def __init__(self, model: Path, folder: Path, until: str = "completing", size: int = 2) -> None:
         self.log = folder / "stderr.txt"
-        words = "--input", str(prompts(folder, 32)), "--max-new-tokens", "4000", "--tensor-parallel-size", "2"
+        words = "--input", str(prompts(folder, 32)), "--max-new-tokens", "4000"
+        words += "--tensor-parallel-size", str(size)
         with self.log.open("w") as log:
             self.rank_0 = subprocess.Popen(
                 [*COMMAND, "--model", str(model), *words],
@@ -87,11 +88,12 @@ class Running:
                 start_new_session=True,
             )
         deadline = time.monotonic() + 120
-        while until not in self.log.read_text() or not children(self.rank_0.pid):
+        while until not in self.log.read_text() or len(children(self.rank_0.pid)) < size - 1:
             assert time.monotonic() < deadline and self.rank_0.poll() is None, self.log.read_text()
             time.sleep(0.2)
-        time.sleep(1)
-        (self.rank_1,) = children(self.rank_0.pid)
+        time.sleep(1 if until else 0)
+        self.others = sorted(children(self.rank_0.pid))
+        self.rank_1 = self.others[0]
 
     def wait_for_end(self, *pids: int) -> None:
         deadline = time.monotonic() + SOON
@@ -100,7 +102,7 @@ class Running:
             time.sleep(0.1)
 
     def end(self) -> None:
-        for pid in (self.rank_0.pid, self.rank_1):
+        for pid in (self.rank_0.pid, *self.others):
             if not is_gone(pid):
                 os.kill(pid, signal.SIGKILL)
         self.rank_0.wait()
@@ -133,6 +135,30 @@ class TestEnds:
         running.wait_for_end(running.rank_0.pid)
         assert running.rank_0.wait() == 1
         assert "rank 1 of 2 is gone; rank 0 ends with it" in running.log.read_text()
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+    def test_all_others_name_a_rank_that_is_gone(
+        self, model: Path, tmp_path: Path, how: signal.Signals
+    ) -> None:
+        running = Running(model, tmp_path, size=4)
+        try:
+            os.kill(running.others[1], how)
+            running.wait_for_end(running.rank_0.pid, running.others[0], running.others[2])
+            said = running.log.read_text()
+            assert [f"rank 2 of 4 is gone; rank {rank} ends with it" in said for rank in (0, 1, 3)] == [
+                True
+            ] * 3
+        finally:
+            running.end()
+
+    def test_ctrl_c_is_heard_while_a_rank_that_starts_is_stopped(self, model: Path, tmp_path: Path) -> None:
+        running = Running(model, tmp_path, until="")
+        os.kill(running.rank_1, signal.SIGSTOP)
+        time.sleep(32)
+        assert "mla-compile: waiting for rank 1 to start" in running.log.read_text()
+        os.kill(running.rank_0.pid, signal.SIGINT)
+        running.wait_for_end(running.rank_0.pid, running.rank_1)
+        assert running.rank_0.wait() == 130 and running.log.read_text().endswith("mla-compile: interrupted\n")
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_others_name_rank_0(self, running: Running, how: signal.Signals) -> None:
