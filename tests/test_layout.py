@@ -116,7 +116,7 @@ def test_implementations_of_ops_import_no_other_implementation() -> None:
         if owner_of.get(other, owner) != owner and module not in MADE_OF_OTHERS
     }
     assert not across, (
-        f"move what two share to ops/paging.py, ops/softmax.py, kernels/softmax.py: {sorted(across)}"
+        f"move what two share to a file of neither; an op made of others is in MADE_OF_OTHERS: {sorted(across)}"
     )
 
 

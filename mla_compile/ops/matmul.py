@@ -87,7 +87,7 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
 
 
 MOST_FEW = 16
-"""Tokens of which a product has kernels of ours."""
+"""Tokens up to which products in half precision have kernels of ours."""
 
 # Wide products of two tokens are a little faster by cuBLAS on an H200, whose table says so (`tuned/nvidia_h200.json`).
 FUSED_LINEAR = (

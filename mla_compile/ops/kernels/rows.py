@@ -1,4 +1,4 @@
-"""Rows of a weight times one token, on the plain cores: what the kernels of few tokens share.
+"""Rows of a weight times a token, on the plain cores: what `gemv.py` and `moe_gemv.py` share.
 
 A thread has a unit of a row at a time, and adds up its products by itself. Of FP8 the values are multiplied as they
 are, and a unit's sum by the scale of its block: a multiplication for 8 weights instead of one for each.
