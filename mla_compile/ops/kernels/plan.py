@@ -329,7 +329,7 @@ def fp8_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> 
 def block_tiles(tokens: int, k: int) -> MatmulTiles:
     """Tiles of a product of a few tokens by the blocks of a weight, which the warps share.
 
-    On an H200 these were the quickest: for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
+    On an H200 the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
     """
     rows = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     if k <= 1024:
