@@ -46,8 +46,9 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def compiled_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile steps with prompts where they record no CUDA graphs too."""
+    """Engines compile steps with prompts from the first one on, where they record no CUDA graphs too."""
     monkeypatch.setattr("mla_compile.engine.launch._compiles_mixed", lambda model, why_not_captured: True)
+    monkeypatch.setattr("mla_compile.engine.launch.EAGER_MIXED_STEPS", -1)
 
 
 @pytest.fixture

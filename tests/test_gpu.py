@@ -18,7 +18,7 @@ from mla_compile import (
     prefill_segment,
 )
 from mla_compile.defaults import DrafterName
-from mla_compile.engine import Engine, capture
+from mla_compile.engine import Engine, capture, launch
 from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops import matmul
@@ -267,6 +267,7 @@ def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget(monkeypatch: pyte
     assert verify == {2: "captured", 4: SPENT, 1: "padded to 2 rows: the budget is spent"}
 
 
+@pytest.mark.usefixtures("compiled_mixed_steps")
 def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured() -> None:
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: object) -> torch.Tensor:
         return logits.argmax(dim=-1)
@@ -285,6 +286,7 @@ def test_both_halves_of_a_mixed_step_whose_tokens_the_host_chooses_are_captured(
     assert advance and all(bucket.num_graphs == 1 for bucket in advance)
 
 
+@pytest.mark.usefixtures("compiled_mixed_steps")
 def test_prompts_that_are_read_in_parts_run_uncaptured_and_the_tokens_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -352,7 +354,10 @@ def test_a_captured_engine_multiplies_once_by_weights_that_lie_side_by_side(
 def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The third time nothing is compiled or recorded, and a wait of the host for the device would be an error."""
+    """Whether steps with prompts run eagerly, as the first few do, or compiled.
+
+    The third time nothing is compiled or recorded, and a wait of the host for the device would be an error.
+    """
     replaying, has_prompts = capture._replaying, set()
 
     def noted(graph: torch.cuda.CUDAGraph, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -360,6 +365,7 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
         return replaying(graph, step, *args)
 
     monkeypatch.setattr(capture, "_replaying", noted)
+    monkeypatch.setattr(launch, "EAGER_MIXED_STEPS", 4)
     lengths = (3, 90, 4, 17, 150, 1, 40, 5, 33, 8)
     prompts = [[1 + (7 * i + 3 * j * j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
     captured, plain = fresh_engines(3, max_tokens_per_step=48)

@@ -33,6 +33,7 @@ def test_engines_say_the_same_on_both_gpus(dtype: str, exact: bool, tmp_path: Pa
         "engine": {"compile": True, "batch_invariant": exact},
         "k": [0, 3] if exact else [3],
         "greedy": True,
+        "warm_up": True,
     }
     said = shared(tmp_path, 2, job)
     for one in said:

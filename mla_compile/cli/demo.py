@@ -83,7 +83,7 @@ def _run(
     run = Run(None, 0.0, 0, [])
     if compile:
         start = time.perf_counter()
-        engine.warm_up(stop_ids=checkpoint.stop_ids)
+        engine.warm_up(stop_ids=checkpoint.stop_ids, prompts=False)  # which come one after another
         run.compiling = time.perf_counter() - start
     for text, prompt in zip(PROMPTS, prompts):
         typer.secho(text, nl=False, bold=True)

@@ -83,7 +83,8 @@ def complete(
     )
     # Other kinds of sampling, and with grammars the halves of steps, are compiled when they are first met.
     if compile and grammar is None:
-        engine.warm_up(sampling=sampling[0], stop_ids=checkpoint.stop_ids)
+        waits = len(prompts) > engine.config.max_rows  # else all prompts come at once
+        engine.warm_up(sampling=sampling[0], stop_ids=checkpoint.stop_ids, prompts=waits)
     updates = engine.stream(
         prompts,
         max_new_tokens=max_new_tokens,

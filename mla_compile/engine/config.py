@@ -61,8 +61,10 @@ class EngineConfig:
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
         compile: False runs everything eagerly.
         mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, one with prompts
-            in it too. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers), steps
-            with prompts run eagerly: they are few, and compiling them takes as long as compiling the others.
+            in it too, after `warm_up` or once prompts have come beside 16 steps of rows that decode. Before that steps
+            with prompts run eagerly: a few batches need few of them, and compiling them takes as long as compiling the
+            others. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers) they always
+            do; with `batch_invariant` they never do.
         shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
             `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or

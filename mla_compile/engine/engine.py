@@ -329,7 +329,7 @@ class Engine:
     # --- before and beside requests
 
     def warm_up(
-        self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = ()
+        self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = (), prompts: bool = True
     ) -> CaptureReport:
         """Compile the step for a kind of sampling, and record it for all numbers of rows and of drafts.
 
@@ -340,21 +340,24 @@ class Engine:
         Args:
             sampling: of the kind; greedy by default.
             stop_ids: as many as requests will have.
+            prompts: False leaves out the step that has prompts in it. It takes as long as the other one, and requests
+                that all come at once need it a few times only: then it runs eagerly (see `EngineConfig.mode`).
 
         Raises:
             MLAError: a bad argument, named; requests are under way.
         """
         params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         check_token_ids("stop_ids", stop_ids)
+        check_boolean("prompts", prompts)
         with self._turn:
             self._check_idle("warm_up")
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
             variant, places = Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids})
             if self._leader is not None:
-                self._leader.warm_up(variant, places)
+                self._leader.warm_up(variant, places, prompts)
             try:
-                self._launcher.warm_up(variant, places)
+                self._launcher.warm_up(variant, places, prompts)
             except BaseException:
                 if self._leader is not None:
                     self._fail()

@@ -76,8 +76,8 @@ class _Follower:
                 launcher.launch(self._reader.plan(numbers), lambda _: self._longest)
         elif order == Order.WARM_UP:
             settings = settings_of(numbers)
-            num_stop_ids = settings.pop("num_stop_ids")
-            launcher.warm_up(Variant(**settings), num_stop_ids)
+            num_stop_ids, prompts = settings.pop("num_stop_ids"), settings.pop("prompts")
+            launcher.warm_up(Variant(**settings), num_stop_ids, prompts)
         else:
             self._reader.forget_all()
             launcher.rows.clear()

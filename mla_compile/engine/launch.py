@@ -35,6 +35,10 @@ from mla_compile.torch_internals import mark_varying, with_own_code
 VERIFY = "verify"
 """The step's first half, where tokens are chosen on the host."""
 
+EAGER_MIXED_STEPS = 16
+"""So many steps with prompts beside rows that decode run eagerly, and all with prompts before. A batch that comes to an
+idle engine needs no more, and waits for one compiled step instead of two."""
+
 
 class RankZeroFailed(Exception):
     """Rank 0 could not choose tokens: there is no step."""
@@ -62,10 +66,11 @@ class Launch:
 class Launcher:
     """Launches the steps that plans ask for.
 
-    A step is one compiled call, captured if it can be, the prompts in it padded to one of a few sizes. Where no CUDA
-    graph is recorded, steps with prompts run eagerly: compiling them would take longer than it saves. Where tokens are
-    chosen on the host a step is a call for each half, and what chooses between them runs eagerly. With
-    `batch_invariant` all of this is compiled, since compiled code and eager code round differently.
+    A step is one compiled call, captured if it can be, the prompts in it padded to one of a few sizes. Steps with
+    prompts run eagerly until `warm_up` or `EAGER_MIXED_STEPS`, and always where no CUDA graph is recorded: compiling
+    them would take longer than it saves. Where tokens are chosen on the host a step is a call for each half, and what
+    chooses between them runs eagerly. With `batch_invariant` all of this is compiled, and from the first step on, since
+    compiled code and eager code round differently.
 
     Where processes share the model, each launches the same steps. What depends on a clock, on free memory or on the
     host's choice of tokens, rank 0 decides for all.
@@ -99,7 +104,8 @@ class Launcher:
         }
         why_not = _why_not_captured(config, self._device)
         self._pads = _compiles_mixed(model, why_not)
-        self._compiles_mixed = self._pads or config.batch_invariant
+        self._compiles_prompts = config.batch_invariant
+        self._num_mixed = 0
         self._captures = Captures(
             config.max_rows,
             device=self._device,
@@ -107,7 +113,7 @@ class Launcher:
             why_not=why_not,
             agree=self._agreed,
         )
-        self._calls: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._calls: dict[tuple[str, int, bool], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
         self.choice_failed = False
@@ -132,6 +138,8 @@ class Launcher:
         variant, sampled = self.rows.variant, plan.sampled
         on_host = self.rows.on_host and any(request.is_chosen_on_host for request in sampled)
         chunks = self._packed(plan, state) if plan.chunks else None
+        self._num_mixed += bool(plan.chunks and plan.decodes)
+        self._compiles_prompts |= self._pads and self._num_mixed > EAGER_MIXED_STEPS
         bucket = variant, state.stop_ids.shape, on_host, chunks is not None
         length = choose_length(bucket)
         if len(self._lengths) > 1:
@@ -166,17 +174,19 @@ class Launcher:
     def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PackedChunks], None]:
         """The step of rows that decode and prompts beside them."""
         decoder = self._decoders[variant.sampled, length]
-        compile = self._compiles_mixed
+        compile = self._compiles_prompts
         return self._call(
             f"mixed, {variant.name}", decoder, decoder.mixed, compile=compile, is_checked=compile
         )
 
-    def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
+    def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
         """Compile a step for each number of drafts, and record it for all numbers of rows, largest first.
 
-        Where mixed steps are compiled those are too, with a prompt that is nothing but padding.
+        prompts: where it pays to compile steps with prompts, compile those too, with a prompt that is nothing but
+        padding.
         """
         self._captures.check_again()
+        self._compiles_prompts |= self._pads and prompts
         lengths = self._lengths[::-1]
         for size in reversed(self._captures.sizes):
             state = self._state_for(size, variant, num_stop_ids, False)
@@ -184,7 +194,7 @@ class Launcher:
             for length in lengths:
                 for _ in range(CALLS_TO_RECORD):
                     self.step(variant, length)(state)
-        if self._compiles_mixed:
+        if self._compiles_prompts:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
@@ -205,7 +215,7 @@ class Launcher:
         is_checked: bool = False,
     ) -> Callable[..., Any]:
         """The decoder's method, compiled on its first call; `name` and its number of drafts tell it from others."""
-        config, key = self._config, (name, decoder.k)
+        config, key = self._config, (name, decoder.k, compile)
         if key not in self._calls:
             call = method
             if config.compile and compile:
@@ -270,7 +280,7 @@ class Launcher:
             begins = torch.zeros_like(state.active)
             logits, hidden = self._call(VERIFY, decoder, decoder.verify)(state)
         else:
-            begins, compile = chunks.begins, self._compiles_mixed
+            begins, compile = chunks.begins, self._compiles_prompts
             logits, hidden = self._call(f"mixed, {VERIFY}", decoder, decoder.verify, compile=compile)(
                 state, chunks
             )

@@ -28,9 +28,10 @@ class Leader:
         """Launch a plan."""
         self._ranks.say(self._writer.order(plan))
 
-    def warm_up(self, variant: Variant, num_stop_ids: int) -> None:
+    def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
         """See `Launcher.warm_up`."""
-        self._ranks.say(order_with(Order.WARM_UP, vars(variant) | {"num_stop_ids": num_stop_ids}))
+        others = {"num_stop_ids": num_stop_ids, "prompts": prompts}
+        self._ranks.say(order_with(Order.WARM_UP, vars(variant) | others))
 
     def begin_anew(self) -> None:
         """Forget all requests."""

@@ -50,7 +50,7 @@ from mla_compile.passes.nodes import (
 )
 from mla_compile.passes.provenance import where
 from mla_compile.passes.recognise import Rotation, recognise_query_rotation, remembered
-from mla_compile.passes.strides import views_of
+from mla_compile.passes.strides import is_contiguous, views_of
 from mla_compile.torch_internals import statically_known_true
 
 log = logging.getLogger(__name__)
@@ -165,18 +165,8 @@ def _sources(result: fx.Node, heads: int, rope: int) -> Iterator[fx.Node]:
 
 
 def _has_heads(x: Tensor, heads: int, rope: int) -> bool:
-    columns = x.shape[-1] if x.dim() > 1 and _is_contiguous(x) else 0
+    columns = x.shape[-1] if x.dim() > 1 and is_contiguous(x) else 0
     return type(columns) is int and columns > heads * rope and columns % heads == 0
-
-
-def _is_contiguous(x: Tensor) -> bool:
-    """Whether it is known to be; `x.is_contiguous()` asks whether an unknown size is 0."""
-    step: Any = 1
-    for size, stride in zip(reversed(x.shape), reversed(x.stride())):
-        if not statically_known_true(size == 1) and not statically_known_true(stride == step):
-            return False
-        step = step * size
-    return True
 
 
 def _has_memory_of_its_own(node: fx.Node) -> bool:

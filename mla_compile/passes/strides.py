@@ -7,7 +7,17 @@ from torch import Tensor, fx
 from mla_compile.passes.effects import memory, mutates
 from mla_compile.passes.emit import example_value, fake_mode_of
 from mla_compile.passes.nodes import flat, function_name, namespace_of
-from mla_compile.torch_internals import overload_of, storage_key
+from mla_compile.torch_internals import overload_of, statically_known_true, storage_key
+
+
+def is_contiguous(x: Tensor) -> bool:
+    """Whether it is known to be; `x.is_contiguous()` asks whether an unknown size is 0."""
+    step: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride())):
+        if not statically_known_true(size == 1) and not statically_known_true(stride == step):
+            return False
+        step = step * size
+    return True
 
 
 def views_of(node: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
 
 from mla_compile import MLAError, SamplingParams
-from mla_compile.engine import Bucket, CaptureReport, capture
+from mla_compile.engine import Bucket, CaptureReport, Engine, capture
 from mla_compile.engine.buckets import choose_rows, row_sizes
 from mla_compile.engine.capture import Captures
 from mla_compile.ops.segments import chunk_lens_and_bounds
@@ -316,6 +316,30 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longes
     mixed = {drafting.length for drafting, _ in policy.learned if drafting.bucket[-1]}
     assert mine.stats.num_mixed_steps > 3 and mixed == {*range(longest + 1)}
     assert compile_counters()["graphs"] == 2 * (longest + 1), "nothing more was compiled"
+
+
+@pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
+def test_a_batch_compiles_one_step_and_a_stream_of_prompts_the_other_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mla_compile.engine.launch.EAGER_MIXED_STEPS", 3)
+    prompts = [[1, 2, 3], [4] * 10, [5] * 20]
+    model = one_layer_model(torch.float32)
+    expected = [c.token_ids for c in engine(0, model).generate(prompts, max_new_tokens=12)]
+
+    def graphs_of(mine: Engine) -> int:
+        torch._dynamo.utils.counters.clear()
+        found = mine.generate(prompts, max_new_tokens=12)
+        assert [c.token_ids for c in found] == expected
+        return compile_counters()["graphs"]
+
+    mine = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False)
+    mine.warm_up(prompts=False)
+    assert graphs_of(mine) == 0
+    mine = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False)
+    assert graphs_of(mine) == 1 and 0 < mine.stats.num_mixed_steps <= 3
+    assert graphs_of(mine) == 1 and mine.stats.num_mixed_steps > 3, "the step that has prompts in it"
+    assert graphs_of(mine) == 0
 
 
 def test_an_engine_does_not_warm_up_while_requests_are_under_way() -> None:

@@ -54,7 +54,7 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
         {"prompts": [[1, 2]], "max_new_tokens": 3, "sampling": [SamplingParams()], "stop_ids": []},
         "",
     ),
-    "warm_up": (Engine.warm_up, {}, "sampling stop_ids"),
+    "warm_up": (Engine.warm_up, {}, "sampling stop_ids prompts"),
     "SamplingParams": (
         lambda of, **kwargs: of.generate([[1, 2]], SamplingParams(**kwargs), max_new_tokens=2),
         {},

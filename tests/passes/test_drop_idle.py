@@ -1,0 +1,99 @@
+"""`drop_idle`: what nobody reads is gone, and views that change nothing; what is left computes and writes the same."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mla_compile.passes.drop_idle import drop_idle
+from mla_compile.passes.fuse_linear import fuse_linear
+from mla_compile.torch_internals import capture_graph, mark_varying
+from tests.passes.capture import Capture, ops
+
+X = torch.arange(24.0).view(4, 6)
+
+
+def rows_and_back(x: Tensor) -> Tensor:
+    rows = x.sin().unsqueeze(0).flatten(0, 1).reshape(x.shape).contiguous()
+    return rows.view(x.shape[0], 1, -1).squeeze(1).cos()
+
+
+def a_view_that_is_written_to(x: Tensor) -> Tensor:
+    own = x.sin()
+    own.view(x.shape).mul_(2)
+    return own.reshape(x.shape) + 1
+
+
+def read_by_nobody(x: Tensor) -> Tensor:
+    x.exp().flatten()
+    filled = torch.empty_like(x)
+    filled.fill_(1)
+    return x.sin()
+
+
+def write_to_the_input(x: Tensor) -> Tensor:
+    x.view(-1).view(x.shape).add_(1)
+    return x.sin()
+
+
+def a_copy(x: Tensor) -> Tensor:
+    turned = x.t()
+    turned.contiguous().mul_(2)
+    turned.flatten().mul_(2)
+    return turned.reshape(6, -1) + turned.contiguous().reshape(6, -1)
+
+
+def other_elements(x: Tensor) -> Tensor:
+    return x.sin().view(-1, 6).view(torch.int32).view(-1, 6).view(torch.float32).flatten(0, 0)
+
+
+def sizes(x: Tensor) -> Tensor:
+    rows = x.sin()
+    return rows.flatten().view(1, rows.shape[0], 6).view(x.shape[0], 6) + x.flatten().shape[0]
+
+
+@pytest.mark.parametrize("varying", [False, True], ids=["", "unknown rows"])
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (rows_and_back, ["sin", "cos"]),
+        (a_view_that_is_written_to, ["sin", "mul_", "add"]),
+        (read_by_nobody, ["sin"]),
+        (write_to_the_input, ["add_", "sin"]),
+        (a_copy, None),
+        (other_elements, None),
+        (sizes, None),
+    ],
+)
+def test_what_is_left_does_the_same(
+    function: Callable[[Tensor], Tensor], left: list[str] | None, varying: bool
+) -> None:
+    x = X.clone()
+    if varying:
+        mark_varying(x)
+    found = capture_graph(function, (x,), {})
+    assert found is not None
+    gm = drop_idle(*found)
+    gm.graph.lint()
+    gm.recompile()
+    if left is not None:
+        kept = [
+            op for op in ops(gm) if "sym" not in op and "assert" not in op and op not in ("ge", "eq", "not_")
+        ]
+        assert kept == left
+    for rows in (4, 2) if varying else (4,):
+        mine, other = X[:rows].clone(), X[:rows].clone()
+        values = [mine] if len(found[1]) == 1 else [rows, mine]
+        torch.testing.assert_close(gm(*values)[0], function(other), rtol=0, atol=0)
+        assert torch.equal(mine, other), "the input"
+
+
+def test_what_other_passes_put_in_is_among_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tokens as models see them, `[1, tokens, width]`, by an op that takes rows."""
+    monkeypatch.setattr("mla_compile.passes.fuse_linear.first_serves", lambda table, x: True)
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False)).requires_grad_(False)
+    x, capture = torch.randn(1, 7, 6), Capture([fuse_linear, drop_idle])
+    torch._dynamo.mark_dynamic(x, 1)
+    torch.testing.assert_close(torch.compile(model, backend=capture, fullgraph=True)(x), model(x))
+    assert ops(capture.after[0]) == ["flatten", "fused_linear", "fused_linear", "view"]
