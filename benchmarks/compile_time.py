@@ -5,8 +5,9 @@
 
 `--model shipped`, the default: the step of `mla-compile demo`. `--model glm`: GLM-4.7-Flash's published shape with
 random bfloat16 weights, 47 layers, through transformers (`random_model` of `benchmarks.transformers_generate`);
-`--layers` and `--tiny` make it smaller. Each number is of a process of its own, which compiles and captures with
-`Engine.warm_up`. `seconds` are of the clock, and `stages` parts of them; `cpu_s` are those of all cores, compilers
+`--layers` and `--tiny` make it smaller. Each number is of a process of its own, which compiles and captures what the
+first batch waits for, `Engine.warm_up(prompts=False)`; `--prompts` adds steps with prompts, as a server does. `seconds`
+are of the clock, and `stages` parts of them; `cpu_s` are those of all cores, compilers
 included, which other processes of the machine disturb less.
 """
 
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         stack.enter_context(patch.object(pipeline, "steps", timed_steps))
         before, started = _cpu_seconds(), time.perf_counter()
-        engine.warm_up()
+        engine.warm_up(prompts=args.prompts)
         wall = time.perf_counter() - started
     seconds = {name: sum(times) for name, times in compilation_time_metrics.items()}
     return {
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["shipped", "glm"], default="shipped")
     parser.add_argument("--layers", type=int, help="of glm; 47 by default")
     parser.add_argument("--tiny", action="store_true", help="narrow layers, for a look on a CPU")
+    parser.add_argument("--prompts", action="store_true", help="compile steps with prompts too")
     parser.add_argument("--k", type=int, default=3, help="drafts")
     parser.add_argument(
         "--device", default="cpu", help="of the shipped model; glm is on the GPU if there is one"
@@ -138,7 +140,8 @@ def main() -> None:
     machine = {"cpus": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
     if args.device == "cuda":
         machine["gpu"] = torch.cuda.get_device_name()
-    report: dict[str, Any] = {"machine": machine, "model": args.model, "k": args.k, "rows": []}
+    report: dict[str, Any] = {"machine": machine, "model": args.model, "k": args.k, "prompts": args.prompts}
+    report["rows"] = []
     with tempfile.TemporaryDirectory() as cache:
         for caches in ("cold", "warm"):
             add_row(report, {"caches": caches, **in_new_process(cache)}, args.output)

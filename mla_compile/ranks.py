@@ -162,7 +162,7 @@ class Ranks:
             goes_on = self._look_after(here, sign) if self.rank == 0 else self._look_to_rank_0(sign)
             goes_on = goes_on and sign == _HERE
         if self._rank_0_has_left and self.follows:
-            time.sleep(PATIENCE)
+            self._wakes.wait(PATIENCE)
             if self.follows:  # it waits for a collective that rank 0 is not in
                 self._end(0)
 

@@ -17,6 +17,7 @@ import torch
 
 from mla_compile import Engine, MLAError, Parallel, check_batch_invariance, follow
 from mla_compile.models import MLAForCausalLM
+from mla_compile.ranks import PATIENCE
 from tests.parallel.worker import join, loaded
 
 
@@ -32,6 +33,11 @@ def several(model: MLAForCausalLM) -> None:
     first.close()
     assert second.generate([[1, 2, 3]], max_new_tokens=4) == said
     second.close()
+
+
+def left_open(model: MLAForCausalLM) -> None:
+    """A program that ends without `close`: the others end soon after it."""
+    assert Engine(model, compile=False).generate([[1, 2, 3]], max_new_tokens=4)
 
 
 def busy(model: MLAForCausalLM) -> None:
@@ -83,6 +89,10 @@ def main() -> None:
         _be_busy()
     if rank > 0:
         follow(model)
+        assert model.parallel is not None and model.parallel.ranks is not None
+        before = time.perf_counter()
+        model.parallel.ranks.leave()  # as at the end of the program
+        assert time.perf_counter() - before < PATIENCE / 2
     else:
         globals()[case](model)
 
