@@ -79,8 +79,12 @@ class Checkpoint:
 
         Raises:
             MLAError: as `load_model` and `load_tokenizer`; `tokenizer` names a directory without one; a
-                `tensor_parallel_size` that does not divide the model, or for which there are too few GPUs.
+                `tensor_parallel_size` that does not divide the model, or for which there are too few GPUs;
+                `expert_parallel` without other processes.
         """
+        if expert_parallel and tensor_parallel_size == 1:
+            expected = "False where one process has all of the model"
+            raise MLAError("expert_parallel", expected, True, "give tensor_parallel_size=2, say, with it")
         config, _ = read_config(Path(path))
         stop_ids = _stop_ids(Path(path), config.eos_token_id)
         found = _tokenizer(path, tokenizer, text=text)

@@ -211,9 +211,11 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
-def check_quantize(quantize: object, dequantize: bool, block: tuple[int, int] | None) -> None:
+def check_quantize(quantize: object, dequantize: object, block: tuple[int, int] | None) -> None:
     if quantize not in (None, "fp8"):
         raise MLAError("quantize", "'fp8' or None", f"{quantize!r:.80}")
+    if type(dequantize) is not bool:
+        raise MLAError("dequantize", "True or False", f"{dequantize!r:.80}")
     if quantize is not None and dequantize:
         raise MLAError("quantize, dequantize", "one of the two", "both", "leave one out")
     if quantize is not None and block not in (None, (BLOCK, BLOCK)):

@@ -190,9 +190,10 @@ def test_exact_tokens_and_logprobs_do_not_depend_on_the_batch(checkpoint: Path) 
     ("options", "message"),
     [
         ({"quantize": "int8"}, "^quantize: expected 'fp8' or None, got 'int8'"),
+        ({"dequantize": "no"}, "^dequantize: expected True or False, got 'no'"),
         ({"quantize": "fp8", "dequantize": True}, "^quantize, dequantize: expected one of the two, got both"),
     ],
-    ids=["another", "both"],
+    ids=["another", "a word", "both"],
 )
 def test_wrong_options_are_named(plain: Path, options: dict, message: str) -> None:
     with pytest.raises(MLAError, match=message):

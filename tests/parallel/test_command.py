@@ -65,6 +65,12 @@ def test_a_size_that_does_not_divide_is_one_line(model: Path, tmp_path: Path) ->
     assert "Traceback" not in said.stderr
 
 
+def test_experts_that_nobody_shares_are_one_line(model: Path, tmp_path: Path) -> None:
+    said = run(model, "--input", str(prompts(tmp_path, 1)), "--expert-parallel")
+    assert said.returncode == 2 and said.stderr.count("\n") == 1
+    assert "expert_parallel: expected False where one process has all of the model, got True" in said.stderr
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, though perhaps nobody has asked for its status."""
     try:
