@@ -10,7 +10,6 @@ from torch import fx
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
 from mla_compile.passes.spell_by_head import spell_by_head
 from mla_compile.torch_internals import (
@@ -53,7 +52,7 @@ def mla(
     know_least_sizes(example_inputs)
     trace_graph("mla_before_passes", gm)
     chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
-    gm = pipeline.run(gm, example_inputs, [*chosen, spell_by_head, drop_idle])
+    gm = pipeline.run(gm, example_inputs, [*chosen, spell_by_head])
     trace_graph("mla_after_passes", gm)
     log.debug("after the mla passes:\n%s", gm.graph)
     return lower_with_inductor(gm, example_inputs, settings)

@@ -24,7 +24,7 @@ _VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "co
 
 
 def drop_idle(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; the last pass of all."""
+    """Rewrite `gm` in place and return it."""
     # Symbols that are equal have one expression; the first node that has it comes before all who read another.
     sizes: dict[Any, fx.Node] = {}
     for node in gm.graph.nodes:

@@ -10,7 +10,6 @@ by FP8 weights, likewise. A norm that others read too, as a router and experts d
 """
 
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,14 +23,7 @@ from mla_compile.ops.norm_linear import MOST_TOKENS, NORM_LINEAR, norm_linear_op
 from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
-from mla_compile.passes.nodes import (
-    calls,
-    is_call,
-    op_arguments,
-    rows_viewed,
-    tensor_of,
-    torch_name,
-)
+from mla_compile.passes.nodes import call_of_result, calls, is_call, op_arguments, tensor_of
 from mla_compile.passes.provenance import where
 
 log = logging.getLogger(__name__)
@@ -45,20 +37,21 @@ def fuse_norm_linear(
     everywhere: also where the op has no kernel.
     """
     for product in calls(gm.graph, fused_linear_op, fp8_linear_op):
-        steps = _steps_of_norm(product)
-        if steps and (everywhere or _pays(steps[0])):
-            norm, weights = steps[-1], [value for value in _weights(product) if value is not None]
+        norm = _norm_of(product)
+        if norm is not None and (everywhere or _pays(norm)):
+            weights = [value for value in _weights(product) if value is not None]
             if max(weights) < norm and at_once(norm, product, weights):
                 log.info("fused: %s: RMSNorm and the product in %s", where(norm), where(product))
-                _replace(product, steps)
+                _replace(norm, product)
     return gm
 
 
-def _pays(x: fx.Node) -> bool:
+def _pays(norm: fx.Node) -> bool:
     """Whether the op has a kernel for few tokens, and there may be few."""
-    tokens = tensor_of(x).shape[0]
+    x = tensor_of(op_arguments(norm)["x"])
+    tokens = x.shape[0]
     few = type(tokens) is not int or tokens <= MOST_TOKENS
-    return few and first_serves(NORM_LINEAR, tensor_of(x))
+    return few and first_serves(NORM_LINEAR, x)
 
 
 def _weights(product: fx.Node) -> list[fx.Node | None]:
@@ -66,46 +59,21 @@ def _weights(product: fx.Node) -> list[fx.Node | None]:
     return [given.get(name) for name in ("first", "first_scale", "second", "second_scale")]
 
 
-def _steps_of_norm(product: fx.Node) -> list[fx.Node]:
-    """From what a product is of, back to the norm that gives it: nodes that are there for the product alone. Empty for
-    a product of something else."""
-    steps: list[fx.Node] = []
-    node: fx.Node | None = op_arguments(product)["x"]
-    reader = product
-    while node is not None and _users(node) == [reader]:
-        steps.append(node)
-        if is_call(node, rms_norm_op):
-            return steps
-        norm: Any = node.args[0] if node.args else None
-        if node.target is operator.getitem and node.args[1] == 0 and is_call(norm, add_rms_norm_op):
-            others = (user for user in norm.users if user is not node)
-            return [*steps, norm] if all(user.args[1] == 1 for user in others) else []
-        reader = node
-        node = rows_viewed(reader)
-    return []
-
-
-def _users(node: fx.Node) -> list[fx.Node]:
-    """Without those that ask for a size which nobody uses, or which is known without the node."""
-    return [user for user in node.users if not _is_size(user) or (user.users and _size(user) is None)]
-
-
-def _is_size(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.sym_size.int
-
-
-def _size(node: fx.Node) -> fx.Node | None:
-    """The size that a node asks for, where what it asks was given that size."""
-    shaped, dim = node.args
-    assert isinstance(shaped, fx.Node) and isinstance(dim, int)
-    if torch_name(shaped) not in ("reshape", "view") or len(shaped.args) < 2:
+def _norm_of(product: fx.Node) -> fx.Node | None:
+    """The norm whose rows a product alone reads; None where there is none."""
+    normed: Any = op_arguments(product)["x"]
+    if list(normed.users) != [product]:
         return None
-    given: Any = shaped.args[1] if isinstance(shaped.args[1], (tuple, list)) else shaped.args[1:]
-    return given[dim] if isinstance(given[dim], fx.Node) else None
+    norm: fx.Node | None = normed
+    if not is_call(normed, rms_norm_op):
+        norm = call_of_result(normed, 0, add_rms_norm_op)
+        others = [] if norm is None else [user for user in norm.users if user is not normed]
+        if any(user.args[1] != 1 for user in others):
+            return None
+    return norm
 
 
-def _replace(product: fx.Node, steps: list[fx.Node]) -> None:
-    norm = steps[-1]
+def _replace(norm: fx.Node, product: fx.Node) -> None:
     given = op_arguments(norm)
     args = (given["x"], given.get("residual"), given["weight"], given["eps"], *_weights(product))
     args += (op_arguments(product)["batch_invariant"],)
@@ -117,12 +85,8 @@ def _replace(product: fx.Node, steps: list[fx.Node]) -> None:
     with torch.no_grad():  # neither needs a gradient, whatever the mode is now
         result, total = inline(norm, emit, args)
     product.replace_all_uses_with(result)
-    for node in (product, *steps):
-        for size in filter(_is_size, list(node.users)):
-            known = _size(size)
-            if known is not None:
-                size.replace_all_uses_with(known)
-            node.graph.erase_node(size)
-        if node is not norm:
-            node.graph.erase_node(node)
-    replace_results(norm, [None, total])
+    product.graph.erase_node(product)
+    if is_call(norm, rms_norm_op):
+        norm.graph.erase_node(norm)
+    else:
+        replace_results(norm, [None, total])

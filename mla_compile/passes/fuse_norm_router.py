@@ -10,7 +10,6 @@ For few tokens that is a launch less. For more the op is the launches that it wa
 """
 
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.ops.routing import moe_router_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
-from mla_compile.passes.nodes import calls, is_call, op_arguments, rows_viewed, tensor_of
+from mla_compile.passes.nodes import call_of_result, calls, op_arguments, tensor_of
 from mla_compile.passes.provenance import where
 
 log = logging.getLogger(__name__)
@@ -38,12 +37,11 @@ def fuse_norm_router(
     """
     for router in calls(gm.graph, moe_router_op):
         x, weight, bias = list(op_arguments(router).values())[:3]
-        steps = _steps_of_norm(x)
-        if not steps or not (everywhere or _pays(x, weight)):
+        norm = call_of_result(x, 0, add_rms_norm_op)
+        if norm is None or not (everywhere or _pays(x, weight)):
             continue
-        *normed, norm = steps
         read = [weight] if bias is None else [weight, bias]
-        if max(read) < norm and at_once(norm, router, [*read, *normed]):
+        if max(read) < norm and at_once(norm, router, [*read, x]):
             log.info("fused: %s: RMSNorm and router", where(router))
             _replace(norm, router)
     return gm
@@ -54,17 +52,6 @@ def _pays(x: fx.Node, weight: fx.Node) -> bool:
     tokens, (experts, hidden) = tensor_of(x).shape[0], tensor_of(weight).shape
     few = type(tokens) is not int or tokens <= MOST_TOKENS
     return few and first_serves(NORM_ROUTER, tensor_of(x), experts=experts, hidden=hidden)
-
-
-def _steps_of_norm(x: fx.Node) -> list[fx.Node]:
-    """From `x` back to the norm whose rows it is; empty where it is something else."""
-    steps = [x]
-    while (before := rows_viewed(steps[-1])) is not None:
-        steps.append(before)
-    last = steps[-1]
-    norm: Any = last.args[0] if last.args else None
-    is_normed = last.target is operator.getitem and last.args[1] == 0 and is_call(norm, add_rms_norm_op)
-    return [*steps, norm] if is_normed else []
 
 
 def _replace(norm: fx.Node, router: fx.Node) -> None:

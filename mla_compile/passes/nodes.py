@@ -4,6 +4,7 @@ Passes ask for arguments by name, so a call reads the same with arguments by pos
 have their names from the schema; torch functions have none, so whoever asks for their arguments knows the names.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,14 @@ def is_by_head(node: fx.Node) -> bool:
     in_order = second[:2] == first[1:] and third == first[:2] + second[2] and len({*first, second[2]}) == 4
     x, w = (tensor_of(operand).shape for operand in operands)  # type: ignore[arg-type]
     return in_order and len(x) == len(w) == 3 and statically_known_true(x[1] == w[0])
+
+
+def call_of_result(node: fx.Node, index: int, op: Any) -> fx.Node | None:
+    """The call of an op whose result of this index a node is; None where it is something else."""
+    if node.target is not operator.getitem or node.args[1] != index:
+        return None
+    call: Any = node.args[0]
+    return call if is_call(call, op) else None
 
 
 def op_name(node: fx.Node) -> str:
@@ -109,17 +118,6 @@ def arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | None:
 
 def _named(node: fx.Node) -> dict[str, Any]:
     return {_NUMPYS.get(name, name): value for name, value in node.kwargs.items()}
-
-
-def rows_viewed(node: fx.Node) -> fx.Node | None:
-    """What a node is in another shape, with the same last dimension; None where it is nothing of that kind."""
-    before = argument(node, 0, "input")
-    is_reshaped = torch_name(node) in ("flatten", "reshape", "squeeze", "unsqueeze", "view")
-    if not (is_reshaped and is_tensor(before)):
-        return None
-    one, other = tensor_of(node), tensor_of(before)
-    same = one.dtype == other.dtype and statically_known_true(one.shape[-1] == other.shape[-1])
-    return before if same else None
 
 
 # --- its example value

@@ -19,6 +19,7 @@ from torch import fx
 from mla_compile.errors import MLAError
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
+from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
@@ -51,9 +52,10 @@ PASSES: list[Pass] = [
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
     fuse_all_reduce,  # after it: it looks for what it makes
-    fuse_norm_router,  # after it, which may take the norm
     fuse_linear,  # the others look for single products, and gathers part what reads one input
-    fuse_norm_linear,  # after it: it looks for what it makes
+    drop_idle,  # of what all of these leave, before those that want a norm and its reader side by side
+    fuse_norm_router,  # after `fuse_all_reduce`, which may take the norm
+    fuse_norm_linear,  # after `fuse_linear`: it looks for what it makes
 ]
 
 

@@ -17,9 +17,11 @@ from mla_compile.models.layout import lay_side_by_side
 from mla_compile.ops import fused_rms_norm
 from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
+from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
+from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
@@ -344,8 +346,8 @@ def test_a_gradient_that_is_wanted_is_computed() -> None:
     assert is_joined(capture.after[1])
 
 
-def test_one_pass_comes_after_it_and_it_leaves_cpus_alone() -> None:
-    assert pipeline.PASSES[-2:] == [fuse_linear, fuse_norm_linear]
+def test_few_passes_come_after_it_and_it_leaves_cpus_alone() -> None:
+    assert pipeline.PASSES[-4:] == [fuse_linear, drop_idle, fuse_norm_router, fuse_norm_linear]
     capture = Capture([fuse_linear])
     torch.compile(Two(gate_and_up), backend=capture, fullgraph=True)(torch.randn(5, K))
     assert not is_joined(capture.after[0])

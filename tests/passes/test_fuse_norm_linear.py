@@ -14,6 +14,7 @@ from mla_compile.ops.fp8_linear import fp8_linear
 from mla_compile.ops.norm_rope import rms_norm
 from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
+from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
@@ -24,7 +25,10 @@ from tests.passes.capture import Capture, nodes_of, ops
 from tests.passes.test_fp8 import fill
 
 K, FIRST, SECOND = 16, 24, 8
-FUSE = [partial(graph_pass, everywhere=True) for graph_pass in (fuse_rms_norm, fuse_linear, fuse_norm_linear)]
+NORM, LINEAR, NORM_LINEAR = (
+    partial(graph_pass, everywhere=True) for graph_pass in (fuse_rms_norm, fuse_linear, fuse_norm_linear)
+)
+FUSE = [NORM, LINEAR, drop_idle, NORM_LINEAR]
 
 
 class Layer(nn.Module):
@@ -162,7 +166,7 @@ def test_more_tokens_than_the_kernel_takes_are_normed_apart(
     tokens: int, fused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mla_compile.passes.fuse_norm_linear.first_serves", lambda *_: True)
-    capture = Capture([*FUSE[:2], fuse_norm_linear])
+    capture = Capture([*FUSE[:3], fuse_norm_linear])
     torch.compile(Layer(joined), backend=capture, fullgraph=True)(*torch.randn(2, tokens, K))
     assert len(nodes_of(capture.after[0], "norm_linear")) == fused
 
@@ -186,7 +190,7 @@ def test_a_norm_with_two_readers_of_the_same_result_stays() -> None:
         return layer.both(normed), normed.cos()
 
     torch.manual_seed(0)
-    capture = Capture([*FUSE[:2], taken_twice, FUSE[2]])
+    capture = Capture([*FUSE[:3], taken_twice, NORM_LINEAR])
     layer, (x, residual) = Layer(call), torch.randn(2, 5, K)
     found = torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
     torch.testing.assert_close(found, layer(x, residual))
@@ -209,7 +213,7 @@ def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:
 
 
 def test_nothing_is_fused_where_the_op_has_no_kernel() -> None:
-    capture = Capture([*FUSE[:2], fuse_norm_linear])
+    capture = Capture([*FUSE[:3], fuse_norm_linear])
     layer, (x, residual) = Layer(joined), torch.randn(2, 5, K)
     torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
     assert "norm_linear" not in ops(capture.after[0]) and fuse_norm_linear in PASSES

@@ -12,6 +12,7 @@ from mla_compile.ops.norm_rope import rms_norm
 from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.ops.routing import moe_router
 from mla_compile.passes import PASSES
+from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
@@ -20,7 +21,7 @@ from mla_compile.passes.nodes import tensor_of, torch_name
 from tests.passes.capture import Capture, nodes_of, ops
 
 K, EXPERTS = 16, 8
-FUSE = [partial(graph_pass, everywhere=True) for graph_pass in (fuse_rms_norm, fuse_norm_router)]
+FUSE = [partial(fuse_rms_norm, everywhere=True), drop_idle, partial(fuse_norm_router, everywhere=True)]
 
 
 class Layer(nn.Module):
@@ -156,7 +157,7 @@ def test_more_tokens_than_the_kernel_takes_are_normed_apart(
     tokens: int, fused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mla_compile.passes.fuse_norm_router.first_serves", lambda *_, **facts: True)
-    capture = Capture([FUSE[0], fuse_norm_router])
+    capture = Capture([*FUSE[:2], fuse_norm_router])
     torch.compile(Layer(routed), backend=capture, fullgraph=True)(*torch.randn(2, tokens, K))
     assert len(nodes_of(capture.after[0], "norm_router")) == fused
 
@@ -176,7 +177,7 @@ def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:
 
 
 def test_nothing_is_fused_where_the_op_has_no_kernel() -> None:
-    capture = Capture([FUSE[0], fuse_norm_router])
+    capture = Capture([*FUSE[:2], fuse_norm_router])
     x, residual = torch.randn(2, 5, K)
     torch.compile(Layer(routed), backend=capture, fullgraph=True)(x, residual)
     assert "norm_router" not in ops(capture.after[0]) and fuse_norm_router in PASSES

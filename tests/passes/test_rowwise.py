@@ -38,7 +38,7 @@ ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueeze": lambda x: x.unsqueeze(1),
     "index with None": lambda x: x[:, None],
     "index the last dimension": lambda x: x[..., 0],
-    "unflatten and flatten": lambda x: x.unflatten(-1, (2, 2)).flatten(1),
+    "unflatten and flatten": lambda x: x.unflatten(-1, (2, 2)).neg().flatten(1),
     "view with -1": lambda x: x.view(-1, 2, 2),
     "view with the number of rows": lambda x: x.view(ROWS, 2, 2),
     "reshape": lambda x: torch.reshape(x, (ROWS, 2, 2)),
