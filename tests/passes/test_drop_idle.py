@@ -48,6 +48,17 @@ def other_elements(x: Tensor) -> Tensor:
     return x.sin().view(-1, 6).view(torch.int32).view(-1, 6).view(torch.float32).flatten(0, 0)
 
 
+def one_dimension_more(x: Tensor) -> Tensor:
+    return x.sin().unsqueeze(-1)
+
+
+def in_another_order(x: Tensor) -> Tensor:
+    own = x.sin().view(1, -1, 2, 3)
+    other = own.contiguous(memory_format=torch.channels_last)
+    other.mul_(2)
+    return own + other
+
+
 def sizes(x: Tensor) -> Tensor:
     rows = x.sin()
     return rows.flatten().view(1, rows.shape[0], 6).view(x.shape[0], 6) + x.flatten().shape[0]
@@ -63,6 +74,8 @@ def sizes(x: Tensor) -> Tensor:
         (write_to_the_input, ["add_", "sin"]),
         (a_copy, None),
         (other_elements, None),
+        (one_dimension_more, ["sin", "unsqueeze"]),
+        (in_another_order, None),
         (sizes, None),
     ],
 )
