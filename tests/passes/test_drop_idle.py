@@ -27,9 +27,13 @@ def a_view_that_is_written_to(x: Tensor) -> Tensor:
 
 def read_by_nobody(x: Tensor) -> Tensor:
     x.exp().flatten()
-    filled = torch.empty_like(x)
-    filled.fill_(1)
+    x.split(2, dim=-1)
     return x.sin()
+
+
+def for_its_effect(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.sin()
 
 
 def write_to_the_input(x: Tensor) -> Tensor:
@@ -71,6 +75,7 @@ def sizes(x: Tensor) -> Tensor:
         (rows_and_back, ["sin", "cos"]),
         (a_view_that_is_written_to, ["sin", "mul_", "add"]),
         (read_by_nobody, ["sin"]),
+        (for_its_effect, ["_set_grad_enabled", "sin", "_set_grad_enabled"]),
         (write_to_the_input, ["add_", "sin"]),
         (a_copy, None),
         (other_elements, None),
