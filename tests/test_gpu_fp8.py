@@ -1,5 +1,7 @@
 """On a CUDA device: products and experts by FP8 weights at the sizes of real models, and an engine's tokens."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,14 +9,14 @@ from mla_compile import Engine, load_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.ops import fp8_linear
 from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.kernels import blocks
 from mla_compile.ops.kernels.fp8 import dequantize_triton
-from mla_compile.ops.kernels.fp8_linear import linear_tiles
-from mla_compile.ops.kernels.matmul import linear_fp8_in_order
-from mla_compile.ops.kernels.plan import device_of, fp8_tiles
+from mla_compile.ops.kernels.moe import moe_triton
+from mla_compile.ops.kernels.plan import MoeTiles, device_of, in_order_moe_tiles, many_block_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
-from tests.kernel_cases import check_moe, check_padded_moe, dequantized, moe_case, padding
+from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -62,11 +64,36 @@ def test_no_tile_changes_a_bit() -> None:
         weight, scale = fp8_weight(columns, k, device="cuda")
         for dtype in (torch.bfloat16, torch.float16):
             x = torch.randn(600, k, device="cuda", dtype=dtype)
-            whole = linear_fp8_in_order(x, weight, scale, None, None)
-            plans = {fp8_tiles(8, n, dtype, device_of(x)) for n in (512, 5120)}
-            for tiles in plans:
-                result = linear_tiles(x, weight, scale, tiles=tiles, in_order=True)
-                assert torch.equal(result, whole), (columns, k, dtype, tiles)
+            whole = blocks.multiply_in_order(x, weight, scale)
+            plans = {many_block_tiles(n, columns, 4, device_of(x))[0] for n in (40, 200, 5000)}
+            assert len(plans) > 1
+            for tiles, split in product(plans, (False, True)):
+                result = blocks.multiply_in_order(x, weight, scale, tiles=tiles, split=split)
+                assert torch.equal(result, whole), (columns, k, dtype, tiles, split)
+
+
+def test_no_tile_of_experts_changes_a_bit() -> None:
+    """Nor does it matter whether an instruction takes the weights from registers."""
+    case = moe_case(
+        *(600, 4),
+        experts=16,
+        hidden=2048,
+        intermediate=1536,
+        shared=1,
+        dtype=torch.bfloat16,
+        device="cuda",
+        fp8=True,
+    )
+    whole = moe_triton(*case.all_args(), in_order=True)
+    device = device_of(case.x)
+    plans = [
+        tuple(in_order_moe_tiles(pairs, 16, products, torch.bfloat16, device) for products in (2, 1))
+        for pairs in (4, 600, 4000)
+    ]
+    plans.append((MoeTiles(8, 32, 128, warps=2, stages=4),) * 2)
+    for gate_up, down in plans:
+        got = moe_triton(*case.all_args(), gate_up=gate_up, down=down, in_order=True)
+        assert torch.equal(got, whole), (gate_up, down)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 100, 2048])
@@ -87,7 +114,6 @@ def test_experts_at_the_size_of_glm(tokens: int) -> None:
     )
     assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "triton_fp8_in_order"
     whole = moe_experts_op(*case.all_args(), True)
-    assert torch.equal(whole, moe_experts_op(*dequantized(case).all_args(), True))
     if tokens <= 100:
         check_moe(case, whole)
         check_moe(case, moe_experts_op(*case.all_args(), False))

@@ -16,7 +16,8 @@ from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall,
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
 from mla_compile.ops.implementations import Call
-from mla_compile.ops.kernels.plan import device_of, matmul_tiles
+from mla_compile.ops.kernels import blocks
+from mla_compile.ops.kernels.plan import device_of, many_block_tiles, matmul_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
 from mla_compile.ops.matmul import batch_invariant_matmul_op, matmul_by_head
@@ -744,8 +745,7 @@ def bits_are_those_of_all(
 @pytest.mark.parametrize("name", MATMULS)
 def test_bits_of_the_product_do_not_depend_on_other_tokens(name: str, transposed: bool) -> None:
     x, w = order_sensitive(MATMULS[name], torch.bfloat16, transposed=transposed)
-    fewest = cublas.fewest_tokens(x, w)
-    print(f"{name}: {'triton' if fewest is None else f'cublas from {fewest} tokens on'}")
+    print(f"{name}: {choose('batch_invariant_matmul', (x, w)).chosen.name}")
     bits_are_those_of_all(lambda x: batch_invariant_matmul(x, w), x, TOKENS)
     bits_are_those_of_all(lambda x: matmul_triton(x, w), x, TOKENS)
 
@@ -789,6 +789,22 @@ def test_no_tile_changes_a_bit(shape: tuple[int, int, int], dtype: torch.dtype) 
     expected = matmul_triton(x, w)
     for one in tiles:
         assert torch.equal(matmul_triton(x, w, tiles=one), expected), one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2048, 1344), (768, 5120), (5120, 2048), (256, 80)], ids=str)
+def test_no_tile_of_blocks_changes_a_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Few tokens are multiplied by another instruction than many."""
+    k, n = shape
+    x, w = order_sensitive((1, k, n), dtype)
+    x, weight = x[:600, 0], w[0].t()
+    whole = blocks.multiply_in_order(x, weight, None)
+    check_matmul(x[:, None], w, whole[:, None])
+    plans = {many_block_tiles(tokens, n, 4, device_of(x))[0] for tokens in (40, 200, 5000)}
+    for tiles, split in itertools.product(plans, (False, True)):
+        assert torch.equal(blocks.multiply_in_order(x, weight, None, tiles=tiles, split=split), whole)
+    for tokens in (1, 8, 16, 32, 33):
+        assert torch.equal(blocks.multiply_in_order(x[-tokens:], weight, None), whole[-tokens:])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -841,16 +857,16 @@ def test_bits_of_captured_products_are_those_of_eager_ones(name: str) -> None:
 
 
 def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "_fewest", {})
-    x, w = torch.randn(8, 1, 512, device="cuda").half(), torch.randn(1, 264, 512, device="cuda").half().mT
+    monkeypatch.setattr(cublas, "_same_bits", {})
+    x, w = torch.randn(8, 2, 512, device="cuda").half(), torch.randn(2, 264, 512, device="cuda").half().mT
     matmul_triton(x, w)
     state = torch.cuda.get_rng_state()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert is_triton("batch_invariant_matmul", x, w)
         batch_invariant_matmul_op(x, w)
-    assert not cublas._fewest
+    assert not cublas._same_bits
     torch.compile(batch_invariant_matmul, backend="aot_eager", fullgraph=True)(x, w)
-    assert list(cublas._fewest) == [cublas.weights_of(x, w)]
+    assert list(cublas._same_bits) == [cublas.weights_of(x, w)]
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 

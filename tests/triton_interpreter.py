@@ -168,8 +168,8 @@ def add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def in_order(self, a, b, acc, *rest):
         left, right, total = values(a), values(b), acc.data.copy()
-        for k in range(left.shape[1]):
-            total += left[:, k, None] * right[k]
+        for k in range(left.shape[-1]):
+            total += left[..., k, None] * right[..., None, k, :]
         return interpreter.TensorHandle(total, acc.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)

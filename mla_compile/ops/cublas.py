@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.ops.implementations import HALF, is_nvidia_gpu_here
@@ -27,9 +26,6 @@ NUMBERS: tuple[int, ...] = (
     *(1536, 1792, 2048, 2049, 2088, 2560, 3000, 3072, 3584, 4095, 4096),
 )
 """Numbers of tokens that are tried: all small ones, and the borders of tiles of 16 to 256 tokens."""
-
-PADDED = (64, 128, 256)
-"""Where fewer tokens get other bits than more, they are padded to one of these: at most what reading weights hides."""
 
 _MOST_OUTPUT = 2**28
 """Elements of the largest result that is tried: half a gigabyte."""
@@ -54,7 +50,7 @@ class Weights(NamedTuple):
         return max(1, min(NUMBERS[-1], _MOST_OUTPUT // (self.groups * self.n)))
 
 
-_fewest: dict[Weights, int | None] = {}
+_same_bits: dict[Weights, bool] = {}
 _as_contiguous: dict[tuple[Weights, tuple[int, int]], bool] = {}
 _as_parts: dict[tuple[Weights, int], bool] = {}
 _probing = threading.Lock()
@@ -75,26 +71,24 @@ def weights_of(x: Tensor, w: Tensor) -> Weights | None:
     return Weights(x.device, x.dtype, groups, k, n, strides)
 
 
-def fewest_tokens(x: Tensor, w: Tensor) -> int | None:
-    """The number of tokens from which on a row of `x @ w` has the same bits in any batch; fewer are padded to it.
+def has_same_bits(x: Tensor, w: Tensor) -> bool:
+    """Whether a row of `x @ w` is known to have the same bits in any batch.
 
-    None where there is no such number, or it is not known: while a CUDA graph is recorded, nothing is tried.
+    While a CUDA graph is recorded, nothing is tried.
     """
     weights = weights_of(x, w) if x.dtype in HALF and is_nvidia_gpu_here(x.device) else None
-    if weights is None:
-        return None
-    fewest = _known(_fewest, weights, lambda: _try_numbers(weights))
-    if fewest is not None:
-        _takes_as_is(weights, x)  # so that it is known when a graph is recorded
-    return fewest
+    if weights is None or not _known(_same_bits, weights, lambda: _try_numbers(weights)):
+        return False
+    _takes_as_is(weights, x)  # so that it is known when a graph is recorded
+    return True
 
 
 def parts_agree(x: Tensor, w: Tensor, columns: int) -> bool:
     """Whether cuBLAS may serve `x @ w`, and its first so many columns and the others by themselves, with the same bits.
 
-    As `fewest_tokens`, it is not known, so False, while a CUDA graph is recorded and nothing was tried before.
+    As with `has_same_bits`, nothing is tried while a CUDA graph is recorded.
     """
-    if any(fewest_tokens(x, part) is None for part in (w, w[..., :columns], w[..., columns:])):
+    if not all(has_same_bits(x, part) for part in (w, w[..., :columns], w[..., columns:])):
         return False
     weights = weights_of(x, w)
     assert weights is not None
@@ -103,20 +97,15 @@ def parts_agree(x: Tensor, w: Tensor, columns: int) -> bool:
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
-    """`x @ w` by cuBLAS, of arguments for which `fewest_tokens` is known."""
-    weights, fewest = weights_of(x, w), fewest_tokens(x, w)
-    assert weights is not None and fewest is not None
+    """`x @ w` by cuBLAS, of arguments that `has_same_bits`."""
+    weights = weights_of(x, w)
+    assert weights is not None
     if not _takes_as_is(weights, x):
         x = x.contiguous()
     if x.data_ptr() % _BYTES:
         x = x.clone(memory_format=torch.contiguous_format)
-    parts = [_padded(part, w, fewest) for part in x.split(weights.most_tokens)]
+    parts = [_product(part, w) for part in x.split(weights.most_tokens)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _padded(x: Tensor, w: Tensor, fewest: int) -> Tensor:
-    missing = fewest - x.shape[0]
-    return _product(x, w) if missing <= 0 else _product(F.pad(x, (0, 0, 0, 0, 0, missing)), w)[:-missing]
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
@@ -162,21 +151,17 @@ def _known(found: dict[K, V], key: K, find: Callable[[], V]) -> V | None:
     return found[key]
 
 
-def _try_numbers(weights: Weights) -> int | None:
+def _try_numbers(weights: Weights) -> bool:
     x, w = _draw(weights)
-    expected = _product(x, w)
-    numbers = [n for n in NUMBERS if n <= len(x)]
-    differs = next((n for n in reversed(numbers) if not _agrees(x, w, expected, n)), 0)
-    return next((fewest for fewest in (1, *PADDED) if fewest > differs), None)
+    return _all_agree(x, w, _product(x, w))
 
 
 def _try_strides(weights: Weights, strides: tuple[int, int]) -> bool:
-    fewest = _fewest[weights]
     x, w = _draw(weights)
     expected = _product(x, w)
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, (*strides, 1)))
     x = x.new_empty(size).as_strided(x.shape, (*strides, 1)).copy_(x)
-    return fewest is not None and all(_agrees(x, w, expected, n) for n in NUMBERS if fewest <= n <= len(x))
+    return _all_agree(x, w, expected)
 
 
 def _try_parts(weights: Weights, columns: int) -> bool:
@@ -187,10 +172,13 @@ def _try_parts(weights: Weights, columns: int) -> bool:
     return all(torch.equal(_product(x, w[..., part]), expected[..., part]) for part in parts)
 
 
-def _agrees(x: Tensor, w: Tensor, expected: Tensor, tokens: int) -> bool:
-    """Whether the first and the last so many tokens, by themselves, have the bits that they have among all."""
+def _all_agree(x: Tensor, w: Tensor, expected: Tensor) -> bool:
+    """Whether the first and the last tokens, so many as are tried, have the bits by themselves that they should."""
     return all(
-        torch.equal(_product(x[part], w), expected[part]) for part in (slice(tokens), slice(-tokens, None))
+        torch.equal(_product(x[part], w), expected[part])
+        for tokens in NUMBERS
+        if tokens <= len(x)
+        for part in (slice(tokens), slice(-tokens, None))
     )
 
 

@@ -57,15 +57,15 @@ FP8_LINEAR = (
     _TILES,
     replace(
         _TILES,
-        name="tiles_in_order",
-        description="tiles are dequantised in registers, and multiplied in one order along k",
-        function="mla_compile.ops.kernels.fp8_linear:linear_tiles_in_order",
-        takes={**_TILES.takes, "dtype": HALF, "tokens": range(1, 17)},
+        name="blocks_in_order",
+        description="FP8's values are multiplied block by block, in one order, and scaled afterwards",
+        function="mla_compile.ops.kernels.fp8_linear:linear_in_order",
+        takes={**_TILES.takes, "dtype": HALF},
         max_capability=(9, 0),  # newer ones may add the products of tiles of few tokens in another order
         batch_invariant=True,
     ),
     triton(
-        "the weight is dequantised first, and multiplied in the same order",
+        "the weight is dequantised first, and multiplied in one order",
         "mla_compile.ops.kernels.matmul:linear_fp8_in_order",
         name="dequantized_in_order",
         takes=_TILES.takes,

@@ -2,6 +2,8 @@
 are, `fused_linear`, whose kernel is chosen by the number of tokens, and `matmul_by_head`, whose result is contiguous.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,27 @@ from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.side_by_side import lies_before, num_columns, one_matrix
 
 # Who serves a call depends on the weights alone, not on x: two rows of the table need not give the same bits.
+_TRITON = triton(
+    "one order along k, whatever the tile",
+    "mla_compile.ops.kernels.matmul:matmul_triton",
+    takes={"dtype": FLOATS, "tokens": SOME, "groups": SOME, "k": SOME, "n": SOME},
+    batch_invariant=True,
+)
 BATCH_INVARIANT_MATMUL = (
+    replace(
+        _TRITON,
+        name="blocks",
+        description="one order of the blocks of k, which the warps of a program share where tokens are few",
+        function="mla_compile.ops.kernels.linear:matmul_in_order",
+        takes={
+            **_TRITON.takes,
+            "dtype": HALF,
+            "groups": UNIT,
+            "n": range(1, 2**13 + 1),
+            "weights": ("one matrix",),
+        },
+        max_capability=(9, 0),  # newer ones may add the products of tiles of few tokens in another order
+    ),
     Implementation(
         "cublas",
         "cuBLAS, where it was seen to give the same bits in any batch",
@@ -22,12 +44,7 @@ BATCH_INVARIANT_MATMUL = (
         takes={"dtype": HALF, "tokens": SOME, "bits in any batch": ("equal",)},
         batch_invariant=True,
     ),
-    triton(
-        "one order along k, whatever the tile",
-        "mla_compile.ops.kernels.matmul:matmul_triton",
-        takes={"dtype": FLOATS, "tokens": SOME, "groups": SOME, "k": SOME, "n": SOME},
-        batch_invariant=True,
-    ),
+    _TRITON,
     Implementation(
         "by_row",
         "plain torch, any device, each token by itself",
@@ -45,7 +62,8 @@ BATCH_INVARIANT_MATMUL = (
         "groups": w.shape[0],
         "k": w.shape[1],
         "n": w.shape[2],
-        "bits in any batch": "different" if cublas.fewest_tokens(x, w) is None else "equal",
+        "weights": "one matrix" if w.mT.is_contiguous() else "strided",
+        "bits in any batch": "equal" if cublas.has_same_bits(x, w) else "different",
     },
     tuned_by=("groups", "k", "n"),
 )
@@ -69,7 +87,7 @@ def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
     """
     sizes = validate.Layouts()
     sizes.floats(x=(x, "tokens, groups, k"), w=(w, "groups, k, n"))
-    cublas.fewest_tokens(x, w)  # now, while nothing is recorded
+    cublas.has_same_bits(x, w)  # now, while nothing is recorded
     return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
 
 
@@ -121,7 +139,7 @@ FUSED_LINEAR = (
     ),
     Implementation(
         "each_matmul",
-        "batch_invariant_matmul by each weight; by both at once where cuBLAS was seen to give the same bits",
+        "batch_invariant_matmul by each weight; by both at once where that changes no bit",
         "mla_compile.ops.matmul:linear_by_each",
         batch_invariant=True,
     ),
@@ -173,8 +191,8 @@ def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invarian
     if batch_invariant:
         for weight in (first, second):
             if weight is not None:
-                cublas.fewest_tokens(x.unsqueeze(1), _as_matrix(weight))
-        _has_bits_of_each(x.unsqueeze(1), first, second)
+                cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
+        _cublas_has_bits_of_each(x.unsqueeze(1), first, second)
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
@@ -266,14 +284,18 @@ def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     """`fused_linear` with the bits of `batch_invariant_matmul`."""
     x = x.unsqueeze(1)
     weights = [_as_matrix(weight) for weight in (first, second) if weight is not None]
-    rows = (serving("batch_invariant_matmul", (x, weight)) for weight in weights)
-    if _has_bits_of_each(x, first, second) and all(row is BATCH_INVARIANT_MATMUL[0] for row in rows):
-        return cublas.multiply(x, _as_matrix(one_matrix(first, second))).squeeze(1)
+    rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
+    agrees = (
+        _cublas_has_bits_of_each(x, first, second) if rows[0].name == "cublas" else rows[0].name == "blocks"
+    )
+    if second is not None and rows[0] is rows[1] and lies_before(first, second) and agrees:
+        joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
+        return joined.squeeze(1)
     products = [batch_invariant_matmul_op(x, weight) for weight in weights]
     return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)
 
 
-def _has_bits_of_each(x: Tensor, first: Tensor, second: Tensor | None) -> bool:
+def _cublas_has_bits_of_each(x: Tensor, first: Tensor, second: Tensor | None) -> bool:
     """Whether cuBLAS is known to give each column the same bits in one product by both weights as in two, for x
     `[tokens, 1, k]`."""
     if second is None or not lies_before(first, second):

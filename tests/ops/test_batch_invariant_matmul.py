@@ -129,23 +129,22 @@ def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
 @pytest.mark.parametrize(
     ("machine", "dtype", "bits", "expected"),
     [
-        ((9, 0), torch.bfloat16, 1, "cublas"),
-        ((9, 0), torch.float16, 64, "cublas"),
-        ((8, 0), torch.bfloat16, None, "triton"),
-        ((7, 5), torch.float16, 1, "cublas"),
-        ((7, 5), torch.float16, None, "by_row"),
-        ((9, 0), torch.float32, None, "triton"),
-        ((9, 0), torch.float64, None, "by_row"),
-        ("hip", torch.bfloat16, None, "by_row"),
-        (None, torch.bfloat16, None, "by_row"),
+        ((9, 0), torch.bfloat16, True, "cublas"),
+        ((8, 0), torch.bfloat16, False, "triton"),
+        ((7, 5), torch.float16, True, "cublas"),
+        ((7, 5), torch.float16, False, "by_row"),
+        ((9, 0), torch.float32, False, "triton"),
+        ((9, 0), torch.float64, False, "by_row"),
+        ("hip", torch.bfloat16, False, "by_row"),
+        (None, torch.bfloat16, False, "by_row"),
     ],
     ids=str,
 )
 def test_who_serves_a_call(
-    machine: object, dtype: torch.dtype, bits: int | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    machine: object, dtype: torch.dtype, bits: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
-    monkeypatch.setattr(cublas, "fewest_tokens", lambda x, w: bits)
+    monkeypatch.setattr(cublas, "has_same_bits", lambda x, w: bits)
     w = torch.empty(2, 24, 16, dtype=dtype)
     for tokens in (1, 600):
         call = fake((torch.empty(tokens, 2, 16, dtype=dtype), w.mT), machine)
@@ -154,17 +153,47 @@ def test_who_serves_a_call(
     assert choose("batch_invariant_matmul", nothing).chosen.name == "by_row"
 
 
+@pytest.mark.parametrize(
+    ("machine", "n", "dtype", "by_rows", "expected"),
+    [
+        ((9, 0), 2048, torch.bfloat16, True, "blocks"),
+        ((8, 0), 2048, torch.float16, True, "blocks"),
+        ((9, 0), 8193, torch.bfloat16, True, "cublas"),
+        ((9, 0), 2048, torch.bfloat16, False, "cublas"),
+        ((9, 0), 2048, torch.float32, True, "triton"),
+        ((10, 0), 2048, torch.bfloat16, True, "cublas"),
+    ],
+    ids=str,
+)
+def test_who_serves_one_matrix(
+    machine: object,
+    n: int,
+    dtype: torch.dtype,
+    by_rows: bool,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on(machine, monkeypatch)
+    monkeypatch.setattr(cublas, "has_same_bits", lambda x, w: x.dtype in HALF)
+    w = torch.empty(1, n, 16, dtype=dtype).mT if by_rows else torch.empty(1, 16, n, dtype=dtype)
+    for tokens in (1, 600):
+        call = fake((torch.empty(tokens, 1, 16, dtype=dtype), w), machine)
+        assert choose("batch_invariant_matmul", call).chosen.name == expected
+
+
 def test_a_reason_says_that_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     on((9, 0), monkeypatch)
-    monkeypatch.setattr(cublas, "fewest_tokens", lambda x, w: None)
+    monkeypatch.setattr(cublas, "has_same_bits", lambda x, w: False)
     x, w = fake((torch.empty(3, 1, 16).half(), torch.empty(1, 16, 8).half()), (9, 0))
-    ((name, reason),) = choose("batch_invariant_matmul", (x, w)).passed_over
-    assert (name, reason) == ("cublas", "takes bits in any batch equal, got different")
+    passed_over = choose("batch_invariant_matmul", (x, w)).passed_over
+    assert passed_over == (
+        ("blocks", "takes weights one matrix, got strided"),
+        ("cublas", "takes bits in any batch equal, got different"),
+    )
 
 
 def test_numbers_that_are_tried_ascend() -> None:
-    assert list(cublas.NUMBERS) == sorted({*cublas.NUMBERS}) and cublas.NUMBERS[-1] >= max(cublas.PADDED)
-    assert {*range(1, 34), *cublas.PADDED} <= {*cublas.NUMBERS}
+    assert list(cublas.NUMBERS) == sorted({*cublas.NUMBERS}) and {*range(1, 34)} <= {*cublas.NUMBERS}
 
 
 def test_symbolic_sizes_of_weights_are_not_tried_and_add_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +202,7 @@ def test_symbolic_sizes_of_weights_are_not_tried_and_add_no_guard(monkeypatch: p
     with FakeTensorMode(shape_env=shapes):
         n = shapes.create_unbacked_symint()
         x, w = torch.empty(4, 1, 16, dtype=torch.half), torch.empty(1, 16, n, dtype=torch.half)
-        assert cublas.fewest_tokens(x, w) is None
+        assert not cublas.has_same_bits(x, w)
     assert not shapes.guards
 
 
@@ -221,7 +250,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library(lambda tokens: False)
     monkeypatch.setattr(cublas, "_product", made.product)
     monkeypatch.setattr(cublas, "NUMBERS", (*range(1, 20), 31, 32, 63, 64, 65, 127, 128, 129, 255, 256, 300))
-    monkeypatch.setattr(cublas, "_fewest", {})
+    monkeypatch.setattr(cublas, "_same_bits", {})
     monkeypatch.setattr(cublas, "_as_contiguous", {})
     monkeypatch.setattr(cublas, "is_nvidia_gpu_here", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.recording)
@@ -233,36 +262,28 @@ def arguments(tokens: int, groups: int = 1, *, dtype: torch.dtype = torch.bfloat
 
 
 @pytest.mark.parametrize(
-    ("splits", "fewest"),
+    ("splits", "same"),
     [
-        (lambda tokens: False, 1),
-        (lambda tokens: True, 1),
-        (lambda tokens: tokens == 1, 64),
-        (lambda tokens: tokens < 64, 64),
-        (lambda tokens: tokens > 64, 128),
-        (lambda tokens: tokens >= 128, 128),
-        (lambda tokens: 128 <= tokens < 256, 256),
-        (lambda tokens: tokens == 256, None),
-        (lambda tokens: tokens >= 257, None),
+        (lambda tokens: False, True),
+        (lambda tokens: True, True),
+        (lambda tokens: tokens == 1, False),
+        (lambda tokens: tokens < 64, False),
+        (lambda tokens: tokens == 256, False),
+        (lambda tokens: tokens >= 257, False),
     ],
 )
-def test_the_number_of_tokens_from_which_on_bits_are_equal(
-    splits: Callable[[int], bool], fewest: int | None, library: Library
+def test_whether_bits_are_the_same_in_any_batch(
+    splits: Callable[[int], bool], same: bool, library: Library
 ) -> None:
     library.splits = splits
-    assert cublas.fewest_tokens(*arguments(3)) == fewest
+    assert cublas.has_same_bits(*arguments(3)) == same
     calls = library.calls
-    assert cublas.fewest_tokens(*arguments(70)) == fewest and library.calls == calls, (
-        "one answer for all sizes"
-    )
+    assert cublas.has_same_bits(*arguments(70)) == same and library.calls == calls, "one answer for all sizes"
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("least", [1, 60, 200])
-def test_few_tokens_are_padded_and_many_divided(
-    least: int, groups: int, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library.splits = lambda tokens: tokens < least or tokens > 300
+def test_many_tokens_are_divided(groups: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.splits = lambda tokens: tokens > 300
     monkeypatch.setattr(cublas, "_MOST_OUTPUT", 290 * groups * 24)
     x, w = arguments(1000, groups, dtype=torch.float16)
     whole = cublas.multiply(x, w)
@@ -275,11 +296,11 @@ def test_few_tokens_are_padded_and_many_divided(
 def test_nothing_is_tried_while_a_graph_is_recorded(library: Library) -> None:
     x, w = arguments(5)
     library.recording = True
-    assert cublas.fewest_tokens(x, w) is None and not library.calls
+    assert not cublas.has_same_bits(x, w) and not library.calls
     library.recording = False
-    assert cublas.fewest_tokens(x, w) == 1 and library.calls
+    assert cublas.has_same_bits(x, w) and library.calls
     library.recording = True
-    assert cublas.fewest_tokens(x, w) == 1, "known by now"
+    assert cublas.has_same_bits(x, w), "known by now"
 
 
 def test_compiling_tries_with_real_tensors_and_the_callers_random_numbers_stay(library: Library) -> None:
@@ -291,7 +312,7 @@ def test_compiling_tries_with_real_tensors_and_the_callers_random_numbers_stay(l
     with torch.no_grad():
         torch._dynamo.mark_dynamic(x, 0)
         compiled(x, w)
-    assert library.calls > 50 and cublas._fewest == {cublas.weights_of(x, w): 1}
+    assert library.calls > 50 and cublas._same_bits == {cublas.weights_of(x, w): True}
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -308,7 +329,7 @@ def test_strides_of_x_that_give_other_bits_are_made_contiguous(
 
     monkeypatch.setattr(cublas, "_product", product)
     expected = cublas.multiply(x.contiguous(), w)
-    cublas.fewest_tokens(x, w)
+    cublas.has_same_bits(x, w)
     library.recording = True  # what is not known by now is not found out
     assert torch.equal(cublas.multiply(x, w), expected)
     assert seen[-1] == ((256, 128) if differs else (512, 256))
@@ -320,9 +341,9 @@ def test_what_cublas_would_have_to_copy_is_not_tried(library: Library) -> None:
     wide = torch.randn(1, 25, 136).bfloat16()
     for weights in (w[:, 1:], wide[:, :24, 1:129].mT, w[:, ::2], w[..., :1].expand(1, 128, 9), w[..., :0]):
         assert cublas.weights_of(x[..., : weights.shape[1]], weights) is None
-    assert cublas.fewest_tokens(x.float(), w.float()) is None and not library.calls
+    assert not cublas.has_same_bits(x.float(), w.float()) and not library.calls
     for weights in (w, wide[:, 1:, 8:].mT, torch.randn(1, 128, 24).bfloat16()):
-        assert cublas.fewest_tokens(x, weights) == 1
+        assert cublas.has_same_bits(x, weights)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -1,6 +1,7 @@
 """`fused_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's are in `test_gpu_kernels`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.library import opcheck
 
 from mla_compile import MLAError
 from mla_compile.ops import batch_invariant_matmul, cublas, fused_linear
+from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.library import choose
 from mla_compile.ops.matmul import BATCH_INVARIANT_MATMUL, fused_linear_op
 from mla_compile.ops.side_by_side import lies_before
@@ -155,7 +157,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     monkeypatch.setattr(cublas, "_product", made.product)
     monkeypatch.setattr(cublas, "NUMBERS", (1, 2, 3, 64, 300))
-    for found in ("_fewest", "_as_contiguous", "_as_parts"):
+    for found in ("_same_bits", "_as_contiguous", "_as_parts"):
         monkeypatch.setattr(cublas, found, {})
     monkeypatch.setattr(cublas, "is_nvidia_gpu_here", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -164,6 +166,24 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 def no_longer(*_: object) -> None:
     raise AssertionError("tried while a graph is recorded")
+
+
+def by_both(x: Tensor, w: Tensor) -> Tensor:
+    """Stands in for a kernel of ours."""
+    assert w.shape == (1, 128, 40)
+    return product_by_row(x, w)
+
+
+def test_one_product_of_blocks_where_weights_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = (row for row in BATCH_INVARIANT_MATMUL if row.name == "blocks")
+    row = replace(row, function=f"{__name__}:by_both")
+    monkeypatch.setattr("mla_compile.ops.matmul.serving", lambda op, args: row)
+    first, second = weights(24, 16, 128, dtype=torch.bfloat16)
+    x = torch.randn(5, 128).bfloat16()
+    monkeypatch.setattr("mla_compile.ops.matmul.batch_invariant_matmul_op", no_longer)
+    joined = fused_linear_op(x, first, second, True)
+    monkeypatch.undo()
+    assert torch.equal(joined, fused_linear_op(x, first.clone(), second.clone(), True))
 
 
 @pytest.mark.parametrize(

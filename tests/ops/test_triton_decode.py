@@ -10,6 +10,7 @@ from mla_compile.ops.kernels import plan
 from mla_compile.ops.kernels.plan import (
     H200,
     MIN_KEYS,
+    SPLIT_UNIT,
     Device,
     decode_tiles,
     num_fixed_splits,
@@ -103,10 +104,11 @@ def test_splits_fill_the_gpu_without_flooding_it(programs: int, max_keys: int) -
 
 
 def test_splits_of_batch_invariant_decode_get_longer_with_their_place() -> None:
-    ends = [keys for keys in range(1, 8193) if num_fixed_splits(keys + 1, 128) > num_fixed_splits(keys, 128)]
+    counts = [num_fixed_splits(keys, SPLIT_UNIT) for keys in range(8194)]
+    ends = [keys for keys in range(1, 8193) if counts[keys + 1] > counts[keys]]
     lengths = [end - begin for begin, end in itertools.pairwise([0, *ends])]
-    assert lengths == [128] * 4 + [256] * 2 + [512] * 6 + [1024] * 4
-    assert num_fixed_splits(0, 128) == 1
+    assert lengths == [64] * 8 + [128] * 4 + [512] * 6 + [1024] * 4
+    assert counts[0] == 1
 
 
 def test_the_workspace_of_batch_invariant_decode_is_bounded_whatever_the_table() -> None:

@@ -550,5 +550,5 @@ def test_captured_steps_on_a_gpu_are_fused_and_give_the_tokens_of_plain_decoding
         captured, expected = (e.generate(prompts, max_new_tokens=24) for e in (engine, plain))
     assert [c.token_ids for c in captured] == [c.token_ids for c in expected]
     messages = [r.getMessage() for r in caplog.records if r.name.endswith("fuse_norm_rope_append")]
-    assert len(messages) >= 8 and all(message.startswith("fused: ") for message in messages)
-    assert compile_counters() == {"graphs": 2, "cudagraph_skips": 0}, "with prompts and without"
+    assert len(messages) >= 4 and all(message.startswith("fused: ") for message in messages)
+    assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}, "few steps with prompts run eagerly"

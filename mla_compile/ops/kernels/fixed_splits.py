@@ -16,7 +16,7 @@ from mla_compile.ops.kernels.early import wait_for_kernel_before
 from mla_compile.ops.kernels.plan import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
 from mla_compile.ops.kernels.softmax import columns_at_once, join_splits
 
-_SECOND, _THIRD, _FOURTH = (tl.constexpr(first) for first in DOUBLED)
+_SECOND, _THIRD, _FOURTH, _FIFTH = (tl.constexpr(first) for first in DOUBLED)
 
 
 @triton.jit
@@ -32,14 +32,16 @@ def _halved_from(count, first):
 @triton.jit
 def first_key_of(split, SPLIT_UNIT: tl.constexpr):
     """Where a split begins."""
-    return _doubled_from(_doubled_from(_doubled_from(split, _FOURTH), _THIRD), _SECOND) * SPLIT_UNIT
+    place = _doubled_from(_doubled_from(split, _FIFTH), _FOURTH)
+    return _doubled_from(_doubled_from(place, _THIRD), _SECOND) * SPLIT_UNIT
 
 
 @triton.jit
 def splits_of(keys, SPLIT_UNIT: tl.constexpr):
     """Into how many splits so many keys are cut."""
     units = (tl.maximum(keys, 0) + SPLIT_UNIT - 1) // SPLIT_UNIT
-    return _halved_from(_halved_from(_halved_from(units, _SECOND), _THIRD), _FOURTH)
+    count = _halved_from(_halved_from(units, _SECOND), _THIRD)
+    return _halved_from(_halved_from(count, _FOURTH), _FIFTH)
 
 
 @triton.jit

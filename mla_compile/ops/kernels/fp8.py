@@ -13,13 +13,20 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dequantized(weight, scale, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
-    """Weights of FP8 times the scales of their blocks, rounded to a dtype.
+def dequantized(weight, scale, dtype: tl.constexpr):
+    """Weights of FP8 times the scales of their blocks, rounded to a dtype."""
+    return (weight.to(tl.float32) * scale).to(dtype)
+
+
+@triton.jit
+def values(weight, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
+    """Weights of FP8 without their scales, exact in every dtype.
 
     IN_ORDER: so that a product adds them along k as it adds weights that never were FP8. Seeing FP8, Triton lays the
-    operands of a tile of few tokens out in another order, which is quicker to load. It does not see past the move.
+    operands of instructions that take them from registers out in another order, which is quicker to load. It does not
+    see past the move. Hopper's instructions for tiles of 64 rows have one order anyway.
     """
-    result = (weight.to(tl.float32) * scale).to(dtype)
+    result = weight.to(tl.float32).to(dtype)
     if IN_ORDER and dtype != tl.float32 and not _INTERPRETED:
         result = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [result], dtype=result.dtype, is_pure=False, pack=2
@@ -48,10 +55,10 @@ def add_product(result, h, w, scale, BY_BLOCK: tl.constexpr, IN_ORDER: tl.conste
         # Float32 on the plain cores: tensor cores would round it.
         return tl.dot(h, tl.trans(w), result, input_precision="ieee")
     elif BY_BLOCK:
-        product = tl.dot(w.to(tl.float32).to(h.dtype), tl.trans(h), input_precision="ieee")
-        return result + product * scale[:, None]
+        product = tl.dot(values(w, h.dtype, IN_ORDER), tl.trans(h), input_precision="ieee")
+        return tl.fma(product, scale[:, None], result)
     else:
-        w = dequantized(w, scale[:, None], h.dtype, IN_ORDER)
+        w = dequantized(w, scale[:, None], h.dtype)
         return tl.dot(h, tl.trans(w), result, input_precision="ieee")
 
 
@@ -71,7 +78,7 @@ def dequantize_kernel(
     at = (r * columns)[:, None] + c[None, :]
     s = tl.load(scale + tl.program_id(1) * ROWS // BLOCK * tl.num_programs(0) + tl.program_id(0))
     w = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + at, dequantized(w, s, out.dtype.element_ty, False), mask=inside)
+    tl.store(out + at, dequantized(w, s, out.dtype.element_ty), mask=inside)
 
 
 def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

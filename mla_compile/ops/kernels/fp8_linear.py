@@ -34,7 +34,6 @@ def tiles_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """BLOCK_T tokens, BLOCK_C columns; BLOCK_K divides BLOCK. Grid `[tiles of tokens * tiles of columns]`.
@@ -60,7 +59,7 @@ def tiles_kernel(
         h = tl.load(x_at + start, mask=x_mask, other=0.0)
         w = tl.load(w_at + start, mask=w_mask, other=0.0)
         s = tl.load(scale_at + start // BLOCK, mask=c < columns, other=0.0)
-        w = dequantized(w, s[:, None], h.dtype, IN_ORDER)
+        w = dequantized(w, s[:, None], h.dtype)
         # Float32 on the plain cores: tensor cores would round it.
         result = tl.dot(h, tl.trans(w), result, input_precision="ieee")
     at = out + (t * columns)[:, None] + c[None, :]
@@ -106,13 +105,10 @@ def linear_tiles(
     second_scale: Tensor | None = None,
     *,
     tiles: MatmulTiles | None = None,
-    in_order: bool = False,
 ) -> Tensor:
     """What `fp8_linear` computes.
 
     tiles: chosen by `plan.py` unless given.
-    in_order: a token has the same bits in every number of tokens, whatever the tiles: those that `matmul_triton` gives
-        it with the weight dequantised.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, k = x.shape
@@ -125,7 +121,6 @@ def linear_tiles(
             tiles_kernel[(triton.cdiv(tokens, chosen.tokens) * triton.cdiv(columns, chosen.columns),)](
                 *(x, weight, scale, out, x.stride(0), tokens, columns),
                 K=k,
-                IN_ORDER=in_order,
                 EARLY=starts_early(x),
                 launch_pdl=starts_early(x),
                 **chosen.options(k),
@@ -135,11 +130,11 @@ def linear_tiles(
     return each_matrix(product, first, first_scale, second, second_scale)
 
 
-def linear_tiles_in_order(
+def linear_in_order(
     x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
 ) -> Tensor:
-    """`linear_tiles` with the same bits of a token in every number of tokens."""
-    return linear_tiles(x, first, first_scale, second, second_scale, in_order=True)
+    """What `fp8_linear` computes in half precision, with the same bits of a token in every number of tokens."""
+    return each_matrix(partial(blocks.multiply_in_order, x), first, first_scale, second, second_scale)
 
 
 def linear_dequantized(

@@ -24,6 +24,11 @@ def linear_blocks(
     return blocks.multiply(x, one_matrix(first, second), None, tiles)
 
 
+def matmul_in_order(x: Tensor, w: Tensor) -> Tensor:
+    """What `batch_invariant_matmul` computes by one matrix, whose columns lie along memory."""
+    return blocks.multiply_in_order(x[:, 0], w[0].t(), None).unsqueeze(1)
+
+
 def norm_linear_gemv(
     x: Tensor,
     residual: Tensor | None,

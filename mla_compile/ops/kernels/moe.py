@@ -14,8 +14,8 @@ Shared experts, which every token passes, are tiles more of the first two launch
 weight 1, after those that were chosen. They need no search.
 
 Weights in FP8 are converted in registers. With few pairs their values are multiplied and the sums of blocks scaled,
-with many they are dequantised first: `ops/fp8.py`. Then too products add along k in an order that is not that of every
-tile, unless asked for it: `kernels/fp8.py`.
+with many they are dequantised first: `ops/fp8.py`. In batch-invariant calls sums of blocks are scaled whatever the
+number of pairs, in tiles that add along k in one order: `in_order_moe_tiles` of `plan.py`, `kernels/fp8.py`.
 """
 
 from typing import Any
@@ -34,6 +34,8 @@ from mla_compile.ops.kernels.plan import (
     by_block_moe_tiles,
     device_of,
     fp8_moe_tiles,
+    has_one_order,
+    in_order_moe_tiles,
     is_by_block,
     moe_tiles,
     power_of_two,
@@ -542,7 +544,7 @@ def moe_triton(
     Nothing is read on the host.
 
     gate_up, down: tiles, chosen by `plan.py` unless given; with weights in FP8, no deeper than a block.
-    in_order: of FP8 weights, have a token's bits be those that it has with the weights dequantised, in every batch.
+    in_order: of FP8 weights, have a token's bits be the same in every batch.
     """
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
@@ -556,8 +558,10 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    by_block = gate_up_scale is not None and not in_order and is_by_block(pairs, experts)
-    plan = moe_tiles if gate_up_scale is None else by_block_moe_tiles if by_block else fp8_moe_tiles
+    by_block, plan = False, moe_tiles
+    if gate_up_scale is not None:
+        by_block = in_order or is_by_block(pairs, experts)
+        plan = in_order_moe_tiles if in_order else by_block_moe_tiles if by_block else fp8_moe_tiles
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
@@ -575,7 +579,6 @@ def moe_triton(
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
-    products = {"BY_BLOCK": by_block, "IN_ORDER": in_order}
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
@@ -589,14 +592,16 @@ def moe_triton(
             *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
             *(activated, *sizes, order, *routing),
             **shapes,
-            **products,
+            BY_BLOCK=by_block,
+            IN_ORDER=in_order and not has_one_order(gate_up, device),
             **early,
             **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
             *(activated, w_down, shared_down, down_scale, shared_down_scale, pair_outs, tokens, *routing),
             **shapes,
-            **products,
+            BY_BLOCK=by_block,
+            IN_ORDER=in_order and not has_one_order(down, device),
             **early,
             **down.options(intermediate),
         )

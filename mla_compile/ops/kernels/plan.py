@@ -12,13 +12,13 @@ from torch import Tensor
 MIN_KEYS = 128
 """Keys of a row under which a further split is not worth its start and its share of the sum."""
 
-SPLIT_UNIT = 128
+SPLIT_UNIT = 64
 """Keys of the first splits of batch-invariant decode. They get longer as DOUBLED says, by a key's place alone: rows,
 heads and lengths do not count, as other splits are other bits. Few keys leave most of a GPU idle unless splits are
 short; for many keys, short splits would write and read more partial results than latents."""
 
-DOUBLED = (4, 6, 12)
-"""The splits from which on they are twice as long as before: from keys 512, 1024 and 4096 on."""
+DOUBLED = (8, 12, 12, 18)
+"""The splits from which on they are twice as long as before, from key 512 and 4096 on, and four times from 1024 on."""
 
 SPLIT_BLOCK = 16
 """Splits whose results are summed at a time."""
@@ -221,6 +221,16 @@ class MoeTiles:
         }
 
 
+def has_one_order(tiles: MoeTiles, device: Device) -> bool:
+    """Whether a product of FP8's values, in tiles whose rows are those of the weight, adds along k as one by plain
+    weights does.
+
+    Where an instruction takes weights from registers, Triton lays values of FP8 out in another order. Hopper's
+    instructions for 64 rows take tokens as they lie in shared memory, so the order is theirs.
+    """
+    return device.capability[0] == 9 and tiles.columns >= 64 and tiles.tokens >= 16
+
+
 MOST_UNSORTED_PAIRS = 512
 """(token, expert) pairs up to which each program of the expert kernels finds its own; more are sorted first."""
 
@@ -329,7 +339,8 @@ def fp8_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> 
 def block_tiles(tokens: int, k: int) -> MatmulTiles:
     """Tiles of a product of a few tokens by the blocks of a weight, which the warps share.
 
-    On an H200 the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
+    How many blocks they share at a time follows from `k` alone: it decides the order of addition. On an H200 these were
+    the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
     """
     rows = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     if k <= 1024:
@@ -337,6 +348,26 @@ def block_tiles(tokens: int, k: int) -> MatmulTiles:
     if k >= 7168:
         return MatmulTiles(rows, columns=32, depth=512, warps=4, stages=3)
     return MatmulTiles(rows, columns=16, depth=512, warps=4, stages=4 if rows < 32 else 5)
+
+
+_MANY_BLOCKS = (
+    MatmulTiles(128, 128, 128, warps=8, stages=3),
+    MatmulTiles(64, 128, 128, warps=8, stages=3),
+    MatmulTiles(64, 64, 128, warps=4, stages=3),
+)
+
+
+def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> tuple[MatmulTiles, bool]:
+    """Tiles of a batch-invariant product of many tokens by the blocks of a weight, and whether each of its parts goes
+    to programs of its own.
+
+    The widest that fill most of the GPU. As a program's time is that of its parts, parts are divided unless programs
+    with all of them fill half of it. On other GPUs than the largest more than the last would have no room.
+    """
+    roomy = device.capability[0] in (9, 10)
+    tiles = _widest_that_fill(_MANY_BLOCKS if roomy else _MANY_BLOCKS[-1:], tokens, parts * columns, device)
+    programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
+    return tiles, parts > 1 and 2 * programs < device.multiprocessors
 
 
 def by_head_tiles(tokens: int, k: int) -> MatmulTiles:
@@ -376,6 +407,20 @@ def by_block_moe_tiles(
     if pairs <= 16:
         return MoeTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
     return MoeTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
+
+
+def in_order_moe_tiles(
+    pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device
+) -> MoeTiles:
+    """`moe_tiles` of batch-invariant products by weights in block FP8: one block deep, as each block's sum is scaled.
+
+    Those that an H200 was quickest with, of 64 columns at least: see `has_one_order`.
+    """
+    if dtype == torch.float32:
+        return moe_tiles(pairs, experts, products, dtype, device)  # of one depth too
+    if pairs > 16 * experts:
+        return MoeTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
+    return MoeTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
 
 
 def _not_wider(choices: tuple[MatmulTiles, ...], tokens: int, least: int = 0) -> tuple[MatmulTiles, ...]:

@@ -8,11 +8,13 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
+from mla_compile.ops.kernels import blocks  # noqa: E402
 from mla_compile.ops.kernels.fp8 import dequantize_triton  # noqa: E402
 from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
     linear_blocks,
     linear_dequantized,
     linear_gemv,
+    linear_in_order,
     linear_tiles,
 )
 from mla_compile.ops.kernels.matmul import linear_fp8_in_order  # noqa: E402
@@ -47,7 +49,7 @@ def test_the_kernels_equal_the_definition(dtype: torch.dtype, size: tuple[int, i
         x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
         check(linear_tiles(x, weight, scale), x, (weight, scale))
         check(linear_tiles(x, weight, scale, tiles=SMALL), x, (weight, scale))
-        for product in (linear_dequantized, linear_fp8_in_order):
+        for product in (linear_dequantized, linear_fp8_in_order, linear_in_order):
             check(product(x, weight, scale, None, None), x, (weight, scale))
     assert torch.equal(dequantize_triton(weight, scale, dtype).double(), values_of(weight, scale, dtype))
 
@@ -65,6 +67,10 @@ def test_two_weights_side_by_side(first: int) -> None:
         check(linear_tiles(x, *weights), x, *both)
         check(linear_dequantized(x, *weights), x, *both)
         check(linear_fp8_in_order(x, *weights), x, *both)
+    x = torch.randn(40, 200).half()
+    whole = linear_in_order(x, *weights)
+    check(whole, x, *both)
+    assert torch.equal(linear_in_order(x[:7], *weights), whole[:7])
 
 
 def linear_by_one(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -83,12 +89,28 @@ def test_a_nan_stays_in_its_block_and_its_token() -> None:
         assert out[[0, 1, 2, 4], 128:].isfinite().all()
 
 
-def test_a_tokens_bits_depend_on_no_other_token_and_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plain", [False, True], ids=["FP8", "plain"])
+@pytest.mark.parametrize("k", [100, 300, 1100, 1200])
+def test_a_tokens_bits_depend_on_no_other_token_and_no_tile(
+    k: int, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one block, with an odd number of them for two parts, and with too few for four."""
     add_in_order(monkeypatch)
-    weight, scale = fp8_weight(70, 300)
-    x = torch.randn(40, 300).bfloat16()
-    whole = linear_tiles(x, weight, scale, tiles=MatmulTiles(32, 64, 128, warps=4, stages=1))
+    weight, scale = fp8_weight(70, k)
+    if plain:
+        weight, scale = torch.randn(70, k).bfloat16(), None
+    x = torch.randn(40, k).bfloat16()
+    whole = blocks.multiply_in_order(x, weight, scale)
+    for split in (False, True):
+        wide = MatmulTiles(64, 128, 128, warps=4, stages=1)
+        assert torch.equal(blocks.multiply_in_order(x, weight, scale, tiles=wide, split=split), whole)
     for part in (slice(5, 6), slice(7, 30)):
-        assert torch.equal(linear_tiles(x[part], weight, scale), whole[part])
-        assert torch.equal(linear_tiles(x[part], weight, scale, tiles=SMALL), whole[part])
-    assert torch.equal(linear_fp8_in_order(x, weight, scale, None, None), whole)
+        assert torch.equal(blocks.multiply_in_order(x[part], weight, scale), whole[part])
+
+
+def test_a_tokens_bits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_in_order(monkeypatch)
+    weight, scale = fp8_weight(70, 200)
+    x = torch.randn(40, 200)
+    whole = linear_fp8_in_order(x, weight, scale, None, None)
+    assert torch.equal(linear_fp8_in_order(x[5:9], weight, scale, None, None), whole[5:9])

@@ -20,7 +20,6 @@ from tests.kernel_cases import (  # noqa: E402
     MoeCase,
     check_moe,
     check_padded_moe,
-    dequantized,
     moe_case,
     moe_reference,
     padding,
@@ -99,11 +98,19 @@ def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch:
     check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len), gate_up=SMALL, down=SMALL), runs)
 
 
-def test_weights_in_fp8_have_the_bits_of_dequantised_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among more tokens than are multiplied by block where nobody asked, sorted or not, in any tiles."""
     add_in_order(monkeypatch)
-    case = moe_case(5, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
-    got = moe_triton(*case.all_args(), in_order=True)
-    assert torch.equal(got, moe_triton(*dequantized(case).all_args(), gate_up=SMALL))
+    case = moe_case(40, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
+    whole = moe_triton(*case.all_args(), in_order=True)
+    check_moe(case, whole)
+    part = replace(case, **{name: getattr(case, name)[3:7] for name in ("x", "topk_weights", "topk_ids")})
+    wide = MoeTiles(tokens=32, columns=32, depth=128, warps=4, stages=1)
+    for tiles in (None, wide):
+        got = moe_triton(*part.all_args(), gate_up=tiles, down=tiles, in_order=True)
+        assert torch.equal(got, whole[3:7])
+    monkeypatch.setattr(moe, "MOST_UNSORTED_PAIRS", 0)
+    assert torch.equal(moe_triton(*case.all_args(), in_order=True), whole)
 
 
 @pytest.mark.parametrize("tokens", [4, 20])
