@@ -12,7 +12,7 @@ from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.kernels import blocks
 from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.moe import moe_triton
-from mla_compile.ops.kernels.plan import MoeTiles, device_of, in_order_moe_tiles, many_block_tiles
+from mla_compile.ops.kernels.plan import MoeTiles, device_of, fp8_moe_tiles, many_block_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
@@ -40,9 +40,7 @@ def test_products_equal_the_definition(dtype: torch.dtype, columns: int, k: int)
         expected = linear_by_definition(x, (weight, scale))
         for batch_invariant in (False, True):
             args = x, weight, scale, None, None, batch_invariant
-            assert choose("fp8_linear", args).chosen.name.startswith(
-                ("triton", "blocks", "dequantized", "tiles")
-            )
+            assert choose("fp8_linear", args).chosen.name.startswith(("triton", "blocks", "dequantized"))
             error = (fp8_linear(*args).double() - expected).abs().max() / expected.abs().max()
             assert error < BOUND[dtype], error
 
@@ -65,7 +63,7 @@ def test_no_tile_changes_a_bit() -> None:
         for dtype in (torch.bfloat16, torch.float16):
             x = torch.randn(600, k, device="cuda", dtype=dtype)
             whole = blocks.multiply_in_order(x, weight, scale)
-            plans = {many_block_tiles(n, columns, 4, device_of(x))[0] for n in (40, 200, 5000)}
+            plans = {many_block_tiles(tokens, columns, 4, device_of(x))[0] for tokens in (40, 200, 5000)}
             assert len(plans) > 1
             for tiles, split in product(plans, (False, True)):
                 result = blocks.multiply_in_order(x, weight, scale, tiles=tiles, split=split)
@@ -87,7 +85,9 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
     whole = moe_triton(*case.all_args(), in_order=True)
     device = device_of(case.x)
     plans = [
-        tuple(in_order_moe_tiles(pairs, 16, products, torch.bfloat16, device) for products in (2, 1))
+        tuple(
+            fp8_moe_tiles(pairs, 16, products, torch.bfloat16, device, in_order=True) for products in (2, 1)
+        )
         for pairs in (4, 600, 4000)
     ]
     plans.append((MoeTiles(8, 32, 128, warps=2, stages=4),) * 2)

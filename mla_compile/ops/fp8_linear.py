@@ -24,15 +24,16 @@ from mla_compile.ops.side_by_side import num_columns
 _FLOAT8 = (8, 9)
 """The oldest GPU whose Triton converts float8_e4m3fn."""
 _SIZES = {"k": SOME, "columns": SOME}
-_TILES = triton(
-    "tiles are dequantised in registers",
-    "mla_compile.ops.kernels.fp8_linear:linear_tiles",
-    name="tiles",
-    takes={"dtype": FLOATS, "tokens": SOME, **_SIZES},
+_IN_ORDER = triton(
+    "FP8's values are multiplied block by block, in one order, and scaled afterwards",
+    "mla_compile.ops.kernels.fp8_linear:linear_in_order",
+    name="blocks_in_order",
+    takes={"dtype": HALF, "tokens": SOME, **_SIZES},
     min_capability=_FLOAT8,
+    batch_invariant=True,
 )
-# Numbers of tokens are those up to which each was quickest on an H200. All that are batch-invariant give a token the
-# same bits.
+# Numbers of tokens are those up to which each was quickest on an H200. Where a call is to be batch-invariant, one row
+# serves all numbers of tokens.
 FP8_LINEAR = (
     triton(
         "one token: a program reads a few rows of the weight, on the plain cores",
@@ -51,26 +52,18 @@ FP8_LINEAR = (
         "many tokens: the weight is dequantised first, and cuBLAS multiplies",
         "mla_compile.ops.kernels.fp8_linear:linear_dequantized",
         name="dequantized",
-        takes={"dtype": HALF, "tokens": at_least(65), **_SIZES},
+        takes={"dtype": HALF, "tokens": at_least(129), **_SIZES},
         min_capability=_FLOAT8,
     ),
-    _TILES,
     replace(
-        _TILES,
-        name="blocks_in_order",
-        description="FP8's values are multiplied block by block, in one order, and scaled afterwards",
-        function="mla_compile.ops.kernels.fp8_linear:linear_in_order",
-        takes={**_TILES.takes, "dtype": HALF},
-        max_capability=(9, 0),  # newer ones may add the products of tiles of few tokens in another order
-        batch_invariant=True,
-    ),
-    triton(
-        "the weight is dequantised first, and multiplied in one order",
-        "mla_compile.ops.kernels.matmul:linear_fp8_in_order",
+        _IN_ORDER, max_capability=(9, 0)
+    ),  # newer ones may add the products of few tokens in another order
+    replace(
+        _IN_ORDER,
         name="dequantized_in_order",
-        takes=_TILES.takes,
-        min_capability=_FLOAT8,
-        batch_invariant=True,
+        description="the weight is dequantised first, and multiplied in one order",
+        function="mla_compile.ops.kernels.matmul:linear_fp8_in_order",
+        takes={**_IN_ORDER.takes, "dtype": FLOATS},
     ),
     reference("mla_compile.ops.fp8_linear:linear_torch"),
     Implementation(

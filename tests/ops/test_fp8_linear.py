@@ -1,6 +1,8 @@
 """`fp8_linear` on the CPU: values, bits, contracts, errors. Its kernels: `interpreted/fp8_linear.py`."""
 
 import copy
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +14,14 @@ from mla_compile import MLAError
 from mla_compile.ops import fp8_linear
 from mla_compile.ops.fp8 import BLOCK, dequantize, quantize
 from mla_compile.ops.fp8_linear import fp8_linear_op
-from mla_compile.ops.kernels.plan import H200, Device, block_tiles, fp8_tiles
+from mla_compile.ops.kernels.plan import (
+    H200,
+    Device,
+    block_tiles,
+    fp8_moe_tiles,
+    has_one_order,
+    many_block_tiles,
+)
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import _experts, moe_experts, moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
@@ -119,11 +128,11 @@ def test_quantised_weights_are_within_half_a_step_of_fp8() -> None:
     [
         ((9, 0), torch.bfloat16, 1, False, "triton"),
         ((9, 0), torch.bfloat16, 2, False, "blocks"),
-        ((9, 0), torch.float32, 2, False, "tiles"),
+        ((9, 0), torch.float32, 2, False, "dequantized_in_order"),
         ((8, 9), torch.float16, 8, False, "blocks"),
-        ((9, 0), torch.bfloat16, 64, False, "tiles"),
+        ((9, 0), torch.bfloat16, 64, False, "blocks_in_order"),
+        ((10, 0), torch.bfloat16, 64, False, "dequantized_in_order"),
         ((9, 0), torch.bfloat16, 4096, False, "dequantized"),
-        ((9, 0), torch.float32, 4096, False, "tiles"),
         *(((9, 0), torch.bfloat16, tokens, True, "blocks_in_order") for tokens in (1, 16, 4096)),
         ((8, 9), torch.float16, 17, True, "blocks_in_order"),
         ((9, 0), torch.float32, 1, True, "dequantized_in_order"),
@@ -164,11 +173,14 @@ def test_who_serves_experts(
 
 
 @pytest.mark.parametrize("device", [H200, Device(108, (8, 9)), Device(148, (10, 0))], ids=str)
-def test_tiles_lie_within_a_block(device: Device) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (1, 16, 40, 128, 5000):
-            tiles = fp8_tiles(tokens, 5120, dtype, device)
-            assert BLOCK % tiles.depth == 0 and (dtype == torch.bfloat16 or tiles.depth == 32)
+def test_tiles_are_a_block_deep(device: Device) -> None:
+    for tokens in (1, 40, 128, 5000):
+        tiles, _ = many_block_tiles(tokens, 5120, 4, device)
+        assert tiles.depth == BLOCK and BLOCK % tiles.columns == 0 and tiles.tokens <= max(64, 2 * tokens)
+        for products, in_order in product((1, 2), (False, True)):
+            plan = partial(fp8_moe_tiles, 4 * tokens, 64, products, device=device, in_order=in_order)
+            assert plan(torch.bfloat16).depth == BLOCK and plan(torch.float32).depth == 32
+            assert not in_order or device != H200 or has_one_order(plan(torch.bfloat16), device)
 
 
 def test_tiles_of_few_tokens_are_whole_blocks_that_warps_share() -> None:

@@ -13,12 +13,6 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def dequantized(weight, scale, dtype: tl.constexpr):
-    """Weights of FP8 times the scales of their blocks, rounded to a dtype."""
-    return (weight.to(tl.float32) * scale).to(dtype)
-
-
-@triton.jit
 def values(weight, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
     """Weights of FP8 without their scales, exact in every dtype.
 
@@ -35,31 +29,28 @@ def values(weight, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
 
 
 @triton.jit
-def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BY_BLOCK: tl.constexpr):
-    """What `add_product` adds to first: tokens by columns, with BY_BLOCK columns by tokens."""
-    if BY_BLOCK:
+def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
+    """What `add_product` adds to first: columns by tokens, or where weights are not in FP8 tokens by columns."""
+    if scale is not None:
         return tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
     else:
         return tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
 
 
 @triton.jit
-def add_product(result, h, w, scale, BY_BLOCK: tl.constexpr, IN_ORDER: tl.constexpr):
+def add_product(result, h, w, scale, IN_ORDER: tl.constexpr):
     """`result` and a product: of tokens, `h` `[tokens, k]`, by rows of a weight, `w` `[columns, k]`.
 
-    scale: `[columns]`, of these rows where k is within a block; None: the weight is not FP8.
-    BY_BLOCK: values of FP8 are multiplied as they are, and the sum by the scale. Half precision has all of them. Rows
-        of the weight are those of the tile, as tokens are too few to fill one.
+    scale: `[columns]`, of these rows where k is within a block: values of FP8 are multiplied as they are, and the sum
+        by the scale. Rows of the weight are those of the tile, as an instruction takes these from registers. None: the
+        weight is not FP8.
     """
+    # Float32 on the plain cores: tensor cores would round it.
     if scale is None:
-        # Float32 on the plain cores: tensor cores would round it.
         return tl.dot(h, tl.trans(w), result, input_precision="ieee")
-    elif BY_BLOCK:
+    else:
         product = tl.dot(values(w, h.dtype, IN_ORDER), tl.trans(h), input_precision="ieee")
         return tl.fma(product, scale[:, None], result)
-    else:
-        w = dequantized(w, scale[:, None], h.dtype)
-        return tl.dot(h, tl.trans(w), result, input_precision="ieee")
 
 
 @triton.jit
@@ -78,7 +69,7 @@ def dequantize_kernel(
     at = (r * columns)[:, None] + c[None, :]
     s = tl.load(scale + tl.program_id(1) * ROWS // BLOCK * tl.num_programs(0) + tl.program_id(0))
     w = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(out + at, dequantized(w, s, out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (w.to(tl.float32) * s).to(out.dtype.element_ty), mask=inside)
 
 
 def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,11 +13,11 @@ which it chose them.
 Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
 weight 1, after those that were chosen. They need no search.
 
-Weights in FP8 are converted in registers. With few pairs their values are multiplied and the sums of blocks scaled,
-with many they are dequantised first: `ops/fp8.py`. In batch-invariant calls sums of blocks are scaled whatever the
-number of pairs, in tiles that add along k in one order: `in_order_moe_tiles` of `plan.py`, `kernels/fp8.py`.
+Weights in FP8 are converted in registers: their values are multiplied, and the sums of blocks scaled (`ops/fp8.py`).
+Then a batch-invariant call needs tiles that add along k in one order: `kernels/fp8.py`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +31,9 @@ from mla_compile.ops.kernels.padding import padding_of, runs
 from mla_compile.ops.kernels.plan import (
     MOST_UNSORTED_PAIRS,
     MoeTiles,
-    by_block_moe_tiles,
     device_of,
     fp8_moe_tiles,
     has_one_order,
-    in_order_moe_tiles,
-    is_by_block,
     moe_tiles,
     power_of_two,
 )
@@ -316,7 +313,6 @@ def gate_up_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -351,8 +347,8 @@ def gate_up_kernel(
             TOPK, PADDED, SHARED, CHUNK,
         )  # fmt: skip
         x_at = x + (token * x_stride)[:, None]
-        gate = zeros(BLOCK_T, BLOCK_C, BY_BLOCK)
-        up = zeros(BLOCK_T, BLOCK_C, BY_BLOCK)
+        gate = zeros(BLOCK_T, BLOCK_C, gate_up_scale)
+        up = zeros(BLOCK_T, BLOCK_C, gate_up_scale)
         for start in range(0, HIDDEN, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
@@ -365,9 +361,9 @@ def gate_up_kernel(
                 block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
                 of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
                 of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
-            gate = add_product(gate, of_tokens, w_gate, of_gate, BY_BLOCK, IN_ORDER)
-            up = add_product(up, of_tokens, w_up, of_up, BY_BLOCK, IN_ORDER)
-        if BY_BLOCK:
+            gate = add_product(gate, of_tokens, w_gate, of_gate, IN_ORDER)
+            up = add_product(up, of_tokens, w_up, of_up, IN_ORDER)
+        if gate_up_scale is not None:
             gate = tl.trans(gate)
             up = tl.trans(up)
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
@@ -402,7 +398,6 @@ def down_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -435,7 +430,7 @@ def down_kernel(
             TOPK, PADDED, SHARED, CHUNK,
         )  # fmt: skip
         row_at = activated + (row * INTERMEDIATE)[:, None]
-        result = zeros(BLOCK_T, BLOCK_C, BY_BLOCK)
+        result = zeros(BLOCK_T, BLOCK_C, down_scale)
         for start in range(0, INTERMEDIATE, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
@@ -444,8 +439,8 @@ def down_kernel(
             if down_scale is not None:
                 scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
                 scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)
-            result = add_product(result, inner, w, scale, BY_BLOCK, IN_ORDER)
-        if BY_BLOCK:
+            result = add_product(result, inner, w, scale, IN_ORDER)
+        if down_scale is not None:
             result = tl.trans(result)
         at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
@@ -558,10 +553,7 @@ def moe_triton(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    by_block, plan = False, moe_tiles
-    if gate_up_scale is not None:
-        by_block = in_order or is_by_block(pairs, experts)
-        plan = in_order_moe_tiles if in_order else by_block_moe_tiles if by_block else fp8_moe_tiles
+    plan = moe_tiles if gate_up_scale is None else partial(fp8_moe_tiles, in_order=in_order)
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
@@ -592,7 +584,6 @@ def moe_triton(
             *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
             *(activated, *sizes, order, *routing),
             **shapes,
-            BY_BLOCK=by_block,
             IN_ORDER=in_order and not has_one_order(gate_up, device),
             **early,
             **gate_up.options(hidden),
@@ -600,7 +591,6 @@ def moe_triton(
         down_kernel[programs(hidden, down)](
             *(activated, w_down, shared_down, down_scale, shared_down_scale, pair_outs, tokens, *routing),
             **shapes,
-            BY_BLOCK=by_block,
             IN_ORDER=in_order and not has_one_order(down, device),
             **early,
             **down.options(intermediate),

@@ -322,20 +322,6 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
     return _widest_that_fill(choices, tokens, columns, device)
 
 
-# A tile is one block deep, so that a row of it has one scale. On an H200 wider ones took longer up to 64 tokens, and
-# from there on it was quicker to write the weight dequantised.
-_FP8 = (
-    MatmulTiles(16, 32, 128, warps=4, stages=4),
-    MatmulTiles(16, 16, 128, warps=2, stages=4),
-)
-
-
-def fp8_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> MatmulTiles:
-    """Tiles of a product by block-FP8 weights: the widest that still give most multiprocessors a program."""
-    choices = _not_wider(_MATMUL_FLOAT32, tokens) if dtype == torch.float32 else _FP8
-    return _widest_that_fill(choices, tokens, columns, device)
-
-
 def block_tiles(tokens: int, k: int) -> MatmulTiles:
     """Tiles of a product of a few tokens by the blocks of a weight, which the warps share.
 
@@ -365,7 +351,8 @@ def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> t
     with all of them fill half of it. On other GPUs than the largest more than the last would have no room.
     """
     roomy = device.capability[0] in (9, 10)
-    tiles = _widest_that_fill(_MANY_BLOCKS if roomy else _MANY_BLOCKS[-1:], tokens, parts * columns, device)
+    choices = _not_wider(_MANY_BLOCKS if roomy else _MANY_BLOCKS[-1:], max(64, tokens))
+    tiles = _widest_that_fill(choices, tokens, parts * columns, device)
     programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
     return tiles, parts > 1 and 2 * programs < device.multiprocessors
 
@@ -377,47 +364,21 @@ def by_head_tiles(tokens: int, k: int) -> MatmulTiles:
     return MatmulTiles(16 if tokens <= 16 else 32, columns=64, depth=64, warps=4, stages=4)
 
 
-def is_by_block(pairs: int, experts: int) -> bool:
-    """Whether few enough share a weight in block FP8 that its values are multiplied first, and scaled afterwards.
-
-    An H200 took 18 to 29% less time so for 8 to 128 pairs of GLM-4.7-Flash's 64 experts. More were not tried.
-    """
-    return pairs <= 2 * experts
-
-
-def fp8_moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
-    """`moe_tiles` of weights in block FP8, as an H200 was quickest: conversion takes registers and time too."""
-    if dtype == torch.float32 or device.capability[0] != 9:
-        return moe_tiles(pairs, experts, products, dtype, device)
-    if pairs > MOST_NARROW_PAIRS * experts:
-        return MoeTiles(tokens=128, columns=256 // products, depth=64, warps=8, stages=3)
-    if pairs > 16 * experts:
-        return MoeTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
-    if pairs >= 32:
-        return MoeTiles(tokens=16, columns=64, depth=128, warps=4, stages=5 - products)
-    return MoeTiles(tokens=16, columns=32, depth=128, warps=2 * products, stages=4)
-
-
-def by_block_moe_tiles(
-    pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device
+def fp8_moe_tiles(
+    pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device, *, in_order: bool
 ) -> MoeTiles:
-    """`moe_tiles` where `is_by_block`: few tokens, as columns are what fills the tile's rows."""
-    if dtype == torch.float32 or device.capability[0] != 9:
-        return moe_tiles(pairs, experts, products, dtype, device)
-    if pairs <= 16:
-        return MoeTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
-    return MoeTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
+    """`moe_tiles` of weights in block FP8: one block deep, as each block's sum is scaled.
 
+    Those that an H200 was quickest with.
 
-def in_order_moe_tiles(
-    pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device
-) -> MoeTiles:
-    """`moe_tiles` of batch-invariant products by weights in block FP8: one block deep, as each block's sum is scaled.
-
-    Those that an H200 was quickest with, of 64 columns at least: see `has_one_order`.
+    in_order: only such as `has_one_order`. For few pairs others were quicker, of fewer rows.
     """
     if dtype == torch.float32:
         return moe_tiles(pairs, experts, products, dtype, device)  # of one depth too
+    if pairs <= 2 * experts and not in_order:
+        return MoeTiles(
+            8, columns=64 if pairs <= 16 else 32, depth=128, warps=4 if pairs <= 16 else 2, stages=4
+        )
     if pairs > 16 * experts:
         return MoeTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
     return MoeTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
