@@ -110,7 +110,7 @@ def test_experts_at_the_size_of_glm(tokens: int) -> None:
         fp8=True,
     )
     assert choose("moe_experts", (*case.all_args(), False)).chosen.name == (
-        "gemv_fp8" if tokens == 1 else "triton_fp8"
+        "gemv_fp8" if tokens <= 2 else "triton_fp8"
     )
     assert choose("moe_experts", (*case.all_args(), True)).chosen.name == "triton_fp8_in_order"
     whole = moe_experts_op(*case.all_args(), True)

@@ -18,7 +18,6 @@ from mla_compile.ops.implementations import (
     FLOATS,
     HALF,
     SOME,
-    UNIT,
     Implementation,
     Taken,
     reference,
@@ -50,16 +49,18 @@ _TRITON_FP8 = replace(
     takes={**_TRITON.takes, "weights": ("FP8",)},
     batch_invariant=False,
 )
-_ONE: dict[str, Taken] = {"dtype": HALF, "tokens": UNIT}
+_ONE_OR_TWO: dict[str, Taken] = {"dtype": HALF, "tokens": range(1, 3)}
 _GEMV = replace(
     _TRITON,
     name="gemv",
-    description="one token: a program reads a few rows of an expert, on the plain cores",
+    description="one or two tokens: a program reads a few rows of an expert, on the plain cores",
     function="mla_compile.ops.kernels.moe_gemv:moe_gemv",
-    takes={**_TRITON.takes, **_ONE},
+    takes={**_TRITON.takes, **_ONE_OR_TWO},
     batch_invariant=False,
 )
-_GEMV_FP8 = replace(_GEMV, name="gemv_fp8", min_capability=_FLOAT8, takes={**_TRITON_FP8.takes, **_ONE})
+_GEMV_FP8 = replace(
+    _GEMV, name="gemv_fp8", min_capability=_FLOAT8, takes={**_TRITON_FP8.takes, **_ONE_OR_TWO}
+)
 MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,

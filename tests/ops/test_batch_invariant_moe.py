@@ -84,7 +84,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
     [
         ((9, 0), torch.bfloat16, 4, True, "triton"),
         ((9, 0), torch.bfloat16, 1, True, "triton"),
-        ((9, 0), torch.bfloat16, 1, False, "gemv"),
+        *(((9, 0), torch.bfloat16, tokens, False, "gemv") for tokens in (1, 2)),
+        ((9, 0), torch.bfloat16, 3, False, "triton"),
         ((9, 0), torch.float32, 1, False, "triton"),
         ((9, 0), torch.float64, 1, True, "by_token"),
         ((9, 0), torch.float64, 1, False, "reference"),

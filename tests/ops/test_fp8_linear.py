@@ -157,7 +157,7 @@ def test_who_serves_a_call(
     ("machine", "tokens", "asked", "expected"),
     [
         ((9, 0), 4, False, "triton_fp8"),
-        ((9, 0), 1, False, "gemv_fp8"),
+        *(((9, 0), tokens, False, "gemv_fp8") for tokens in (1, 2)),
         ((9, 0), 1, True, "triton_fp8_in_order"),
         ((8, 0), 1, False, "reference"),
         (None, 4, False, "reference"),

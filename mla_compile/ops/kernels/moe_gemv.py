@@ -1,7 +1,8 @@
-"""Experts of one token in two launches, on the plain cores: gate and up, down with the sum over the experts.
+"""Experts of one or two tokens in two launches, on the plain cores: gate and up, down with the sum over the experts.
 
 Tensor cores have nothing to do here, as in `gemv.py`: a program reads a few rows of an expert's weights, whole. There
-is nothing to sort and nobody to look for, as each choice has programs of its own.
+is nothing to sort and nobody to look for, as each choice of a token has programs of its own. An expert of both tokens
+is read twice, the second time from the cache.
 
 Weights are not asked for before the kernel before ends, as they are in `gemv.py`: of shared experts, and of down, whose
 choice is known by then, it was tried on an H200, and won nothing.
@@ -20,15 +21,15 @@ from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, uni
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
-    x,  # [HIDDEN]
+    x,  # [tokens, HIDDEN]
     w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
     shared_gate,  # [SHARED * INTERMEDIATE, HIDDEN], as shared_up; unread where SHARED is 0
     shared_up,
     gate_up_scale,  # float32 [experts, 2 * blocks of INTERMEDIATE, blocks of HIDDEN]; None: weights are not FP8
     shared_gate_scale,  # of shared_gate, as the next of shared_up
     shared_up_scale,
-    activated,  # [SHARED + TOPK, INTERMEDIATE], in the dtype of x
-    topk_ids,  # int64 [TOPK]
+    activated,  # [tokens, SHARED + TOPK, INTERMEDIATE], in the dtype of x
+    topk_ids,  # int64 [tokens, TOPK]
     row_lens,  # int32 [rows], unread unless PADDED
     rows,
     q_len,
@@ -41,16 +42,17 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`silu(gate) * up` of one expert, BLOCK_C columns; grid `[blocks of columns, SHARED + TOPK]`."""
+    """`silu(gate) * up` of an expert of a token, BLOCK_C columns; grid `[blocks of columns, tokens, SHARED + TOPK]`."""
     wait_for_kernel_before(EARLY)
+    token = tl.program_id(1)
+    nth = tl.program_id(2)
     ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
     COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     there = True
     if PADDED:
-        there = runs(0, row_lens, rows, q_len)
+        there = runs(token, row_lens, rows, q_len)
     if there:
-        nth = tl.program_id(1)
-        expert = tl.load(topk_ids + nth - SHARED, mask=nth >= SHARED, other=0)
+        expert = tl.load(topk_ids + token * TOPK + nth - SHARED, mask=nth >= SHARED, other=0)
         gate_of = w_gate_up + expert * (2 * INTERMEDIATE * HIDDEN)
         up_of = gate_of + INTERMEDIATE * HIDDEN
         gate_scale = gate_up_scale
@@ -76,12 +78,13 @@ def gate_up_kernel(
             k = unit_places(start, BLOCK_K)
             w_gate = load_units(gate_of + row_of_c, k, HIDDEN, BLOCK_K)
             w_up = load_units(up_of + row_of_c, k, HIDDEN, BLOCK_K)
-            h = load_units(x, k, HIDDEN, BLOCK_K)
+            h = load_units(x + token * HIDDEN, k, HIDDEN, BLOCK_K)
             gate += unit_sums(w_gate, h, gate_scale, start, HIDDEN, BLOCK_K)
             up += unit_sums(w_up, h, up_scale, start, HIDDEN, BLOCK_K)
         of_gate, of_up = tl.sum(gate, 1), tl.sum(up, 1)
         result = (of_gate / (1.0 + tl.exp(-of_gate)) * of_up).to(activated.dtype.element_ty)
-        tl.store(activated + nth * INTERMEDIATE + c, result, mask=c < INTERMEDIATE)
+        row = token * (SHARED + TOPK) + nth
+        tl.store(activated + row * INTERMEDIATE + c, result, mask=c < INTERMEDIATE)
 
 
 @triton.jit
@@ -97,13 +100,13 @@ def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit(do_not_specialize=["rows"])
 def down_kernel(
-    activated,  # [SHARED + TOPK, INTERMEDIATE]
+    activated,  # [tokens, SHARED + TOPK, INTERMEDIATE]
     w_down,  # [experts, HIDDEN, INTERMEDIATE]
     shared_down,  # [HIDDEN, SHARED * INTERMEDIATE], unread where SHARED is 0
     down_scale,  # float32 [experts, blocks of HIDDEN, blocks of INTERMEDIATE]; None: weights are not FP8
     shared_down_scale,
-    topk_weights,  # [TOPK]
-    out,  # [HIDDEN]
+    topk_weights,  # [tokens, TOPK]
+    out,  # [tokens, HIDDEN]
     topk_ids,  # this and the others as in `gate_up_kernel`
     row_lens,
     rows,
@@ -117,8 +120,13 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The sum of all experts' down projections by their weights, BLOCK_C columns; grid `[blocks of columns]`."""
+    """The sum of a token's experts' down projections by their weights, BLOCK_C columns.
+
+    Grid `[blocks of columns, tokens]`.
+    """
     wait_for_kernel_before(EARLY)
+    token = tl.program_id(1)
+    activated += token * ((SHARED + TOPK) * INTERMEDIATE)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = tl.minimum(c, HIDDEN - 1).to(tl.int64)
     ROW_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
@@ -127,7 +135,7 @@ def down_kernel(
     total = unit_zeros(BLOCK_C, BLOCK_K)
     there = True
     if PADDED:
-        there = runs(0, row_lens, rows, q_len)
+        there = runs(token, row_lens, rows, q_len)
     if there:
         for nth in tl.static_range(SHARED):
             row_at = shared_down + nth * INTERMEDIATE + inside * (SHARED * INTERMEDIATE)
@@ -136,8 +144,8 @@ def down_kernel(
                 scale_at += row_block * (SHARED * COLUMN_BLOCKS) + nth * COLUMN_BLOCKS
             total = _down(activated + nth * INTERMEDIATE, row_at, scale_at, total, INTERMEDIATE, BLOCK_K)
         for nth in tl.static_range(TOPK):
-            expert = tl.load(topk_ids + nth)
-            weight = tl.load(topk_weights + nth).to(tl.float32)
+            expert = tl.load(topk_ids + token * TOPK + nth)
+            weight = tl.load(topk_weights + token * TOPK + nth).to(tl.float32)
             row_at = w_down + expert * (HIDDEN * INTERMEDIATE) + inside * INTERMEDIATE
             scale_at = down_scale
             if down_scale is not None:
@@ -145,7 +153,7 @@ def down_kernel(
             inner = activated + (SHARED + nth) * INTERMEDIATE
             none = unit_zeros(BLOCK_C, BLOCK_K)
             total += weight * _down(inner, row_at, scale_at, none, INTERMEDIATE, BLOCK_K)
-    tl.store(out + c, tl.sum(total, 1).to(out.dtype.element_ty), mask=c < HIDDEN)
+    tl.store(out + token * HIDDEN + c, tl.sum(total, 1).to(out.dtype.element_ty), mask=c < HIDDEN)
 
 
 def moe_gemv(
@@ -168,12 +176,12 @@ def moe_gemv(
     gate_up: tuple[int, int, int] | None = None,
     down: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """What `moe_experts_op` computes of one token, with its arguments; sums in float32.
+    """What `moe_experts_op` computes of one or two tokens, with its arguments; sums in float32.
 
     gate_up, down: columns, a power of two up to 128, and elements of k, one of 128 or more, that a program reads at a
         time, and its warps. Unless given, those that were quickest for GLM-4.7-Flash on an H200.
     """
-    hidden, intermediate = w_down.shape[1:]
+    tokens, (hidden, intermediate) = x.shape[0], w_down.shape[1:]
     shared = 0 if shared_gate is None else shared_gate.shape[0] // intermediate
     # Without shared experts these are not read: any pointer will do.
     shared_gate, shared_up, shared_down = (
@@ -189,17 +197,18 @@ def moe_gemv(
     def options(tiles: tuple[int, int, int]) -> dict[str, int]:
         return dict(zip(("BLOCK_C", "BLOCK_K", "num_warps"), tiles, strict=True))
 
-    activated = x.new_empty((shared + topk_ids.shape[1], intermediate))
-    out = x.new_empty((1, hidden))
+    experts = shared + topk_ids.shape[1]
+    activated = x.new_empty((tokens, experts, intermediate))
+    out = x.new_empty((tokens, hidden))
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), shared + topk_ids.shape[1])](
+        gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), tokens, experts)](
             *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
             *(activated, topk_ids, *padding),
             **constants,
             **early,
             **options(gate_up),
         )
-        down_kernel[(triton.cdiv(hidden, down[0]),)](
+        down_kernel[(triton.cdiv(hidden, down[0]), tokens)](
             *(
                 activated,
                 w_down,

@@ -1,4 +1,4 @@
-"""`moe_experts` of one token in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
+"""`moe_experts` of one or two tokens in Triton's interpreter; `tests/ops/test_interpreted.py` runs this file."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ SIZES = [
 
 
 def only_chosen(case: MoeCase) -> MoeCase:
-    """All that no expert of the token has is NaN."""
+    """All that no expert of the tokens has is NaN."""
     others = torch.ones(len(case.w_down), dtype=torch.bool)
     others[case.topk_ids.flatten()] = False
     for w in (case.w_gate_up, case.w_down):
@@ -46,10 +46,13 @@ def only_chosen(case: MoeCase) -> MoeCase:
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_one_token_equals_the_definition(sizes: tuple[int, ...], dtype: torch.dtype, fp8: bool) -> None:
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_the_kernels_equal_the_definition(
+    tokens: int, sizes: tuple[int, ...], dtype: torch.dtype, fp8: bool
+) -> None:
     topk, shared, hidden, intermediate = sizes
     size = {"hidden": hidden, "intermediate": intermediate, "shared": shared}
-    case = only_chosen(moe_case(1, topk, **size, dtype=dtype, fp8=fp8))
+    case = only_chosen(moe_case(tokens, topk, **size, dtype=dtype, fp8=fp8))
     got = moe_gemv(*case.all_args(), **WIDE)
     check_moe(case, got)
     tiles = moe_triton(*case.all_args())
@@ -57,13 +60,13 @@ def test_one_token_equals_the_definition(sizes: tuple[int, ...], dtype: torch.dt
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
-def test_the_same_expert_twice_with_the_tiles_that_it_gets(fp8: bool) -> None:
-    case = moe_case(1, 2, among=1, hidden=20, intermediate=12, shared=1, dtype=torch.bfloat16, fp8=fp8)
+def test_the_same_expert_four_times_with_the_tiles_that_it_gets(fp8: bool) -> None:
+    case = moe_case(2, 2, among=1, hidden=20, intermediate=12, shared=1, dtype=torch.bfloat16, fp8=fp8)
     check_moe(case, moe_gemv(*case.all_args()))
 
 
 def test_rows_that_are_apart_and_weights_in_half_precision() -> None:
-    case = moe_case(1, 2, dtype=torch.bfloat16)
+    case = moe_case(2, 2, dtype=torch.bfloat16)
     x = torch.stack([case.x, case.x], 2)[:, :, 0]
     assert x.stride(1) == 2
     case = replace(case, x=x, topk_weights=case.topk_weights.bfloat16())
@@ -72,15 +75,17 @@ def test_rows_that_are_apart_and_weights_in_half_precision() -> None:
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize(
-    ("q_len", "lens"), [(1, [0]), (1, [1]), (1, [])], ids=["padding", "runs", "a prompt"]
+    ("tokens", "q_len", "lens"),
+    [(1, 1, [0]), (1, 1, [1]), (1, 1, []), (2, 2, [1]), (2, 1, [0])],
+    ids=["padding", "runs", "a prompt", "a draft", "padding before a prompt"],
 )
-def test_padding_gets_0_whatever_it_holds(q_len: int, lens: list[int], fp8: bool) -> None:
-    case = moe_case(1, 2, shared=1, dtype=torch.bfloat16, fp8=fp8)
+def test_padding_gets_0_whatever_it_holds(tokens: int, q_len: int, lens: list[int], fp8: bool) -> None:
+    case = moe_case(tokens, 2, shared=1, dtype=torch.bfloat16, fp8=fp8)
     row_lens, q_len, runs = padding(case, q_len, lens)
     got = moe_gemv(*case.all_args(row_lens, q_len), **WIDE)
-    if runs.all():
+    if runs.any():
         check_padded_moe(case, got, runs)
-    assert got.isfinite().all() and got.any() == runs.all()
+    assert got.isfinite().all() and torch.equal(got.any(1), runs)
 
 
 def test_values_of_fp8_times_scale_are_not_rounded() -> None:
