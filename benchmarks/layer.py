@@ -1,6 +1,8 @@
 """One layer of a decode step, kernel by kernel.
 
-    python -m benchmarks.layer --output benchmarks/results/layer.json
+    python -m benchmarks.layer --output benchmarks/results/layer.glm.json
+    python -m benchmarks.layer --exact --output benchmarks/results/layer.glm.json
+    python -m benchmarks.layer --weights fp8 --without fuse_linear --output benchmarks/results/layer.glm.json
 
 Our own model with random weights and few layers, whose replayed CUDA graph is traced. A layer is what lies between two
 appends to the cache. A row for each kernel in the order of the layer: its name, and `us`, the median time from the end
@@ -9,9 +11,12 @@ idles counts too, and the rows' sum is the layer. `floor_us`: the bytes of a lay
 bandwidth that a plain read reaches in the same run.
 
 `--without` measures the layer again without each of these graph passes: what it gains.
+
+A run replaces the rows of the output that it measures.
 """
 
 import argparse
+import json
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(CONFIGS), default=["glm"])
     parser.add_argument("--weights", nargs="+", choices=["bf16", "fp8"], default=["bf16", "fp8"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--layers", type=int, default=8, help="at least 5")
+    parser.add_argument("--layers", type=int, default=6, help="at least 5")
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
     parser.add_argument("--without", nargs="*", choices=[p.__name__ for p in pipeline.PASSES], default=[])
     args = parser.parse_args()
@@ -75,9 +80,13 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),
         "context": CONTEXT,
-        "exact": args.exact,
         "rows": [],
     }
+    if args.output is not None and args.output.exists():
+        known = json.loads(args.output.read_text())
+        if known | {"rows": []} != report:
+            raise SystemExit(f"{args.output} is of another machine or torch")
+        report = known
     bandwidth = read_bandwidth(2**32)
     for shape, weights in product(args.shapes, args.weights):
         model = random_model(settings_of(shape, args.layers), weights, mtp=False, device="cuda")
@@ -89,7 +98,9 @@ def main() -> None:
             with eager_prompts, patch.object(pipeline, "PASSES", passes):
                 engine = engine_of(model, max(args.batches), args.exact)
                 for batch in args.batches:
-                    own = {"shape": shape, "weights": weights, "batch": batch, "without": without}
+                    own = {"shape": shape, "weights": weights, "exact": args.exact}
+                    own |= {"batch": batch, "without": without}
+                    report["rows"] = [row for row in report["rows"] if not own.items() <= row.items()]
                     floor = layer_bytes(model, batch) / bandwidth * 1e6
                     for row in rows_of(layers_of(engine, prompts_of(model, batch)), floor):
                         if without is None or row["place"] is None:

@@ -202,8 +202,9 @@ def measure(
                     page_size=64,
                     prefix_caching=False,  # or the prompts of the first trace would be there in the second
                 )
+                engine.warm_up()  # as a server does; without it the first steps with prompts run eagerly
                 for _ in range(2):
-                    trace(engine, rows, prompt_length)  # compiles and captures
+                    trace(engine, rows, prompt_length)  # captures
                 row = {
                     "model": name,
                     "k": k,
@@ -236,6 +237,7 @@ def first_token(name: str, prompt_length: int) -> dict[str, Any]:
             prefix_caching=False,
         )
         _, (prompt, *_) = random_prompts(1, prompt_length, model.vocab_size)
+        engine.warm_up()
 
         def ms() -> float:
             torch.cuda.synchronize()

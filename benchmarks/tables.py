@@ -683,14 +683,14 @@ def fp8_step() -> str:
         )
     return sentences(
         f"{report['device']}, torch {report['torch']}, {report['layers']} layers and the MTP layer with random values, "
-        "about 1,000 tokens a row; milliseconds a step, and the floor. The gap is how far a chosen token's logit lies "
+        "about 1,000 tokens a row; milliseconds a step. The gap is how far a chosen token's logit lies "
         f"below the best one of bfloat16, at most, beside that of tokens by lot ({report['judged_layers']} layers)."
     ) + table(
         [
             "weights",
             "mode",
             "drafts",
-            *(f"batch {b}" for b in batches),
+            *(f"batch {b} (floor)" for b in batches),
             "GB of weights",
             "compile, s",
             "mean gap",
@@ -703,31 +703,31 @@ def layer(name: str) -> str:
     """A layer of a decode step: whole, by its kernels, and without each pass."""
     report = result(name)
     batches = sorted({row["batch"] for row in report["rows"]})
-    by_weights: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for row in report["rows"]:
-        by_weights.setdefault(row["weights"], []).append(row)
+        mode = ", `batch_invariant=True`" if row["exact"] else ""
+        groups.setdefault(WEIGHTS[row["weights"]] + mode, []).append(row)
     whole, gains = [], []
-    for weights, rows in by_weights.items():
+    for group, rows in groups.items():
         wholes = [row for row in rows if row["place"] is None]
         of_all = {row["batch"]: row for row in wholes if row["without"] is None}
         cells = (
             f"{of_all[batch]['us']} ({of_all[batch]['floor_us']}), {of_all[batch]['kernels']}"
             for batch in batches
         )
-        whole.append([WEIGHTS[weights], *cells])
+        whole.append([group, *cells])
         for without in dict.fromkeys(row["without"] for row in wholes if row["without"] is not None):
             more = {
                 row["batch"]: row["us"] - of_all[row["batch"]]["us"]
                 for row in wholes
                 if row["without"] == without
             }
-            gains.append([f"`{without}`", WEIGHTS[weights], *(f"{more[batch]:+.1f}" for batch in batches)])
+            gains.append([f"`{without}`", group, *(f"{more[batch]:+.1f}" for batch in batches)])
     text = sentences(
-        f"{report['device']}, torch {report['torch']}, about {report['context']:,} tokens a row; microseconds a layer, "
-        "the floor, and the number of kernels:"
+        f"{report['device']}, torch {report['torch']}, about {report['context']:,} tokens a row; microseconds a layer:"
     )
-    text += table(["weights", *(f"batch {batch}" for batch in batches)], whole)
-    for weights, rows in by_weights.items():
+    text += table(["weights", *(f"batch {batch} (floor), kernels" for batch in batches)], whole)
+    for group, rows in groups.items():
         kernels: dict[int, list[dict[str, Any]]] = {batch: [] for batch in batches}
         for row in rows:
             if row["place"] is not None:
@@ -736,7 +736,7 @@ def layer(name: str) -> str:
             [cell for batch in batches for cell in _kernel(kernels[batch], place)]
             for place in range(max(map(len, kernels.values())))
         ]
-        text += f"\n{WEIGHTS[weights]}, kernel by kernel:\n"
+        text += f"\n{group}, kernel by kernel:\n"
         text += table([cell for batch in batches for cell in (f"batch {batch}", "us")], lines)
     if gains:
         text += "\nMicroseconds more without a pass:\n"
@@ -783,6 +783,9 @@ def _yes(value: bool) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "figures": figures,
+    "fp8_step": fp8_step,
+    "layer.glm": functools.partial(layer, "layer.glm"),
+    "layer.v3": functools.partial(layer, "layer.v3"),
     "generation.cpu": generation,
     "compile_time.cpu": compile_time,
     "acceptance": acceptance,

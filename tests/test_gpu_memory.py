@@ -1,5 +1,6 @@
 """On a CUDA device: what the allocator says of a model and its engine is what was planned."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 def test_the_allocator_has_what_was_planned(checkpoint: Path, quantize: str | None) -> None:
     config = EngineConfig(num_speculative_tokens=1, max_rows=8, max_model_len=4096, capture_budget=2**28)
+    torch.compiler.reset()
+    gc.collect()  # what other tests have left would be freed meanwhile
     plan = plan_memory(outline(checkpoint, dtype=torch.bfloat16, quantize=quantize), config)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
