@@ -119,7 +119,7 @@ def products_of(directory: Path) -> Iterator[Product]:
     """The products of a checkpoint's model, by its config alone; FP8 weights count as plain ones.
 
     Two weights that the loader lays side by side are one product. Their batch-invariant products stay untuned: they are
-    joined only where cuBLAS serves both.
+    joined only where one row serves both.
     """
     config, _ = read_config(directory)
     with torch.device("meta"):
