@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
     parser.add_argument("--without", nargs="*", choices=[p.__name__ for p in pipeline.PASSES], default=[])
     args = parser.parse_args()
+    if args.exact and {"fuse_rms_norm", "fuse_all_reduce"} & {*args.without}:
+        parser.error("--exact has fuse_rms_norm and fuse_all_reduce, whatever --without says")
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),

@@ -86,10 +86,11 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
     device = device_of(case.x)
     plans = [
         tuple(
-            fp8_moe_tiles(pairs, 16, products, torch.bfloat16, device, in_order=True) for products in (2, 1)
+            fp8_moe_tiles(pairs, 64, products, torch.bfloat16, device, in_order=True) for products in (2, 1)
         )
         for pairs in (4, 600, 4000)
     ]
+    assert len({*plans}) == 3
     plans.append((MoeTiles(8, 32, 128, warps=2, stages=4),) * 2)
     for gate_up, down in plans:
         got = moe_triton(*case.all_args(), gate_up=gate_up, down=down, in_order=True)

@@ -182,8 +182,8 @@ class Launcher:
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
         """Compile a step for each number of drafts, and record it for all numbers of rows, largest first.
 
-        prompts: where it pays to compile steps with prompts, compile those too, with a prompt that is nothing but
-        padding.
+        prompts: where steps with prompts are compiled, or it pays to, compile those too, with a prompt that is nothing
+        but padding.
         """
         self._captures.check_again()
         self._compiles_prompts |= self._pads and prompts
@@ -194,7 +194,7 @@ class Launcher:
             for length in lengths:
                 for _ in range(CALLS_TO_RECORD):
                     self.step(variant, length)(state)
-        if self._compiles_prompts:
+        if prompts and self._compiles_prompts:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)

@@ -9,6 +9,7 @@ from torch import Tensor
 from mla_compile.ops import fp8, validate
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import (
+    FLOAT8,
     FLOATS,
     HALF,
     SOME,
@@ -18,18 +19,17 @@ from mla_compile.ops.implementations import (
     reference,
     triton,
 )
+from mla_compile.ops.kernels.plan import MOST_SHARING
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.side_by_side import num_columns
 
-_FLOAT8 = (8, 9)
-"""The oldest GPU whose Triton converts float8_e4m3fn."""
 _SIZES = {"k": SOME, "columns": SOME}
 _IN_ORDER = triton(
     "FP8's values are multiplied block by block, in one order, and scaled afterwards",
     "mla_compile.ops.kernels.fp8_linear:linear_in_order",
     name="blocks_in_order",
     takes={"dtype": HALF, "tokens": SOME, **_SIZES},
-    min_capability=_FLOAT8,
+    min_capability=FLOAT8,
     batch_invariant=True,
 )
 # Numbers of tokens are those up to which each was quickest on an H200. Where a call is to be batch-invariant, one row
@@ -39,21 +39,21 @@ FP8_LINEAR = (
         "one token: a program reads a few rows of the weight, on the plain cores",
         "mla_compile.ops.kernels.fp8_linear:linear_gemv",
         takes={"dtype": FLOATS, "tokens": UNIT, **_SIZES},
-        min_capability=_FLOAT8,
+        min_capability=FLOAT8,
     ),
     triton(
         "few tokens: FP8's values are multiplied block by block, and scaled afterwards",
         "mla_compile.ops.kernels.fp8_linear:linear_blocks",
         name="blocks",
-        takes={"dtype": HALF, "tokens": range(2, 33), **_SIZES},
-        min_capability=_FLOAT8,
+        takes={"dtype": HALF, "tokens": range(2, MOST_SHARING + 1), **_SIZES},
+        min_capability=FLOAT8,
     ),
     triton(
         "many tokens: the weight is dequantised first, and cuBLAS multiplies",
         "mla_compile.ops.kernels.fp8_linear:linear_dequantized",
         name="dequantized",
         takes={"dtype": HALF, "tokens": at_least(129), **_SIZES},
-        min_capability=_FLOAT8,
+        min_capability=FLOAT8,
     ),
     replace(
         _IN_ORDER, max_capability=(9, 0)

@@ -23,6 +23,8 @@ ANY = range(2**63 - 1)
 SOME = range(1, 2**63 - 1)
 """Every size but 0."""
 UNIT = range(1, 2)
+FLOAT8 = (8, 9)
+"""The oldest NVIDIA GPU whose Triton converts float8_e4m3fn."""
 
 
 def at_least(least: int) -> range:

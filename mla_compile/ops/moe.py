@@ -15,6 +15,7 @@ from mla_compile.errors import MLAError
 from mla_compile.ops import fp8, validate
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.implementations import (
+    FLOAT8,
     FLOATS,
     HALF,
     SOME,
@@ -26,8 +27,6 @@ from mla_compile.ops.implementations import (
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
-_FLOAT8 = (8, 9)
-"""The oldest GPU whose Triton converts float8_e4m3fn."""
 _TRITON = triton(
     "each program gathers its expert's tokens itself; many are sorted by expert first",
     "mla_compile.ops.kernels.moe:moe_triton",
@@ -45,7 +44,7 @@ _TRITON_FP8 = replace(
     _TRITON,
     name="triton_fp8",
     description="the same of weights in FP8, which are converted in registers",
-    min_capability=_FLOAT8,
+    min_capability=FLOAT8,
     takes={**_TRITON.takes, "weights": ("FP8",)},
     batch_invariant=False,
 )
@@ -58,9 +57,7 @@ _GEMV = replace(
     takes={**_TRITON.takes, **_ONE_OR_TWO},
     batch_invariant=False,
 )
-_GEMV_FP8 = replace(
-    _GEMV, name="gemv_fp8", min_capability=_FLOAT8, takes={**_TRITON_FP8.takes, **_ONE_OR_TWO}
-)
+_GEMV_FP8 = replace(_GEMV, name="gemv_fp8", min_capability=FLOAT8, takes={**_TRITON_FP8.takes, **_ONE_OR_TWO})
 MOE_EXPERTS = (
     _GEMV,
     _GEMV_FP8,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_compile.ops import fp8
 from mla_compile.ops.fp8_linear import check_fp8_linear, fp8_linear_op
-from mla_compile.ops.implementations import FLOATS, HALF, SOME, UNIT, Implementation, triton
+from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, Implementation, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
 from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
@@ -38,7 +38,7 @@ NORM_LINEAR = (
         _GEMV,
         name="fp8_gemv",
         takes={**_GEMV.takes, "weights": ("one FP8 matrix",), "dtype": FLOATS, "tokens": UNIT},
-        min_capability=(8, 9),
+        min_capability=FLOAT8,
     ),
     Implementation("apart", "any device: the norm, then the product", "mla_compile.ops.norm_linear:apart"),
     Implementation(

@@ -336,6 +336,11 @@ def test_a_batch_compiles_one_step_and_a_stream_of_prompts_the_other_too(
     mine = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False)
     mine.warm_up(prompts=False)
     assert graphs_of(mine) == 0
+    exact = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False, batch_invariant=True)
+    torch._dynamo.utils.counters.clear()
+    exact.warm_up(prompts=False)
+    assert compile_counters()["graphs"] == 1
+    assert graphs_of(exact) == 1, "its steps with prompts are compiled from the first one on"
     mine = engine(0, model, compile=True, max_tokens_per_step=16, prefix_caching=False)
     assert graphs_of(mine) == 1 and 0 < mine.stats.num_mixed_steps <= 3
     assert graphs_of(mine) == 1 and mine.stats.num_mixed_steps > 3, "the step that has prompts in it"

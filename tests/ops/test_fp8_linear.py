@@ -17,6 +17,7 @@ from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.kernels.plan import (
     H200,
     Device,
+    block_parts,
     block_tiles,
     fp8_moe_tiles,
     has_one_order,
@@ -183,12 +184,15 @@ def test_tiles_are_a_block_deep(device: Device) -> None:
             assert not in_order or device != H200 or has_one_order(plan(torch.bfloat16), device)
 
 
-def test_tiles_of_few_tokens_are_whole_blocks_that_warps_share() -> None:
-    for tokens in (2, 8, 16):
-        for k in (128, 768, 5120):
-            tiles = block_tiles(tokens, k)
-            assert tokens <= tiles.tokens and BLOCK % tiles.columns == 0
-            assert tiles.depth % (tiles.warps * BLOCK) == 0
+@pytest.mark.parametrize("device", [H200, Device(108, (8, 0)), Device(170, (12, 0))], ids=str)
+def test_tiles_of_few_tokens_are_whole_blocks_that_warps_share(device: Device) -> None:
+    for k in (128, 768, 1024, 1025, 5120, 7168):
+        for tokens in (1, 2, 8, 16, 17, 32, 5000):
+            tiles = block_tiles(tokens, k, device)
+            assert min(tokens, 32) <= tiles.tokens and BLOCK % tiles.columns == 0
+            assert tiles.depth == block_parts(k) * BLOCK == tiles.warps * BLOCK, (
+                "the order is that of k alone"
+            )
 
 
 X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)

@@ -5,6 +5,7 @@ import torch
 
 from mla_compile.ops.kernels.plan import (
     H200,
+    Device,
     fp8_moe_tiles,
     has_one_order,
     many_block_tiles,
@@ -55,6 +56,31 @@ def test_batch_invariant_products_fit_an_h200_and_many_tokens_have_the_instructi
         # The widest of FP8 spills some addresses, and is quicker all the same than any that does not.
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 256, kernel.name
         assert ("wgmma.mma_async" in kernel.text) == many
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("capability", "room"), [(80, 163), (86, 99), (89, 99), (120, 99)])
+def test_products_of_few_tokens_fit_smaller_gpus(
+    capability: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """room: KiB of shared memory that a program may have."""
+    pytest.importorskip("triton")
+    from mla_compile.ops.kernels import blocks
+    from tests.triton_compile import compiled_for
+
+    device = Device(108, divmod(capability, 10))
+    monkeypatch.setattr(blocks, "device_of", lambda x: device)
+    with compiled_for(capability) as kernels:
+        for tokens, k in ((16, 5120), (32, 1024), (32, 5120), (32, 7168)):
+            weight, scale = fp8_weight(64, k)
+            x = torch.randn(tokens, k).bfloat16()
+            blocks.multiply(x, weight.bfloat16(), None)
+            if capability >= 89:
+                blocks.multiply_in_order(x, weight, scale)
+        blocks.multiply_in_order(torch.randn(100, 5120).bfloat16(), torch.randn(64, 5120).bfloat16(), None)
+    assert len(kernels) in (6, 10)
+    for kernel in kernels:
+        assert kernel.shared_memory <= room * 1024, kernel.name
 
 
 @pytest.mark.long

@@ -13,14 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops import fp8
 from mla_compile.ops.kernels.early import prefetch_rows, starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK, values
-from mla_compile.ops.kernels.matmul import add_parts_kernel
-from mla_compile.ops.kernels.plan import MatmulTiles, block_tiles, device_of, has_one_order, many_block_tiles
-
-MOST_FEW = 32
-"""Tokens up to which warps share k."""
+from mla_compile.ops.kernels.parts import add_parts
+from mla_compile.ops.kernels.plan import (
+    MOST_SHARING,
+    MatmulTiles,
+    block_parts,
+    block_tiles,
+    device_of,
+    has_one_order,
+    many_block_tiles,
+)
 
 
 @triton.jit
@@ -154,7 +158,7 @@ def multiply(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (tokens, k), columns = x.shape, weight.shape[0]
-    tiles = tiles or block_tiles(tokens, k)
+    tiles = tiles or block_tiles(tokens, k, device_of(x))
     out = x.new_empty(tokens, columns)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         blocks_kernel[(triton.cdiv(columns, tiles.columns), triton.cdiv(tokens, tiles.tokens))](
@@ -178,14 +182,14 @@ def multiply_in_order(
 ) -> Tensor:
     """`x @ weight.T`, where a token's bits depend on no other token, for x in half precision.
 
-    tiles, and whether parts go to programs of their own: of many tokens, chosen by `plan.py` unless given. Neither
-    changes a bit.
+    tiles, and whether parts go to programs of their own: chosen by `plan.py` unless given, and asked for with few
+        tokens too where one is. Neither changes a bit.
     """
     (tokens, k), columns = x.shape, weight.shape[0]
-    if tokens <= MOST_FEW and tiles is None:
+    if tokens <= MOST_SHARING and tiles is None and split is None:
         return multiply(x, weight, scale, in_order=True)
     x = x if x.stride(1) == 1 else x.contiguous()
-    device, parts = device_of(x), block_tiles(tokens, k).depth // fp8.BLOCK
+    device, parts = device_of(x), block_parts(k)
     chosen, wanted = many_block_tiles(tokens, columns, parts, device)
     tiles, split = tiles or chosen, wanted if split is None else split
     programs = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(columns, tiles.columns)
@@ -200,7 +204,4 @@ def multiply_in_order(
             IN_ORDER=not has_one_order(tiles, device),
             **tiles.options(k),
         )
-        if split:
-            grid = (triton.cdiv(out.numel(), 1024),)
-            add_parts_kernel[grid](written, out, out.numel(), PARTS=parts, BLOCK=1024, num_warps=4)
-    return out
+    return add_parts(written, out) if split else out

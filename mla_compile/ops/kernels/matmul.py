@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels.fp8 import dequantize_triton
+from mla_compile.ops.kernels.parts import add_parts
 from mla_compile.ops.kernels.plan import MatmulTiles, device_of, matmul_tiles, splits_matmul
 
 PART = 256
@@ -94,17 +95,6 @@ def matmul_kernel(
     tl.store(at, result.to(out.dtype.element_ty), mask=in_x & in_w)
 
 
-@triton.jit(do_not_specialize=["elements"])
-def add_parts_kernel(parts, out, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of PARTS parts, float32 `[PARTS, elements]`, in their order."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < elements
-    result = tl.load(parts + i, mask=inside, other=0.0)
-    for part in range(1, PARTS):
-        result += tl.load(parts + part * elements.to(tl.int64) + i, mask=inside, other=0.0)
-    tl.store(out + i, result, mask=inside)
-
-
 def matmul_triton(
     x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = None, split: bool | None = None
 ) -> Tensor:
@@ -140,10 +130,7 @@ def matmul_triton(
             SPLIT=split,
             **tiles.options(part),
         )
-        if split:
-            grid = (triton.cdiv(out.numel(), 1024),)
-            add_parts_kernel[grid](written, out, out.numel(), PARTS=parts, BLOCK=1024, num_warps=4)
-    return out
+    return add_parts(written, out) if split else out
 
 
 def linear_fp8_in_order(

@@ -253,6 +253,8 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
         if many and wanted > 16:
             return MoeTiles(tokens=64, columns=64 // products, depth=32, warps=4, stages=2)
         return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
+    if device.capability[0] == 10:  # one kind of instructions for all, as in `matmul_tiles`
+        return MoeTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=3)
     if many and wanted > 32:
         if device.capability[0] == 9:
             if products == 2 and pairs > 64 * experts:
@@ -322,18 +324,26 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
     return _widest_that_fill(choices, tokens, columns, device)
 
 
-def block_tiles(tokens: int, k: int) -> MatmulTiles:
-    """Tiles of a product of a few tokens by the blocks of a weight, which the warps share.
+MOST_SHARING = 32
+"""Tokens up to which the warps of a program share a product by the blocks of a weight along k."""
 
-    How many blocks they share at a time follows from `k` alone: it decides the order of addition. On an H200 these were
-    the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
+
+def block_parts(k: int) -> int:
+    """Into how many parts such a product is divided along k, which decides the order of addition: by `k` alone."""
+    return 2 if k <= 1024 else 4
+
+
+def block_tiles(tokens: int, k: int, device: Device) -> MatmulTiles:
+    """Tiles of a product of a few tokens by the blocks of a weight, which the warps share: a block of each part.
+
+    On an H200 these were the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
+    Other GPUs than the largest have room for fewer stages.
     """
-    rows = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
-    if k <= 1024:
-        return MatmulTiles(rows, columns=16, depth=256, warps=2, stages=3)
-    if k >= 7168:
-        return MatmulTiles(rows, columns=32, depth=512, warps=4, stages=3)
-    return MatmulTiles(rows, columns=16, depth=512, warps=4, stages=4 if rows < 32 else 5)
+    rows, parts = 8 if tokens <= 8 else 16 if tokens <= 16 else 32, block_parts(k)
+    roomy = device.capability[0] in (9, 10)
+    columns = 32 if k >= 7168 and roomy else 16
+    stages = 3 if k <= 1024 or k >= 7168 or not roomy else 4 if rows < 32 else 5
+    return MatmulTiles(rows, columns, depth=128 * parts, warps=parts, stages=stages)
 
 
 _MANY_BLOCKS = (
@@ -348,10 +358,9 @@ def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> t
     to programs of its own.
 
     The widest that fill most of the GPU. As a program's time is that of its parts, parts are divided unless programs
-    with all of them fill half of it. On other GPUs than the largest more than the last would have no room.
+    with all of them fill half of it. Only the last has room on other GPUs than Hopper.
     """
-    roomy = device.capability[0] in (9, 10)
-    choices = _not_wider(_MANY_BLOCKS if roomy else _MANY_BLOCKS[-1:], max(64, tokens))
+    choices = _not_wider(_MANY_BLOCKS if device.capability[0] == 9 else _MANY_BLOCKS[-1:], max(64, tokens))
     tiles = _widest_that_fill(choices, tokens, parts * columns, device)
     programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
     return tiles, parts > 1 and 2 * programs < device.multiprocessors
@@ -367,14 +376,14 @@ def by_head_tiles(tokens: int, k: int) -> MatmulTiles:
 def fp8_moe_tiles(
     pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device, *, in_order: bool
 ) -> MoeTiles:
-    """`moe_tiles` of weights in block FP8: one block deep, as each block's sum is scaled.
+    """`moe_tiles` of weights in block FP8: a block deep, as each block's sum is scaled; in float32 a quarter of one.
 
     Those that an H200 was quickest with.
 
     in_order: only such as `has_one_order`. For few pairs others were quicker, of fewer rows.
     """
     if dtype == torch.float32:
-        return moe_tiles(pairs, experts, products, dtype, device)  # of one depth too
+        return moe_tiles(pairs, experts, products, dtype, device)
     if pairs <= 2 * experts and not in_order:
         return MoeTiles(
             8, columns=64 if pairs <= 16 else 32, depth=128, warps=4 if pairs <= 16 else 2, stages=4

@@ -1,0 +1,27 @@
+"""The sum of partial results, in their order: what programs for parts of a product leave to a launch of its own."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["elements"])
+def add_parts_kernel(parts, out, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of PARTS parts, float32 `[PARTS, elements]`, in their order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < elements
+    result = tl.load(parts + i, mask=inside, other=0.0)
+    for part in range(1, PARTS):
+        result += tl.load(parts + part * elements.to(tl.int64) + i, mask=inside, other=0.0)
+    tl.store(out + i, result, mask=inside)
+
+
+def add_parts(parts: Tensor, out: Tensor) -> Tensor:
+    """`parts.sum(0)`, of contiguous float32 parts, one after another; written to `out`, contiguous, of any dtype."""
+    with torch.cuda.device_of(parts):  # Triton launches on the current device
+        grid = (triton.cdiv(out.numel(), _BLOCK),)
+        add_parts_kernel[grid](parts, out, out.numel(), PARTS=parts.shape[0], BLOCK=_BLOCK, num_warps=4)
+    return out
