@@ -4,8 +4,6 @@ Numbers travel between CPUs, through gloo. So they wait for no GPU, and no GPU w
 """
 
 import atexit
-import os
-import sys
 import threading
 import time
 from array import array
@@ -16,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from mla_compile.ending import end_now
 from mla_compile.errors import MLAError
 from mla_compile.torch_internals import gloo_group
 
@@ -119,17 +118,25 @@ class Ranks:
         return heard
 
     def of_all(self, text: str) -> list[str]:
-        """What each rank says here, cut to 4,096 bytes; all call this at the same point of their work."""
+        """What each rank says here, cut to 4,096 bytes; all call this at the same point of their work.
+
+        Raises:
+            MLAError: one of them has ended.
+        """
         said = text.encode()[:_MOST_SAID].ljust(_MOST_SAID, b"\0")
         mine = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         heard = [torch.empty_like(mine) for _ in range(self.size)]
-        self._told.allgather([heard], [mine]).wait()
+        try:
+            self._told.allgather([heard], [mine]).wait()
+        except RuntimeError as error:
+            self._wait_for_verdict()
+            raise MLAError("ranks", "processes that hear one another", "one that has ended") from error
         return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in heard]
 
     # --- who is there
 
     def _wait_for_verdict(self) -> None:
-        """After an error that a peer's end would explain: the thread has time to notice it, and to end this process."""
+        """After an error that a peer's end would explain: threads have time to notice it, and to end their processes."""
         time.sleep(2 * BEAT)
 
     def leave(self) -> None:
@@ -144,6 +151,11 @@ class Ranks:
         if self.rank and self._watcher.is_alive():
             self._wait_for_verdict()
         self._end_watch(_FIRST_GONE + self.rank)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `fail` was called here."""
+        return self._sign >= _FIRST_GONE
 
     def _end_watch(self, sign: int) -> None:
         atexit.unregister(self.leave)
@@ -216,6 +228,7 @@ class Ranks:
         return int(sign)
 
     def _end(self, gone: int) -> NoReturn:
-        what = f"mla-compile: rank {gone} of {self.size} is gone; rank {self.rank} ends with it"
-        print(what, file=sys.stderr, flush=True)
-        os._exit(1)  # the main thread may wait for the GPU, which waits for the rank that is gone
+        if self.rank == 0:
+            self._wait_for_verdict()  # as the others, which may be its children, name the rank before they are killed
+        # The main thread may wait for the GPU, which waits for the rank that is gone.
+        end_now(f"rank {gone} of {self.size} is gone; rank {self.rank} ends with it", 1)

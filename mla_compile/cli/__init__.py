@@ -3,14 +3,12 @@
 So that help, the version and mistakes in flags come at once, nothing but those files imports torch.
 """
 
-import signal
-
-from mla_compile.cli.interrupts import interrupted
+from mla_compile.ending import end_at_ctrl_c
 
 
 def main() -> None:
     """The `mla-compile` command."""
-    signal.signal(signal.SIGINT, interrupted)  # before anything else: the imports take a while too
+    end_at_ctrl_c()  # before anything else: the imports take a while too
     from mla_compile.cli.app import run
 
     run()

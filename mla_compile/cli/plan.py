@@ -20,7 +20,7 @@ from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.outline import outline
 from mla_compile.models.sharding import numbers_of_gpus
 
-_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1, "": 1}
+_UNITS = {"TB": 10**12, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1}
 _H200 = 141 * 10**9
 _CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 _WORDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -88,6 +88,8 @@ def print_plan(wish: Wish, gpu_memory: str | None) -> bool:
         MLAError: a mistake, named.
     """
     memory = _memory(gpu_memory)
+    if wish.expert_parallel and wish.gpus == 1:
+        raise MLAError("--expert-parallel", "more than one GPU", "--gpus 1", "give --gpus 2, say, with it")
     plan = wish.plan()
     for line in (*_head(wish), *_table(wish, plan, memory)):
         typer.echo(line)
@@ -113,7 +115,7 @@ def _memory(text: str | None) -> int:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([A-Za-z]{0,3})", text)
     units = {name.lower(): size for name, size in _UNITS.items()}
     if match is None or match[2].lower() not in units or float(match[1]) == 0:
-        expected = f"a number above 0 and one of {', '.join(filter(None, _UNITS))}, as 141GB"
+        expected = f"a number above 0 and one of {', '.join(_UNITS)}, as 141GB"
         raise MLAError("--gpu-memory", expected, text)
     return int(float(match[1]) * units[match[2].lower()])
 
@@ -160,7 +162,7 @@ def _room(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
     positions = wish.outline().config.max_position_embeddings
     contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), wish.max_model_len, positions])
     for tokens in sorted(contexts):
-        yield f"  {plan.most_rows(memory, tokens):>8} rows x {tokens:>6} tokens"
+        yield f"  {plan.most_rows(memory, tokens) or 'no':>8} rows x {tokens:>6} tokens"
 
 
 def _remedies(wish: Wish, memory: int) -> Iterator[str]:

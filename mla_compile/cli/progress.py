@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import typer
 
-from mla_compile.cli import interrupts
+from mla_compile.ending import writing
 from mla_compile.waits import Advance, bar_of
 
 PATIENCE = 2.0
@@ -44,7 +44,7 @@ def progress(what: str, num_bytes: int = 0) -> Iterator[Advance]:
         nonlocal num_said
         if _shown and _shown[-1] is me:
             num_said += 1
-            with suppress(OSError), interrupts.writing:  # OSError: whoever read stderr has gone
+            with suppress(OSError), writing:  # OSError: whoever read stderr has gone
                 typer.echo(line() + end, err=True, nl=False)
 
     def tick() -> None:

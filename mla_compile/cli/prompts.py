@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from mla_compile.cli import interrupts
+from mla_compile.ending import before_end
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 
@@ -213,14 +214,15 @@ def _whole_file(path: Path) -> Iterator[Write]:
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             temporary.replace(target)
 
-    interrupts.unfinished.append(temporary)
+    delete = partial(temporary.unlink, missing_ok=True)
+    before_end.append(delete)
     try:
         with _errors_named(path):
             temporary.touch(exist_ok=False)
         yield write  # what goes wrong in between is not the file's fault
     finally:
-        temporary.unlink(missing_ok=True)
-        interrupts.unfinished.remove(temporary)
+        delete()
+        before_end.remove(delete)
 
 
 @contextmanager

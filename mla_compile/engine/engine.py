@@ -341,8 +341,8 @@ class Engine:
             sampling: of the kind; greedy by default.
             stop_ids: as many as requests will have.
             prompts: False leaves out the step that has prompts in it. It takes as long as the other one, and requests
-                that all come at once need it a few times only: then it runs eagerly (see `EngineConfig.mode`), unless the
-                engine is batch-invariant.
+                that all come at once need it a few times only: then it runs eagerly (see `EngineConfig.mode`). In a
+                batch-invariant engine it never does.
 
         Raises:
             MLAError: a bad argument, named; requests are under way.

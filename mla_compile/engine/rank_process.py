@@ -5,14 +5,14 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
 from typing import Any
 
 import torch
 
+from mla_compile.ending import INTERRUPTED, end_now
 from mla_compile.engine.follow import follow
 from mla_compile.engine.orders import settings_of
-from mla_compile.engine.start_ranks import INTERRUPTED, has_started, join
+from mla_compile.engine.start_ranks import has_started, join
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, Parallel, load_model
 from mla_compile.torch_internals import meeting_place
@@ -33,8 +33,13 @@ def main(rank: int, size: int, port: int, device: torch.device) -> None:
     assert ranks is not None
     numbers = ranks.hear()
     if numbers is not None:
-        with suppress(Exception):  # which rank 0 has too, as a load fails on all ranks, and tells
-            _follow(rank, _loaded(settings_of(numbers), device))
+        try:
+            model = _loaded(settings_of(numbers), device)
+        except Exception as error:  # rank 0 has it too, and tells, unless this rank alone has failed
+            if ranks.has_failed:
+                end_now(f"rank {rank}: {error}", 1)
+        else:
+            _follow(rank, model)
         ranks.leave()
     os._exit(0)  # a collective that nobody else is in any more would keep the process
 
@@ -45,8 +50,7 @@ def _follow(rank: int, model: MLAForCausalLM) -> None:
     except Exception as error:
         if not isinstance(error, MLAError):
             traceback.print_exc()
-        print(f"mla-compile: rank {rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        end_now(f"rank {rank}: {error}", 1)
 
 
 def _loaded(settings: dict[str, Any], device: torch.device) -> MLAForCausalLM:

@@ -11,23 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from mla_compile.ending import INTERRUPTED, before_end, end_now
 from mla_compile.engine.orders import Order, order_with
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.torch_internals import meeting_place
+from mla_compile.waits import told
 
 if TYPE_CHECKING:
     from mla_compile.torch_internals import TCPStore
 
 _LONG = timedelta(days=365)
 """A rank may wait for another that compiles. One that is gone is noticed by `Ranks`."""
-INTERRUPTED = 130
-"""The exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
 _SLOW = 30.0
 """Seconds after which it is said which ranks have not started yet."""
 _GRACE = 5.0
@@ -57,19 +58,21 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         raise MLAError("device", "'cpu' or 'cuda': each process takes a GPU of its own", device)
     store = meeting_place(size)
     command = [sys.executable, "-m", "mla_compile.engine.rank_process"]
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    atexit.register(_end, children)
+    before_end.append(partial(_kill, children))
     # Else Ctrl-C would have a child that still imports torch print a traceback. It unblocks what it handles.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    children = {
-        rank: subprocess.Popen(
-            [*command, str(rank), str(size), str(store.port), device.type],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        for rank in range(1, size)
-    }
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    atexit.register(_end, list(children.values()))
-    with _watched(children, meeting_place(size, store.port)):
+    try:
+        for rank in range(1, size):
+            children[rank] = subprocess.Popen(
+                [*command, str(rank), str(size), str(store.port), device.type],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with told(f"starting {size} processes"), _watched(children, meeting_place(size, store.port)):
         join(0, size, store, device)
         parallel = Parallel.of_processes(expert_parallel=expert_parallel)
     assert parallel.ranks is not None
@@ -96,11 +99,11 @@ def has_started(rank: int) -> str:
 @contextmanager
 def _watched(children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore") -> Iterator[None]:
     """Inside, this process ends at Ctrl-C, or if a child does: joining would wait for it, deaf to both."""
-    signals, told = socket.socketpair()
-    for end in (signals, told):
+    signals, wakes = socket.socketpair()
+    for end in (signals, wakes):
         end.setblocking(False)
     in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False) if in_main_thread else -1
+    before = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False) if in_main_thread else -1
     have_joined = threading.Event()
     watcher = threading.Thread(target=_watch, args=(children, store, signals, have_joined), daemon=True)
     watcher.start()
@@ -112,7 +115,7 @@ def _watched(children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore") 
         if in_main_thread:
             signal.set_wakeup_fd(before)
         signals.close()
-        told.close()
+        wakes.close()
 
 
 def _watch(
@@ -126,29 +129,27 @@ def _watch(
     while not have_joined.wait(0.1):
         with suppress(BlockingIOError):
             if signal.SIGINT in signals.recv(64) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                _give_up(children, "interrupted", INTERRUPTED)
+                end_now("interrupted", INTERRUPTED)
         for rank, child in children.items():
             status = child.poll()
             if status == INTERRUPTED:
-                _give_up(children, "interrupted", INTERRUPTED)
+                end_now("interrupted", INTERRUPTED)
             elif status is not None:
-                _give_up(children, f"rank {rank} has not started: its exit status is {status}", 1)
+                end_now(f"rank {rank} has not started: its exit status is {status}", 1)
         if began is not None and time.monotonic() > began + _SLOW:
             missing = [str(rank) for rank in children if not store.check([has_started(rank)])]
             print(f"mla-compile: waiting for rank {', '.join(missing)} to start", file=sys.stderr, flush=True)
             began = None
 
 
-def _give_up(children: dict[int, "subprocess.Popen[bytes]"], what: str, status: int) -> NoReturn:
-    print(f"mla-compile: {what}", file=sys.stderr, flush=True)
-    for child in children.values():
+def _kill(children: dict[int, "subprocess.Popen[bytes]"]) -> None:
+    for child in tuple(children.values()):
         child.kill()  # one that is stopped hears nothing else
-    os._exit(status)
 
 
-def _end(children: list["subprocess.Popen[bytes]"]) -> None:
+def _end(children: dict[int, "subprocess.Popen[bytes]"]) -> None:
     deadline = time.monotonic() + _GRACE
-    for child in children:
+    for child in children.values():
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

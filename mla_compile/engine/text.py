@@ -25,9 +25,8 @@ from mla_compile.engine.intake import check_prompt
 from mla_compile.engine.start_ranks import start_ranks
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
-from mla_compile.models.checkpoint import MOST_CONFIG, read_config
+from mla_compile.models.checkpoint import MOST_CONFIG, open_checkpoint, read_config
 from mla_compile.models.files import first_line, read_object
-from mla_compile.models.outline import outline
 from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
@@ -82,7 +81,10 @@ class Checkpoint:
                 `tensor_parallel_size` that does not divide the model, or for which there are too few GPUs;
                 `expert_parallel` without other processes.
         """
-        if expert_parallel and tensor_parallel_size == 1:
+        size = tensor_parallel_size
+        if type(size) is not int or size < 1:
+            raise MLAError("tensor_parallel_size", "a number of processes from 1 on", f"{size!r:.80}")
+        if expert_parallel and size == 1:
             expected = "False where one process has all of the model"
             raise MLAError("expert_parallel", expected, True, "give tensor_parallel_size=2, say, with it")
         config, _ = read_config(Path(path))
@@ -90,16 +92,11 @@ class Checkpoint:
         found = _tokenizer(path, tokenizer, text=text)
         settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
         parallel = None
-        if tensor_parallel_size > 1:
-            whole = outline(path, dtype=dtype, quantize=quantize, dequantize=dequantize)
-            check_divisible(
-                whole,
-                tensor_parallel_size,
-                expert_parallel=expert_parallel,
-                argument="tensor_parallel_size",
-            )
+        if size > 1:
+            whole = open_checkpoint(path, dtype=dtype, **settings)
+            check_divisible(whole, size, expert_parallel=expert_parallel, argument="tensor_parallel_size")
             parallel = start_ranks(
-                tensor_parallel_size,
+                size,
                 torch.device(device),
                 expert_parallel=expert_parallel,
                 path=str(Path(path).resolve()),

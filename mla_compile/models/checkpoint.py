@@ -23,7 +23,7 @@ from mla_compile.models.names import (
     parts,
     shared_copies,
 )
-from mla_compile.models.parallel import Parallel
+from mla_compile.models.parallel import Parallel, check_parallel
 from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible, divide
@@ -78,7 +78,7 @@ def load_model(
             processes that the model cannot be divided among, or a place that this process does not have.
     """
     if parallel is not None:
-        parallel.check()
+        check_parallel(parallel)
     together = nullcontext if parallel is None else parallel.failing_together
     is_shown = parallel is None or parallel.rank == 0
     with together():
@@ -91,9 +91,25 @@ def load_model(
         filling = Filling(model, files, block, device)
         with told("loading the checkpoint", filling.num_bytes, is_shown=is_shown) as advance:
             filling.run(advance)
-    if parallel is not None:
-        connect(model.device)  # before any step is compiled or recorded
+    if parallel is not None and parallel.ranks is not None:
+        try:
+            connect(model.device)  # before any step is compiled or recorded
+        except Exception:
+            parallel.ranks.fail()  # the others may wait for this one in there
+            raise
     return model.eval()
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    mtp: bool | None = None,
+    quantize: Literal["fp8"] | None = None,
+    dequantize: bool = False,
+) -> MLAForCausalLM:
+    """The model that `load_model` would fill, on the meta device; it refuses whatever that would refuse of a file."""
+    return _open(Path(path), dtype, mtp, quantize, dequantize, None)[0]
 
 
 def _open(

@@ -27,9 +27,8 @@ def lay_side_by_side(model: nn.Module) -> None:
     """Move the weights of those layers of `model` that `SIDE_BY_SIDE` names, two at a time.
 
     Those of layers in FP8 with their scales. Left where they are: layers with a bias or of a subclass of `nn.Linear`
-    (quantised by others, parametrised), weights without
-    values, of other dtypes or devices than their neighbour's, and such as share memory. So a second call changes
-    nothing, unless `model.to` has parted them.
+    (quantised by others, parametrised), weights without values, of other dtypes or devices than their neighbour's, and
+    such as share memory. So a second call changes nothing, unless `model.to` has parted them.
     """
     for first, second, alignment in _pairs(model):
         alike = (first.shape[1], first.dtype, first.device) == (second.shape[1], second.dtype, second.device)

@@ -1,9 +1,9 @@
 """Which part of a model a process has, where several processes share one: `Parallel`."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -54,11 +54,6 @@ class Parallel:
         ranks = _ranks(dist.group.WORLD)
         return cls(ranks.rank, ranks.size, expert_parallel, ranks)
 
-    def check(self) -> None:
-        """Raises `MLAError` where this is no place of this process."""
-        if self.ranks is None:
-            raise MLAError("parallel", "what Parallel.of_processes() returns", self)
-
     @contextmanager
     def failing_together(self) -> Iterator[None]:
         """All processes leave the block together, and with an error if one of them does: none goes on to wait for it.
@@ -71,7 +66,7 @@ class Parallel:
             yield
         except Exception as error:
             failed = error
-        assert self.ranks is not None, "see `check`"
+        assert self.ranks is not None, "see `check_parallel`"
         of_all = self.ranks.of_all("" if failed is None else f"{failed}" or type(failed).__name__)
         if failed is not None:
             raise failed
@@ -82,7 +77,18 @@ class Parallel:
                 )
 
 
-@functools.lru_cache(maxsize=1)
+def check_parallel(parallel: object) -> None:
+    """Raises `MLAError` for what is no place of this process."""
+    if not isinstance(parallel, Parallel) or parallel.ranks is None:
+        raise MLAError("parallel", "what Parallel.of_processes() returns, or None", f"{parallel!r:.80}")
+
+
+_made: "WeakKeyDictionary[object, Ranks]" = WeakKeyDictionary()
+"""For a default group of torch.distributed, while there is one."""
+
+
 def _ranks(of_group: object) -> Ranks:
     """Made once for a default group: its groups are those of all engines."""
-    return Ranks()
+    if of_group not in _made:
+        _made[of_group] = Ranks()
+    return _made[of_group]

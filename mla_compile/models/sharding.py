@@ -174,7 +174,9 @@ def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> list[_Limit]:
             width = tensor.shape[how.dim] // how.stacked
             if tensor.dtype == DTYPE and how.of != EXPERTS:
                 whole, rest = divmod(width, BLOCK)  # a block that is cut belongs to one GPU, and so does all
-                words = f"{width} columns of {how.of} in FP8 blocks of {BLOCK}"
+                words = f"{whole} FP8 blocks of {how.of}"
+                if rest:
+                    words = f"{how.of} in FP8, as {width} is no multiple of {BLOCK}"
                 blocks[_Limit(how.of, 1 if rest else whole, words)] = None
     return [*settings, *blocks]
 

@@ -104,9 +104,11 @@ def test_flags_change_the_plan(run: Run, directory: Path) -> None:
     [
         (("--gpus", 7), "--gpus: expected one of 1, 2, 4, 8, 16, got 7; it does not divide vocab_size"),
         (
-            ("--gpu-memory", "0.2TB"),
-            "--gpu-memory: expected a number above 0 and one of GB, GiB, MB, MiB, B, as 141GB",
+            ("--gpu-memory", "0.2PB"),
+            "--gpu-memory: expected a number above 0 and one of TB, GB, GiB, MB, MiB, B, as 141GB",
         ),
+        (("--gpu-memory", "141"), "--gpu-memory: expected a number above 0 and one of"),
+        (("--expert-parallel",), "--expert-parallel: expected more than one GPU, got --gpus 1"),
         (("--gpu-memory", "0GB"), "--gpu-memory: expected a number above 0"),
         (("--gpu-memory", "nan"), "--gpu-memory: expected a number above 0"),
         (("--num-pages", 3), "num_pages: expected at least 129"),

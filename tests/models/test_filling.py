@@ -77,7 +77,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.fixture
 def load_part(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`load_model` of one of several processes, without the others."""
-    monkeypatch.setattr(Parallel, "check", lambda self: None)
+    monkeypatch.setattr("mla_compile.models.checkpoint.check_parallel", lambda parallel: None)
     monkeypatch.setattr(Parallel, "failing_together", lambda self: nullcontext())
 
     def load(path: Path, rank: int, size: int, *, expert_parallel: bool, **settings: Any) -> MLAForCausalLM:
@@ -163,7 +163,7 @@ def test_blocks_of_fp8_that_a_number_of_processes_would_cut_are_named(
         with pytest.raises(MLAError) as caught:
             load_part(path, 0, 2, expert_parallel=False)
     assert str(caught.value).startswith("parallel.size: expected one of 1, got 2; it does not divide ")
-    assert "64 columns of intermediate_size in FP8 blocks of 128" in str(caught.value)
+    assert "intermediate_size in FP8, as 64 is no multiple of 128" in str(caught.value)
     load_part(path, 0, 2, expert_parallel=False, dequantize=True)
 
 

@@ -85,6 +85,7 @@ class Running:
     def __init__(self, model: Path, folder: Path, until: str = "completing", size: int = 2) -> None:
         self.log = folder / "stderr.txt"
         words = "--input", str(prompts(folder, 32)), "--max-new-tokens", "4000"
+        words += "--output", str(folder / "completions.jsonl")
         words += "--tensor-parallel-size", str(size)
         with self.log.open("w") as log:
             self.rank_0 = subprocess.Popen(
@@ -136,11 +137,22 @@ class TestEnds:
         assert running.rank_0.wait() == 130 and "Traceback" not in running.log.read_text()
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-    def test_rank_0_names_a_rank_that_is_gone(self, running: Running, how: signal.Signals) -> None:
+    def test_rank_0_names_a_rank_that_is_gone_and_leaves_nothing_behind(
+        self, running: Running, how: signal.Signals
+    ) -> None:
         os.kill(running.rank_1, how)
-        running.wait_for_end(running.rank_0.pid)
+        running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 1
         assert "rank 1 of 2 is gone; rank 0 ends with it" in running.log.read_text()
+        assert {file.name for file in running.log.parent.iterdir()} == {"stderr.txt", "prompts.jsonl"}
+
+    def test_ctrl_c_is_heard_while_rank_0_waits_for_a_rank_that_is_stopped(self, running: Running) -> None:
+        os.kill(running.rank_1, signal.SIGSTOP)
+        time.sleep(3)
+        os.killpg(running.rank_0.pid, signal.SIGINT)
+        assert running.rank_0.wait(5) == 130
+        running.wait_for_end(running.rank_1)
+        assert running.log.read_text().endswith("mla-compile: interrupted\n")
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_all_others_name_a_rank_that_is_gone(
@@ -199,6 +211,45 @@ def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> 
     said = run(model, *asked, PYTHONPATH=path)
     assert said.returncode == 1
     assert said.stderr == "mla-compile: rank 1 has not started: its exit status is 3\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "mended", "expected"),
+    [
+        ("models.filling.Filling.run", "os._exit(9)", "rank 1 of 2 is gone; rank 0 ends with it"),
+        ("models.checkpoint.connect", "1 / 0", "rank 1: division by zero"),
+    ],
+    ids=["one dies while it loads", "one alone fails"],
+)
+def test_a_rank_that_fails_while_it_loads_is_named(
+    name: str, mended: str, expected: str, model: Path, tmp_path: Path
+) -> None:
+    *owner, last = name.split(".")
+    module = ".".join(["mla_compile", *owner[:2]])
+    fails = f"""
+import os, sys, threading, time
+
+def fails(*_):
+    {mended}
+
+def mend():
+    while not hasattr(sys.modules.get("{module}"), "{name.split(".")[2]}"):
+        time.sleep(0.01)
+    owner = sys.modules["{module}"]
+    for part in {owner[2:]}:
+        owner = getattr(owner, part)
+    setattr(owner, "{last}", fails)
+
+if "mla_compile.engine.rank_process" in sys.orig_argv:
+    threading.Thread(target=mend, daemon=True).start()
+"""
+    (tmp_path / "sitecustomize.py").write_text(fails)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    asked = "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2"
+    said = run(model, *asked, PYTHONPATH=path)
+    assert said.returncode == 1, said.stderr
+    assert f"mla-compile: {expected}\n" in said.stderr and "rank 1 of 2 is gone" in said.stderr
+    assert "Traceback" not in said.stderr
 
 
 def test_a_load_that_fails_is_one_line(model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mla_compile import Engine, MLAError, Parallel, follow, load_model
+from mla_compile.engine.text import Checkpoint
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import divide
 from mla_compile.ops.collectives import all_gather_op, all_reduce_op
@@ -166,6 +167,19 @@ class TestMistakes:
             Parallel.of_processes()
         with pytest.raises(MLAError, match=r"parallel: expected what Parallel.of_processes\(\) returns"):
             load_model(tmp_path, parallel=Parallel(0, 2))
+
+    @pytest.mark.parametrize("parallel", [2, True, "2", Parallel(0, 2)])
+    def test_what_is_no_place_of_this_process(self, parallel: Any, tmp_path: Path) -> None:
+        with pytest.raises(
+            MLAError, match=r"parallel: expected what Parallel.of_processes\(\) returns, or N"
+        ):
+            load_model(tmp_path, parallel=parallel)
+
+    @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
+    def test_what_is_no_number_of_processes(self, size: Any, tmp_path: Path) -> None:
+        expected = f"tensor_parallel_size: expected a number of processes from 1 on, got {size!r}"
+        with pytest.raises(MLAError, match=re.escape(expected)):
+            Checkpoint.load(tmp_path, tensor_parallel_size=size)
 
     def test_who_takes_requests(self) -> None:
         with torch.device("meta"):

@@ -1,0 +1,62 @@
+"""Ending this process at once, whatever its main thread waits for: by `os._exit`, at which Python runs nothing more.
+
+It imports no torch: the command can be interrupted before that is there.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+before_end: list[Callable[[], Any]] = []
+"""What is called first: files to delete, children to kill. It may be called by any thread, and by two at once."""
+
+writing = threading.RLock()
+"""Held by threads that write to stderr, so that nothing comes after the last line."""
+
+
+def end_now(what: str, status: int) -> NoReturn:
+    """End with one line on stderr."""
+    for call in tuple(before_end):
+        with suppress(Exception):
+            call()
+    # Not by `sys.stderr`, which may be in the middle of a line. A terminal shows "^C" or a line of progress.
+    newline = b"\n" if os.isatty(2) else b""
+    writing.acquire(timeout=1)  # and never released
+    with suppress(OSError):
+        os.write(2, newline + f"mla-compile: {what}\n".encode())
+    os._exit(status)
+
+
+def interrupted(*_: object) -> None:
+    """Handles SIGINT.
+
+    Python's own handler raises an exception. During imports, in callbacks and in C extensions such an exception prints
+    a traceback, or is swallowed.
+    """
+    end_now("interrupted", INTERRUPTED)
+
+
+def end_at_ctrl_c() -> None:
+    """Have `interrupted` handle SIGINT from now on, also while the main thread is in C, where no handler runs.
+
+    To be called in the main thread. Whoever sets another handler later gets the signal.
+    """
+    signal.signal(signal.SIGINT, interrupted)
+    signals, told = socket.socketpair()
+    told.setblocking(False)
+    signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_wait_for_ctrl_c, args=(signals,), name="ctrl-c", daemon=True).start()
+
+
+def _wait_for_ctrl_c(signals: socket.socket) -> None:
+    """signals: which this process has got, a byte for each."""
+    while got := signals.recv(64):
+        if signal.SIGINT in got and signal.getsignal(signal.SIGINT) is interrupted:
+            end_now("interrupted", INTERRUPTED)
