@@ -136,7 +136,7 @@ class Ranks:
     # --- who is there
 
     def _wait_for_verdict(self) -> None:
-        """After an error that a peer's end would explain: threads have time to notice it, and to end their processes."""
+        """After an error that a peer's end would explain: time for threads to notice it, and to end their processes."""
         time.sleep(2 * BEAT)
 
     def leave(self) -> None:
