@@ -205,6 +205,8 @@ def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> None:
     """The interpreter of one ends before it has joined the others."""
     fails = "import os, sys\nif 'mla_compile.engine.rank_process' in sys.orig_argv:\n    os._exit(3)\n"
+    # On a slow machine it would be said that processes start.
+    fails += "from mla_compile.cli import progress\nprogress.PATIENCE = 3600\n"
     (tmp_path / "sitecustomize.py").write_text(fails)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     asked = "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2"
