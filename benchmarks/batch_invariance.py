@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.acceptance import PROMPTS
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, with_known_rows
 from benchmarks.transformers_generate import random_model
 from mla_compile import Engine, SamplingParams, check_batch_invariance, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
@@ -165,11 +165,7 @@ def main() -> None:
     report: dict[str, Any] = {"torch": torch.__version__, "device": DEVICE, "rows": []}
     if DEVICE == "cuda":
         report |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    if args.output is not None and args.output.exists():
-        known = json.loads(args.output.read_text())
-        if known | {"rows": []} != report:
-            raise SystemExit(f"{args.output} is of another machine or torch")
-        report = known
+    report = with_known_rows(report, args.output)
 
     def add(row: dict[str, Any]) -> None:
         report["rows"] = [other for other in report["rows"] if what(other) != what(row)]

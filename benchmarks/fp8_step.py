@@ -17,7 +17,6 @@ measures.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterable
 from itertools import product
@@ -28,7 +27,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.random_weights import Weights, random_model, settings_of
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, prefill_segment
 from mla_compile.engine import launch
@@ -134,11 +133,7 @@ def main() -> None:
         "judged_layers": args.judged_layers,
         "rows": [],
     }
-    if args.output is not None and args.output.exists():
-        known = json.loads(args.output.read_text())
-        if known | {"rows": []} != report:
-            raise SystemExit(f"{args.output} is of another machine, torch or shape")
-        report = known
+    report = with_known_rows(report, args.output)
     mtp = any(args.drafts)
     few = models(args.judged_layers, get_args(Weights), mtp=mtp, tiny=args.tiny)
     all_of_them = models(args.layers, args.weights, mtp=mtp, tiny=args.tiny)
@@ -147,7 +142,7 @@ def main() -> None:
         of_few = written(few[name], mode, drafts, args.batches)
         for batch, (times, _, _) in written(model, mode, drafts, args.batches).items():
             row = {"weights": name, "mode": mode, "drafts": drafts, "batch": batch}
-            report["rows"] = [other for other in report["rows"] if not row.items() <= other.items()]
+            drop_rows(report, row)
             floor = floor_bytes(model, batch, CONTEXT, drafts=drafts) / bandwidth
             row |= {
                 "floor_ms": round(floor * 1e3, 3),

@@ -16,7 +16,6 @@ A run replaces the rows of the output that it measures.
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -30,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fp8_step import CONTEXT, engine_of, prompts_of
 from benchmarks.random_weights import CONFIGS, random_model, settings_of
-from benchmarks.reporting import add_row
+from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import latent_bytes, read_bandwidth, share_of_experts
 from mla_compile import Engine
 from mla_compile.engine import launch
@@ -84,11 +83,7 @@ def main() -> None:
         "context": CONTEXT,
         "rows": [],
     }
-    if args.output is not None and args.output.exists():
-        known = json.loads(args.output.read_text())
-        if known | {"rows": []} != report:
-            raise SystemExit(f"{args.output} is of another machine or torch")
-        report = known
+    report = with_known_rows(report, args.output)
     bandwidth = read_bandwidth(2**32)
     for shape, weights in product(args.shapes, args.weights):
         model = random_model(settings_of(shape, args.layers), weights, mtp=False, device="cuda")
@@ -102,7 +97,7 @@ def main() -> None:
                 for batch in args.batches:
                     own = {"shape": shape, "weights": weights, "exact": args.exact}
                     own |= {"batch": batch, "without": without}
-                    report["rows"] = [row for row in report["rows"] if not own.items() <= row.items()]
+                    drop_rows(report, own)
                     floor = layer_bytes(model, batch) / bandwidth * 1e6
                     for row in rows_of(layers_of(engine, prompts_of(model, batch)), floor):
                         if without is None or row["place"] is None:

@@ -7,8 +7,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
@@ -43,20 +43,32 @@ def interrupted(*_: object) -> None:
     end_now("interrupted", INTERRUPTED)
 
 
-def end_at_ctrl_c() -> None:
-    """Have `interrupted` handle SIGINT from now on, also while the main thread is in C, where no handler runs.
+@contextmanager
+def ending_at_ctrl_c(applies: Callable[[], bool]) -> Iterator[None]:
+    """Inside, Ctrl-C ends this process, also while the main thread is in C, where no handler runs.
 
-    To be called in the main thread. Whoever sets another handler later gets the signal.
+    applies: whether it does so yet, as others may have set a handler of their own. In another thread than the main one
+        nothing is changed: signals are not heard there.
     """
-    signal.signal(signal.SIGINT, interrupted)
-    signals, told = socket.socketpair()
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=_wait_for_ctrl_c, args=(signals,), name="ctrl-c", daemon=True).start()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    before = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    hearer = threading.Thread(target=_hear, args=(signals, applies), name="ctrl-c", daemon=True)
+    hearer.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        wakes.close()  # which ends the thread
+        hearer.join()
+        signals.close()
 
 
-def _wait_for_ctrl_c(signals: socket.socket) -> None:
+def _hear(signals: socket.socket, applies: Callable[[], bool]) -> None:
     """signals: which this process has got, a byte for each."""
     while got := signals.recv(64):
-        if signal.SIGINT in got and signal.getsignal(signal.SIGINT) is interrupted:
+        if signal.SIGINT in got and applies():
             end_now("interrupted", INTERRUPTED)

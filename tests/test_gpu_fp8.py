@@ -16,7 +16,7 @@ from mla_compile.ops.kernels.plan import MoeTiles, device_of, fp8_moe_tiles, man
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
-from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding
+from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, moe_case, padding
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -70,18 +70,14 @@ def test_no_tile_changes_a_bit() -> None:
                 assert torch.equal(result, whole), (columns, k, dtype, tiles, split)
 
 
+def glm_case(tokens: int) -> MoeCase:
+    size = {"experts": 16, "hidden": 2048, "intermediate": 1536, "shared": 1}
+    return moe_case(tokens, 4, **size, dtype=torch.bfloat16, device="cuda", fp8=True)
+
+
 def test_no_tile_of_experts_changes_a_bit() -> None:
     """Nor does it matter whether an instruction takes the weights from registers."""
-    case = moe_case(
-        *(600, 4),
-        experts=16,
-        hidden=2048,
-        intermediate=1536,
-        shared=1,
-        dtype=torch.bfloat16,
-        device="cuda",
-        fp8=True,
-    )
+    case = glm_case(600)
     whole = moe_triton(*case.all_args(), in_order=True)
     device = device_of(case.x)
     plans = [
@@ -99,17 +95,7 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 100, 2048])
 def test_experts_at_the_size_of_glm(tokens: int) -> None:
-    case = moe_case(
-        tokens,
-        4,
-        experts=16,
-        hidden=2048,
-        intermediate=1536,
-        shared=1,
-        dtype=torch.bfloat16,
-        device="cuda",
-        fp8=True,
-    )
+    case = glm_case(tokens)
     assert choose("moe_experts", (*case.all_args(), False)).chosen.name == (
         "gemv_fp8" if tokens <= 2 else "triton_fp8"
     )

@@ -3,15 +3,18 @@
 So that help, the version and mistakes in flags come at once, nothing but those files imports torch.
 """
 
-from mla_compile.ending import end_at_ctrl_c
+import signal
+
+from mla_compile.ending import ending_at_ctrl_c, interrupted
 
 
 def main() -> None:
     """The `mla-compile` command."""
-    end_at_ctrl_c()  # before anything else: the imports take a while too
-    from mla_compile.cli.app import run
+    signal.signal(signal.SIGINT, interrupted)  # before anything else: the imports take a while too
+    with ending_at_ctrl_c(lambda: signal.getsignal(signal.SIGINT) is interrupted):
+        from mla_compile.cli.app import run
 
-    run()
+        run()
 
 
 __all__ = ["main"]

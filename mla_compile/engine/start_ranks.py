@@ -3,13 +3,12 @@
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mla_compile.ending import INTERRUPTED, before_end, end_now
+from mla_compile.ending import INTERRUPTED, before_end, end_now, ending_at_ctrl_c
 from mla_compile.engine.orders import Order, order_with
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
@@ -72,7 +71,9 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with told(f"starting {size} processes"), _watched(children, meeting_place(size, store.port)):
+    # Joining would wait for a child that has ended, deaf to Ctrl-C.
+    hearing = ending_at_ctrl_c(lambda: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+    with told(f"starting {size} processes"), hearing, _watched(children, meeting_place(size, store.port)):
         join(0, size, store, device)
         parallel = Parallel.of_processes(expert_parallel=expert_parallel)
     assert parallel.ranks is not None
@@ -98,38 +99,22 @@ def has_started(rank: int) -> str:
 
 @contextmanager
 def _watched(children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore") -> Iterator[None]:
-    """Inside, this process ends at Ctrl-C, or if a child does: joining would wait for it, deaf to both."""
-    signals, wakes = socket.socketpair()
-    for end in (signals, wakes):
-        end.setblocking(False)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False) if in_main_thread else -1
+    """Inside, this process ends if a child does."""
     have_joined = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(children, store, signals, have_joined), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(children, store, have_joined), daemon=True)
     watcher.start()
     try:
         yield
     finally:
         have_joined.set()
         watcher.join()
-        if in_main_thread:
-            signal.set_wakeup_fd(before)
-        signals.close()
-        wakes.close()
 
 
 def _watch(
-    children: dict[int, "subprocess.Popen[bytes]"],
-    store: "TCPStore",
-    signals: socket.socket,
-    have_joined: threading.Event,
+    children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore", have_joined: threading.Event
 ) -> None:
-    """signals: which this process has got, a byte for each."""
     began: float | None = time.monotonic()
     while not have_joined.wait(0.1):
-        with suppress(BlockingIOError):
-            if signal.SIGINT in signals.recv(64) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-                end_now("interrupted", INTERRUPTED)
         for rank, child in children.items():
             status = child.poll()
             if status == INTERRUPTED:

@@ -55,9 +55,8 @@ FP8_LINEAR = (
         takes={"dtype": HALF, "tokens": at_least(129), **_SIZES},
         min_capability=FLOAT8,
     ),
-    replace(
-        _IN_ORDER, max_capability=(9, 0)
-    ),  # newer ones may add the products of few tokens in another order
+    # Newer GPUs may add the products of few tokens in another order.
+    replace(_IN_ORDER, max_capability=(9, 0)),
     replace(
         _IN_ORDER,
         name="dequantized_in_order",

@@ -385,9 +385,9 @@ def fp8_moe_tiles(
     if dtype == torch.float32:
         return moe_tiles(pairs, experts, products, dtype, device)
     if pairs <= 2 * experts and not in_order:
-        return MoeTiles(
-            8, columns=64 if pairs <= 16 else 32, depth=128, warps=4 if pairs <= 16 else 2, stages=4
-        )
+        if pairs <= 16:
+            return MoeTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
+        return MoeTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
     if pairs > 16 * experts:
         return MoeTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
     return MoeTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
