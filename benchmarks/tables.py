@@ -29,7 +29,7 @@ VARIANTS = {
     "stock_static_inductor": "stock, static cache, compiled with Inductor",
     "stock_static_mla": 'stock, static cache, compiled with `backend="mla"`',
     "ours_k0": "`accelerate(model)`",
-    "ours_k1": "the same with 1 draft: a step verifies 2 tokens a row",
+    "ours_k1": "with 1 draft: a step verifies 2 tokens a row",
     "ours_k3": "with 3 drafts: a step verifies 4 tokens a row",
 }
 SERVED = {"tokens_per_s": "tokens/s", "p50_ms": "median ms", "p99_ms": "99th percentile ms"}
@@ -91,8 +91,10 @@ def faster_peer() -> tuple[int, float]:
 
 def figures() -> str:
     """Four figures with the command that prints each."""
-    glm = {v: row_of("transformers_generate.glm", variant=v, batch=8)["ms_per_step"] for v in VARIANTS}
-    stock, ours = glm["stock_static_inductor"], glm["ours_k0"]
+    stock, ours = (
+        row_of("transformers_generate.glm", variant=variant, batch=8)["ms_per_step"]
+        for variant in ("stock_static_inductor", "ours_k0")
+    )
     fast, slow = (row_of("draft_length", text=text, rows=1)["tokens_per_s"] for text in ("high", "low"))
     served = row_of("serving", model="v3", k=0, prompt_tokens_a_step=1024)
     calm, busy = (served[when]["p99_ms"] for when in ("decode_only", "with_long_prompts"))
@@ -333,8 +335,8 @@ def _transformers(name: str) -> str:
     ) + table(["", *(f"batch {batch}" for batch in batches)], lines)
     if by_generation:
         text += "\n" + sentences(
-            "Stock's lines are from an earlier run on the same kind of machine, which timed whole generations instead "
-            "of the events between steps."
+            "The lines of stock `generate`, with either backend, are from an earlier run on the same kind of machine, "
+            "with an earlier version of this library. It timed whole generations instead of the events between steps."
         )
     return text
 
