@@ -6,6 +6,7 @@ Each line is checked in the same run before it is timed. Times are of replayed C
 several copies of the weights in turn, so that nothing is found in the cache that a model's other layers would evict.
 """
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +149,12 @@ def fp8_linear_lines(columns: int, k: int, all_tokens: Sequence[int]) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it takes a GPU")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     for columns, k in GLM_PRODUCTS:

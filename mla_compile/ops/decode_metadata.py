@@ -59,9 +59,6 @@ def mla_decode_metadata(
     return empty(num_cached, (rows,)), empty(num_cached, (rows,)), slots, positions
 
 
-decode_metadata_op = torch.ops.mla_compile.mla_decode_metadata.default
-
-
 def decode_metadata_torch(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
 ) -> _Metadata:

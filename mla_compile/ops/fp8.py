@@ -4,8 +4,9 @@ A weight is float8_e4m3fn, and each block of 128 x 128 has a scale, a float32 nu
 x a weight is `value * scale`, in one of two ways:
 
 - rounded: `value * scale` in float32 is rounded to the dtype of x, and then multiplied. Plain torch does so, and dense
-  products whose weight is written dequantised first: of many tokens, in float32 of more than one, and batch-invariant
-  ones on GPUs newer than SM 90. A weight is off by at most 2^-8 of itself in bfloat16, 2^-11 in float16.
+  products whose weight is written dequantised first: of more than 128 tokens, in float32 of more than one, and on GPUs
+  newer than SM 90 of more than 32 and all batch-invariant ones. A weight is off by at most 2^-8 of itself in bfloat16,
+  2^-11 in float16.
 - by block: x is multiplied by `value`, which is exact in every dtype of x, and the float32 sum over a block, or a part
   of it, by `scale`. All other kernels do so. No weight is rounded, so the result is no farther from that of
   `value * scale` in float64 than a product in float32 by weights that need no rounding, as long as 2^16 |x| is a

@@ -18,7 +18,7 @@ from mla_compile.ops.implementations import (
 )
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
-from mla_compile.ops.softmax import in_parts, merge, softmax_weighted
+from mla_compile.ops.softmax import in_parts, merge, merge_by_token, softmax_weighted
 from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (
@@ -230,7 +230,7 @@ def prefill_by_token(
         seen = (keys[row] - (to_end if causal else 0)).clamp(min=0)
         return attend_by_token(query, latents, slots, row, seen, rank, softmax_scale)
 
-    return product_by_row(in_parts(attend, key_slots.shape[0]), w_uv).to(q.dtype)
+    return product_by_row(in_parts(attend, key_slots.shape[0], merge_by_token), w_uv).to(q.dtype)
 
 
 def _row_of(token: Tensor, cu_seqlens_q: Tensor) -> Tensor:

@@ -44,13 +44,27 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a * (lse_a - base).exp()[..., None] + out_b * (lse_b - base).exp()[..., None], lse
 
 
-def in_parts(attend: Callable[[int, bool], tuple[Tensor, Tensor]], parts: int) -> Tensor:
+def merge_by_token(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge` of each token, the first dimension, in operations of its own.
+
+    On the CPU the last elements of a tensor get other bits from `logaddexp` than those before.
+    """
+    joined = [merge(*each) for each in zip(out_a, lse_a, out_b, lse_b, strict=True)]
+    out, lse = zip(*joined, strict=True)
+    return torch.stack(out), torch.stack(lse)
+
+
+def in_parts(
+    attend: Callable[[int, bool], tuple[Tensor, Tensor]],
+    parts: int,
+    join: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = merge,
+) -> Tensor:
     """Attention over keys in `parts`, which `attend` computes one at a time: out `[..., n]` and lse `[...]`.
 
     It is told the part, and whether that is the last one, in which a token sees nothing behind it. Where there are
-    more, out is joined in float32.
+    more, out is joined in float32, by `merge` or what else is given.
     """
     out, lse = attend(0, parts == 1)
     for part in range(1, parts):
-        out, lse = merge(out.to(lse.dtype), lse, *attend(part, part == parts - 1))
+        out, lse = join(out.to(lse.dtype), lse, *attend(part, part == parts - 1))
     return out

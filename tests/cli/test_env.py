@@ -1,5 +1,7 @@
 """`mla-compile env`."""
 
+import importlib
+import pkgutil
 import platform
 import re
 from dataclasses import replace
@@ -93,6 +95,13 @@ def test_env_says_of_every_op_who_serves_it_here_and_why_the_faster_ones_do_not(
     assert absorbed[3:] == ["kv_lora_rank: 1..512", "qk_rope_head_dim: 1..128"]
     assert limits["flash_attn"] == f"dtype: float16, bfloat16; {widths}"
     assert limits["triton"] == "dtype: float16, bfloat16, float32; qk_head_dim: 1..384; v_head_dim: 1..256"
+
+
+def test_every_op_that_env_tells_of_comes_with_the_package():
+    """So that the table does not depend on what else has been imported."""
+    for module in pkgutil.iter_modules(mla_compile.ops.__path__):
+        importlib.import_module(f"mla_compile.ops.{module.name}")
+    assert {op for op, table in library.tables.items() if table} <= {*mla_compile.ops.__all__}
 
 
 def test_version_is_the_packages(run):

@@ -184,6 +184,13 @@ def test_tiles_are_a_block_deep(device: Device) -> None:
             assert not in_order or device != H200 or has_one_order(plan(torch.bfloat16), device)
 
 
+@pytest.mark.parametrize("products", [1, 2])
+def test_experts_in_order_have_one_kind_of_tiles_on_blackwell(products: int) -> None:
+    """Nobody has tried which of its instructions add in one order."""
+    plan = partial(fp8_moe_tiles, products=products, device=Device(148, (10, 0)), in_order=True)
+    assert len({plan(pairs, 64, dtype=torch.bfloat16) for pairs in (4, 100, 600, 4000, 40000)}) == 1
+
+
 @pytest.mark.parametrize("device", [H200, Device(108, (8, 0)), Device(170, (12, 0))], ids=str)
 def test_tiles_of_few_tokens_are_whole_blocks_that_warps_share(device: Device) -> None:
     for k in (128, 768, 1024, 1025, 5120, 7168):

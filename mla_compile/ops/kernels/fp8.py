@@ -17,8 +17,8 @@ def values(weight, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
     """Weights of FP8 without their scales, exact in every dtype.
 
     IN_ORDER: so that a product adds them along k as it adds weights that never were FP8. Seeing FP8, Triton lays the
-    operands of instructions that take them from registers out in another order, which is quicker to load. It does not
-    see past the move. Hopper's instructions for tiles of 64 rows have one order anyway.
+    operands of instructions that take them from registers out in another order, which is quicker to load. The move
+    hides from it that they were FP8. Hopper's instructions for tiles of 64 rows have one order anyway.
     """
     result = weight.to(tl.float32).to(dtype)
     if IN_ORDER and dtype != tl.float32 and not _INTERPRETED:

@@ -158,8 +158,8 @@ def half_tiles(k: int) -> Tiles:
 def fp8_tiles(k: int, norm: bool = False) -> Tiles:
     """For weights in FP8: likewise, and above 2048 elements for those of DeepSeek-V3.
 
-    norm: whether tokens are normed first. A program then reads more than a row of the weight for a few, and rows of its
-        own are too few.
+    norm: whether tokens are normed first. Each program then reads the norm's weight and the residual too, which is dear
+        for one or two rows of the weight.
     """
     if norm or k <= 2048:
         return 4, 1024 if k <= 1024 else 2048, 4

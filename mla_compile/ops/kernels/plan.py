@@ -18,7 +18,8 @@ heads and lengths do not count, as other splits are other bits. Few keys leave m
 short; for many keys, short splits would write and read more partial results than latents."""
 
 DOUBLED = (8, 12, 12, 18)
-"""The splits from which on they are twice as long as before, from key 512 and 4096 on, and four times from 1024 on."""
+"""The splits from which on they are twice as long as before; one that is named twice is four times as long. So the
+first 8 have 64 keys, the next 4 have 128, the next 6 have 512, and all after them 1,024."""
 
 SPLIT_BLOCK = 16
 """Splits whose results are summed at a time."""
@@ -380,7 +381,8 @@ def fp8_moe_tiles(
 
     Those that an H200 was quickest with.
 
-    in_order: only such as `has_one_order`. For few pairs others were quicker, of fewer rows.
+    in_order: only such as add in one order (`has_one_order`): for few pairs others were quicker, of fewer rows. Of
+        data-centre Blackwell's instructions nobody knows which do, so it has one kind, as in `moe_tiles`.
     """
     if dtype == torch.float32:
         return moe_tiles(pairs, experts, products, dtype, device)
@@ -388,7 +390,7 @@ def fp8_moe_tiles(
         if pairs <= 16:
             return MoeTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
         return MoeTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
-    if pairs > 16 * experts:
+    if pairs > 16 * experts or (in_order and device.capability[0] == 10):
         return MoeTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
     return MoeTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
 
