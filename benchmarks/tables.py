@@ -693,8 +693,9 @@ def fp8_step() -> str:
     return sentences(
         f"{report['device']}, torch {report['torch']}, {report['layers']} layers with random values, about 1,000 "
         f"tokens a row; milliseconds a step. With the MTP layer weights take {memory}. The gap is how far a chosen "
-        "token's logit lies below the best one of bfloat16 in the mean, of the batch where that is most, beside that of tokens "
-        f"by lot ({report['judged_layers']} layers). Seconds of compiling are those of the run where it took longest."
+        "token's logit lies below the best one of bfloat16 in the mean, of the batch where that is most, beside that "
+        f"of tokens by lot ({report['judged_layers']} layers). Seconds of compiling are those of the run where it took "
+        "longest."
     ) + table(
         [
             "weights",

@@ -1,12 +1,13 @@
 """The commands, and what becomes of a user's mistake: one line on stderr and exit code 2, never a traceback."""
 
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import mla_compile
 from mla_compile.cli import streams
@@ -51,6 +52,41 @@ class OneLineErrors(TyperGroup):
             _fail(f"{_OUT_OF_MEMORY}; {first_line}")
 
 
+_OTHER_NAMES = {"request_seconds": "--request-timeout", "shutdown_seconds": "--shutdown-timeout"}
+"""Flags of arguments that the library calls otherwise."""
+
+
+class InFlags(TyperCommand):
+    """A command whose mistakes are named by its flags, where the library names its own arguments."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MLAError as error:
+            options = (each for each in self.params if each.param_type_name == "option")
+            flags = {str(option.name): option.opts[0] for option in options}
+            raise _in_flags(error, flags | _OTHER_NAMES) from error
+
+
+def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:
+    """The error as it is if what it names is not all flags, a line of a file say."""
+    names = error.name.split(", ")
+    if not flags.keys() >= set(names):
+        return error
+
+    def in_flags(text: str) -> str:
+        """`max_rows`, `max_rows=8` and `batch_invariant=True` as one would give them."""
+
+        def flag(match: re.Match[str]) -> str:
+            return flags[match[1]] + " " * (match[2] == "=") if match[1] in flags else match[0]
+
+        return re.sub(r"\b([a-z]+(?:_[a-z]+)+)(=True\b|=|)", flag, text)
+
+    return MLAError(
+        ", ".join(flags[name] for name in names), in_flags(error.expected), error.got, in_flags(error.mend)
+    )
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
     # `torch.OutOfMemoryError` is named, as torch may not be there. On a CPU torch raises a bare RuntimeError, of the
     # allocator or of mapping a file.
@@ -91,7 +127,7 @@ def _options(
 
 
 for command in (generate, serve, plan, inspect, env, tune, demo):
-    app.command()(command)
+    app.command(cls=InFlags)(command)
 
 
 def run() -> None:

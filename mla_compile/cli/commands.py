@@ -60,6 +60,15 @@ Drafter = Annotated[
     ),
 ]
 MaxRows = Annotated[int, Option(metavar="N", min=1, help="Requests that run at once.")]
+MaxModelLen = Annotated[
+    int | None,
+    Option(
+        metavar="N",
+        min=2,
+        help="Tokens of a request, prompt included.",
+        show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
+    ),
+]
 PageSize = Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")]
 NumPages = Annotated[
     int | None,
@@ -150,7 +159,10 @@ def generate(
     ] = None,
     logprobs: Annotated[
         int | None,
-        Option(metavar="N", help="Write logprobs of the chosen and the N likeliest tokens to JSON lines."),
+        Option(
+            metavar="N",
+            help="Write logprobs of the chosen and the N likeliest tokens to JSON lines; --prompt needs --output.",
+        ),
     ] = None,
     json_schema: Annotated[
         Path | None,
@@ -209,6 +221,9 @@ def generate(
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)
     prompts = read_prompts(prompt, input_file, sampling)
+    if prompt is not None and logprobs is not None and output_file is None:
+        expected = "a file that JSON lines go to"
+        raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
     with result_writer(output_file, input_file, streamed=prompt is not None) as write:
         with progress(IMPORTING):
             from mla_compile.cli.generate import complete
@@ -380,15 +395,7 @@ def serve(
         bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
     ] = False,
     max_rows: MaxRows = DEFAULT_MAX_ROWS,
-    max_model_len: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            min=2,
-            help="Tokens of a request, prompt included.",
-            show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
-        ),
-    ] = None,
+    max_model_len: MaxModelLen = None,
     page_size: PageSize = DEFAULT_PAGE_SIZE,
     num_pages: NumPages = None,
     max_tokens_per_step: Annotated[
@@ -521,9 +528,7 @@ def plan(
         ),
     ] = None,
     max_rows: MaxRows = DEFAULT_MAX_ROWS,
-    max_model_len: Annotated[
-        int, Option(metavar="N", min=2, help="Tokens of a request, prompt included.")
-    ] = DEFAULT_MAX_MODEL_LEN,
+    max_model_len: MaxModelLen = None,
     page_size: PageSize = DEFAULT_PAGE_SIZE,
     num_pages: NumPages = None,
     max_tokens_per_step: Annotated[

@@ -49,7 +49,9 @@ def compare(model: Path, *, max_new_tokens: int, compile: bool) -> None:
     checkpoint = Checkpoint.load(model, mtp=True)
     size = sum(parameter.numel() for parameter in checkpoint.model.parameters()) / 1e6
     layers = f"{checkpoint.model.arch.num_layers} layers and an MTP layer"
-    console.print(f"{model.name}: {layers}, {size:.1f} M parameters, float32, CPU, greedy", highlight=False)
+    console.print(
+        f"{model.resolve().name}: {layers}, {size:.1f} M parameters, float32, CPU, greedy", highlight=False
+    )
     prompts = [checkpoint.encode(prompt) for prompt in PROMPTS]
     # A cold compile takes most of a minute; the uncompiled run shows text meanwhile, and what compiling brings.
     kinds = (

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import torch
 import typer
 
 from mla_compile.errors import MLAError
 from mla_compile.explanation.inspect import inspect_forward, inspect_step
 from mla_compile.models import load_model
+from mla_compile.models.checkpoint import open_checkpoint
 
 
 def explain_checkpoint(
@@ -19,12 +21,13 @@ def explain_checkpoint(
     output: Path | None,
 ) -> None:
     """Print the graph before and after the passes, and save a picture where `output` names a file."""
-    checkpoint = load_model(model)
-    if step:
-        explanation = inspect_step(checkpoint, num_speculative_tokens=num_speculative_tokens, rows=rows)
+    if step:  # which computes rotary frequencies, and takes no tensors without values
+        explanation = inspect_step(
+            load_model(model), num_speculative_tokens=num_speculative_tokens, rows=rows
+        )
     else:
         explanation = inspect_forward(
-            checkpoint,
+            open_checkpoint(model, dtype=torch.float32),
             num_speculative_tokens=num_speculative_tokens,
             rows=rows,
             prefill_tokens=48 if prefill_tokens is None else prefill_tokens,

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from mla_compile.defaults import default_drafts
-from mla_compile.engine.config import EngineConfig
+from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import names_mtp, read_config
@@ -38,7 +38,7 @@ class Wish:
     expert_parallel: bool
     num_speculative_tokens: int | None
     max_rows: int
-    max_model_len: int
+    max_model_len: int | None
     page_size: int
     num_pages: int | None
     max_tokens_per_step: int | None
@@ -49,6 +49,11 @@ class Wish:
         given, says_mtp = self.num_speculative_tokens, names_mtp(read_config(self.model)[0])
         return default_drafts(says_mtp, None) if given is None else given
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a request at most."""
+        return max_model_len_of(self.max_model_len, self.outline().config.max_position_embeddings)
+
     def outline(self) -> MLAForCausalLM:
         without = False if self.drafts == 0 else None
         return _outline(self.model, self.dtype, self.quantize, self.dequantize, without)
@@ -58,7 +63,7 @@ class Wish:
         config = EngineConfig(
             num_speculative_tokens=self.drafts,
             max_rows=self.max_rows,
-            max_model_len=self.max_model_len,
+            max_model_len=self.longest,
             page_size=self.page_size,
             num_pages=self.num_pages,
             max_tokens_per_step=self.max_tokens_per_step,
@@ -133,7 +138,7 @@ def _head(wish: Wish) -> Iterator[str]:
 
     word, unit = ("billion", 10**9) if count(model) >= 10**8 else ("million", 10**6)
     mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them the MTP layer's"
-    yield f"{wish.model.name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
+    yield f"{wish.model.resolve().name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
     parallel = "whole experts" if wish.expert_parallel else "each expert"
     among = f", divided by heads, {parallel} and vocabulary" if wish.gpus > 1 else ""
     yield f"On each of {wish.gpus} GPUs{among}:" if wish.gpus > 1 else "On one GPU:"
@@ -142,7 +147,7 @@ def _head(wish: Wish) -> Iterator[str]:
 def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
     alike = f"{_gb(plan.alike)} of them on every GPU alike" if plan.num_gpus > 1 else ""
     pages = f"{plan.num_pages} pages of {plan.page_size}"
-    rows = pages if wish.num_pages else f"{wish.max_rows} rows x {wish.max_model_len} tokens: {pages}"
+    rows = pages if wish.num_pages else f"{wish.max_rows} rows x {wish.longest} tokens: {pages}"
     bound = f"a bound, with serve --capture-budget {plan.graphs}"
     lines = {
         "weights": (plan.weights, alike),
@@ -160,7 +165,7 @@ def _room(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
     pages = plan.most_pages(memory)
     yield f"It fits. The cache may have {pages} pages (--num-pages), room at once for"
     positions = wish.outline().config.max_position_embeddings
-    contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), wish.max_model_len, positions])
+    contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), wish.longest, positions])
     for tokens in sorted(contexts):
         yield f"  {plan.most_rows(memory, tokens) or 'no':>8} rows x {tokens:>6} tokens"
 
@@ -169,12 +174,12 @@ def _remedies(wish: Wish, memory: int) -> Iterator[str]:
     """What else fits, one change each."""
     plan, model = wish.plan(), wish.outline()
     pages = plan.most_pages(memory)
-    needed = 1 + -(-wish.max_model_len // wish.page_size)
+    needed = 1 + -(-wish.longest // wish.page_size)
     if pages >= needed:
         waiting = f"--num-pages {pages}: requests that find no page wait"
         yield from _if_fits(replace(wish, num_pages=pages), memory, waiting)
         if wish.num_pages is None:
-            rows = plan.most_rows(memory, wish.max_model_len)
+            rows = plan.most_rows(memory, wish.longest)
             yield from _if_fits(replace(wish, max_rows=rows), memory, f"--max-rows {rows}")
     elif wish.num_pages is None and (tokens := (pages - 1) * wish.page_size) >= wish.page_size:
         short = replace(wish, max_rows=1, max_model_len=tokens)

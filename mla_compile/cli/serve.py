@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.cli.machine import pick_device
-from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, default_drafts
-from mla_compile.engine.config import EngineConfig
+from mla_compile.defaults import default_drafts
+from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import names_mtp, read_config
 from mla_compile.serving.settings import ServerSettings
@@ -44,11 +44,7 @@ def serve_checkpoint(
     config, _ = read_config(model)
     if num_speculative_tokens is None:
         num_speculative_tokens = default_drafts(names_mtp(config), engine["drafter"])
-    positions = config.max_position_embeddings
-    if max_model_len is None:
-        max_model_len = min(DEFAULT_MAX_MODEL_LEN, positions)
-    if max_model_len > positions:
-        raise MLAError("--max-model-len", f"at most the model's {positions} positions", max_model_len)
+    max_model_len = max_model_len_of(max_model_len, config.max_position_embeddings)
     whole = EngineConfig(num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, **engine)
     keys = _read_keys(api_key_file)
     place = str(pick_device(device))

@@ -160,7 +160,13 @@ class EngineConfig:
         if num_pages < 1 + self.pages_per_row:
             expected = f"at least {1 + self.pages_per_row}, for one row of max_model_len = {self.max_model_len} tokens"
             raise MLAError("num_pages", expected, num_pages)
+        if given.num_pages is None and num_pages >= 2**31:
+            raise MLAError("max_rows, max_model_len, page_size", "fewer than 2**31 pages in all", num_pages)
         default_tokens = max(DEFAULT_TOKENS_PER_STEP, self.max_rows * (1 + k) + 512)
+        tokens, of_decode_rows = given.max_tokens_per_step or default_tokens, self.max_rows * (1 + k)
+        if tokens < of_decode_rows:
+            expected = f"at least max_rows * (1 + num_speculative_tokens) = {of_decode_rows}"
+            raise MLAError("max_tokens_per_step", expected, tokens)
         settings = {field.name: getattr(given, field.name) for field in fields(EngineConfig)}
         return FittedConfig(
             **settings
@@ -168,7 +174,7 @@ class EngineConfig:
                 # Where nothing drafts, nothing is asked of the model.
                 "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
                 "num_pages": num_pages,
-                "max_tokens_per_step": given.max_tokens_per_step or default_tokens,
+                "max_tokens_per_step": tokens,
             },
             pages_per_grant=self.pages_per_row if model.is_recurrent else 1,
         )
@@ -212,6 +218,19 @@ class FittedConfig(EngineConfig):
     def prompt_tokens_per_step(self) -> int:
         """Prompt tokens of a step that has all rows: steps with fewer rows have as many where prompts are long."""
         return self.max_tokens_per_step - self.max_rows * (1 + self.num_speculative_tokens)
+
+
+def max_model_len_of(given: int | None, positions: int) -> int:
+    """The `max_model_len` of a model with so many positions; by default as many as it has, 2048 at most.
+
+    Raises:
+        MLAError: more than it has.
+    """
+    if given is None:
+        return min(DEFAULT_MAX_MODEL_LEN, positions)
+    if given > positions:
+        raise MLAError("max_model_len", f"at most the model's {positions} positions", given)
+    return given
 
 
 def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineConfig:

@@ -104,7 +104,7 @@ class Scheduler:
         pages: what its requests' pages come from; nobody else takes any.
         num_speculative_tokens: drafts per step, k >= 0.
         max_rows: requests that run at once.
-        max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`.
+        max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`, which `EngineConfig` sees to.
         max_keys_per_step: that prompts see in the part of their texts that a step reads in one piece, and where texts
             are cut (see `prefill_segment`); None for prompts that run in one piece.
         batch_invariant: whether a request's latents have the same bits whatever becomes of others.
@@ -128,9 +128,6 @@ class Scheduler:
             raise MLAError("num_speculative_tokens", "at least 0", k)
         if max_rows < 1:
             raise MLAError("max_rows", "at least 1", max_rows)
-        if max_tokens_per_step < max_rows * (1 + k):
-            expected = f"at least max_rows * (1 + num_speculative_tokens) = {max_rows * (1 + k)}"
-            raise MLAError("max_tokens_per_step", expected, max_tokens_per_step)
         self.q_len, self.max_rows = 1 + k, max_rows
         self.max_tokens_per_step = max_tokens_per_step
         self._max_keys = max_keys_per_step

@@ -25,7 +25,7 @@ from mla_compile.engine.intake import check_prompt
 from mla_compile.engine.start_ranks import start_ranks
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
-from mla_compile.models.checkpoint import MOST_CONFIG, open_checkpoint, read_config
+from mla_compile.models.checkpoint import MOST_CONFIG, directory_of, open_checkpoint, read_config
 from mla_compile.models.files import first_line, read_object
 from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible
@@ -85,9 +85,9 @@ class Checkpoint:
         if type(size) is not int or size < 1:
             raise MLAError("tensor_parallel_size", "a number of processes from 1 on", f"{size!r:.80}")
         if expert_parallel and size == 1:
-            expected = "False where one process has all of the model"
-            raise MLAError("expert_parallel", expected, True, "give tensor_parallel_size=2, say, with it")
-        config, _ = read_config(Path(path))
+            mend = "give tensor_parallel_size=2, say, with it"
+            raise MLAError("expert_parallel", "more than one process", size, mend)
+        config, _ = read_config(directory_of(path))
         stop_ids = _stop_ids(Path(path), config.eos_token_id)
         found = _tokenizer(path, tokenizer, text=text)
         settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,7 +85,7 @@ def load_model(
     with together():
         _check_target(dtype, device)
     with told("opening the checkpoint", is_shown=is_shown), together():
-        model, files, block = _open(Path(path), dtype, mtp, quantize, dequantize, parallel)
+        model, files, block = _open(directory_of(path), dtype, mtp, quantize, dequantize, parallel)
     with together():
         model.to_empty(device=device)
         lay_side_by_side(model)  # before they have values
@@ -109,7 +110,7 @@ def open_checkpoint(
     dequantize: bool = False,
 ) -> MLAForCausalLM:
     """The model that `load_model` would fill, on the meta device; it refuses whatever that would refuse of a file."""
-    return _open(Path(path), dtype, mtp, quantize, dequantize, None)[0]
+    return _open(directory_of(path), dtype, mtp, quantize, dequantize, None)[0]
 
 
 def _open(
@@ -128,6 +129,8 @@ def _open(
     check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
+    if mtp is not None and type(mtp) is not bool:
+        raise MLAError("mtp", "True, False or None", f"{mtp!r:.80}")
     if mtp is not False:
         mtp = _has_mtp(files, config, directory, wanted=mtp)
     with torch.device("meta"):
@@ -161,6 +164,13 @@ def _is_fp8(
         return False
     # Of gate and up in one tensor a block may have rows of both.
     return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
+
+
+def directory_of(path: object) -> Path:
+    """A checkpoint's, as it was given. Raises `MLAError` for what is no path."""
+    if not isinstance(path, str | PathLike):
+        raise MLAError("path", "a checkpoint's directory", f"{path!r:.80}")
+    return Path(path)
 
 
 def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | None]:
@@ -220,7 +230,8 @@ def _config(model_type: str, settings: dict[str, Any], file: Path) -> "PreTraine
 
 def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise MLAError("dtype", "a float dtype: float16, bfloat16, float32 or float64", dtype)
+        expected = "a float dtype: float16, bfloat16, float32 or float64"
+        raise MLAError("dtype", expected, f"{dtype!r:.80}", "give torch.bfloat16")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA

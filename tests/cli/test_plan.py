@@ -58,7 +58,16 @@ def test_remedies_of_a_small_model_mend_it(run: Run, flags: list[str], remedies:
 
 @pytest.mark.long
 @of("DEEPSEEK_V3")
-@pytest.mark.parametrize("more", [(), ("--dequantize",), ("--max-rows", 900), ("--max-model-len", 10**6)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--dequantize",),
+        ("--max-rows", 900),
+        ("--max-model-len", 163840),
+        ("--max-model-len", 163840, "--gpu-memory", "100GB"),
+    ],
+)
 def test_every_remedy_mends_it(run: Run, directory: Path, more: tuple[object, ...]) -> None:
     flags = ["--gpus", 4 if not more else 8, "--gpu-memory", "131.3 GiB", *more]
     result = run("plan", directory, *flags)
@@ -73,6 +82,15 @@ def test_every_remedy_mends_it(run: Run, directory: Path, more: tuple[object, ..
         else:
             changed = [*flags, *remedy]
         assert run("plan", directory, *changed).exit_code == 0, remedy
+
+
+def test_requests_are_no_longer_than_the_model_and_the_directory_has_its_name(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    lines = run("plan", ".").stdout.splitlines()
+    assert lines[0].startswith(f"{checkpoint.name}: ")
+    assert "8 rows x 256 tokens" in lines[3]
 
 
 @pytest.mark.long
@@ -111,9 +129,15 @@ def test_flags_change_the_plan(run: Run, directory: Path) -> None:
         (("--expert-parallel",), "--expert-parallel: expected more than one GPU, got --gpus 1"),
         (("--gpu-memory", "0GB"), "--gpu-memory: expected a number above 0"),
         (("--gpu-memory", "nan"), "--gpu-memory: expected a number above 0"),
-        (("--num-pages", 3), "num_pages: expected at least 129"),
-        (("--quantize", "fp8", "--dequantize"), "quantize, dequantize: expected one of the two"),
+        (("--num-pages", 3), "--num-pages: expected at least 129, for one row of --max-model-len = 2048"),
+        (("--quantize", "fp8", "--dequantize"), "--quantize, --dequantize: expected one of the two"),
         (("--gpus", 0), "--gpus"),
+        (("--max-rows", 10**9), "--max-rows, --max-model-len, --page-size: expected fewer than 2**31 pages"),
+        (("--max-model-len", 10**9), "--max-model-len: expected at most the model's 131072 positions"),
+        (
+            ("--max-tokens-per-step", 4),
+            "--max-tokens-per-step: expected at least --max-rows * (1 + --num-speculative-tokens) = 8, got 4",
+        ),
     ],
 )
 def test_mistakes_are_named(run: Run, directory: Path, flags: tuple[object, ...], expected: str) -> None:

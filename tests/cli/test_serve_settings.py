@@ -29,6 +29,12 @@ def test_a_published_model_drafts_where_its_config_names_an_mtp_layer(
     assert settings.engine.num_speculative_tokens == drafts
 
 
+@pytest.mark.parametrize("flag", ["--request-timeout", "--shutdown-timeout"])
+def test_a_bad_number_is_named_by_its_flag(flag: str) -> None:
+    result = CliRunner().invoke(app, ["serve", flag, "-1", "--device", "cpu"])
+    assert f"{flag}: expected a number > 0, got -1.0" in result.stderr
+
+
 def test_replicas_have_one_gpu_each() -> None:
     result = CliRunner().invoke(app, ["serve", "--replicas", "2", "--tensor-parallel-size", "2"])
     assert "--tensor-parallel-size: expected 1 with --replicas" in result.output + result.stderr

@@ -191,13 +191,18 @@ def test_exact_tokens_and_logprobs_do_not_depend_on_the_batch(checkpoint: Path) 
     [
         ({"quantize": "int8"}, "^quantize: expected 'fp8' or None, got 'int8'"),
         ({"dequantize": "no"}, "^dequantize: expected True or False, got 'no'"),
+        ({"mtp": 0}, "^mtp: expected True, False or None, got 0"),
+        ({"mtp": "no"}, "^mtp: expected True, False or None, got 'no'"),
+        ({"dtype": "bfloat16"}, "^dtype: expected a float dtype: .*, got 'bfloat16'; give torch.bfloat16"),
+        ({"path": 3}, "^path: expected a checkpoint's directory, got 3"),
+        ({"path": None}, "^path: expected a checkpoint's directory, got None"),
         ({"quantize": "fp8", "dequantize": True}, "^quantize, dequantize: expected one of the two, got both"),
     ],
-    ids=["another", "a word", "both"],
+    ids=str,
 )
 def test_wrong_options_are_named(plain: Path, options: dict, message: str) -> None:
     with pytest.raises(MLAError, match=message):
-        load_model(plain, **options)
+        load_model(**{"path": plain} | options)
 
 
 def test_other_blocks_are_dequantised_and_not_quantised_again(checkpoint: Path, tmp_path: Path) -> None:

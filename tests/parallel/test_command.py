@@ -61,14 +61,15 @@ def test_it_says_what_one_process_says(model: Path, tmp_path: Path) -> None:
 def test_a_size_that_does_not_divide_is_one_line(model: Path, tmp_path: Path) -> None:
     said = run(model, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "3")
     assert said.returncode == 2
-    assert "tensor_parallel_size: expected one of 1, 2, 4, got 3; it does not divide" in said.stderr
+    assert "--tensor-parallel-size: expected one of 1, 2, 4, got 3; it does not divide" in said.stderr
     assert "Traceback" not in said.stderr
 
 
 def test_experts_that_nobody_shares_are_one_line(model: Path, tmp_path: Path) -> None:
     said = run(model, "--input", str(prompts(tmp_path, 1)), "--expert-parallel")
-    assert said.returncode == 2 and said.stderr.count("\n") == 1
-    assert "expert_parallel: expected False where one process has all of the model, got True" in said.stderr
+    assert said.returncode == 2 and "Traceback" not in said.stderr
+    *_, last = said.stderr.splitlines()  # a slow machine tells first what it is doing
+    assert last.startswith("mla-compile: --expert-parallel: expected more than one process, got 1")
 
 
 def is_gone(pid: int) -> bool:

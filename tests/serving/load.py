@@ -71,10 +71,15 @@ class Seen:
     is_idle: bool = False
 
     def growth(self, process: str) -> float:
-        """MiB by which the last quarter's median memory is above the first quarter's."""
+        """MiB by which memory grows while the load lasts, if it grows all the time: what grows once is no leak.
+
+        That is twice the lesser of two steps, from the median of a third of the samples to that of the next.
+        """
         samples = self.memory[process]
-        quarter = max(1, len(samples) // 4)
-        return statistics.median(samples[-quarter:]) - statistics.median(samples[:quarter])
+        third = max(1, len(samples) // 3)
+        parts = samples[:third], samples[third:-third] or samples, samples[-third:]
+        first, middle, last = (statistics.median(part) for part in parts)
+        return 2 * min(middle - first, last - middle)
 
     def summary(self) -> dict[str, Any]:
         """What is worth printing."""
