@@ -386,4 +386,4 @@ def test_an_engine_that_cannot_be_started_is_one_line() -> None:
 def test_a_mistake_in_the_flags_is_one_line() -> None:
     with served("--num-pages", "5") as server:
         assert server.ends() == 2
-        assert "num_pages: expected at least" in server.log[-1]
+        assert "--num-pages: expected at least" in server.log[-1]
