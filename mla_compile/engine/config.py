@@ -162,8 +162,8 @@ class EngineConfig:
             raise MLAError("num_pages", expected, num_pages)
         if given.num_pages is None and num_pages >= 2**31:
             raise MLAError("max_rows, max_model_len, page_size", "fewer than 2**31 pages in all", num_pages)
-        default_tokens = max(DEFAULT_TOKENS_PER_STEP, self.max_rows * (1 + k) + 512)
-        tokens, of_decode_rows = given.max_tokens_per_step or default_tokens, self.max_rows * (1 + k)
+        of_decode_rows = self.max_rows * (1 + k)
+        tokens = given.max_tokens_per_step or max(DEFAULT_TOKENS_PER_STEP, of_decode_rows + 512)
         if tokens < of_decode_rows:
             expected = f"at least max_rows * (1 + num_speculative_tokens) = {of_decode_rows}"
             raise MLAError("max_tokens_per_step", expected, tokens)

@@ -87,8 +87,9 @@ class Checkpoint:
         if expert_parallel and size == 1:
             mend = "give tensor_parallel_size=2, say, with it"
             raise MLAError("expert_parallel", "more than one process", size, mend)
-        config, _ = read_config(directory_of(path))
-        stop_ids = _stop_ids(Path(path), config.eos_token_id)
+        directory = directory_of(path)
+        config, _ = read_config(directory)
+        stop_ids = _stop_ids(directory, config.eos_token_id)
         found = _tokenizer(path, tokenizer, text=text)
         settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
         parallel = None
@@ -99,7 +100,7 @@ class Checkpoint:
                 size,
                 torch.device(device),
                 expert_parallel=expert_parallel,
-                path=str(Path(path).resolve()),
+                path=str(directory.resolve()),
                 dtype=str(dtype).removeprefix("torch."),
                 **settings,
             )

@@ -43,3 +43,13 @@ def attend_by_token(
         outs.append(joined[0])
         lses.append(joined[1])
     return torch.stack(outs), torch.stack(lses)
+
+
+def merge_by_token(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge` of each token, the first dimension, in operations of its own.
+
+    On the CPU the last elements of a tensor get other bits from `logaddexp` than those before.
+    """
+    joined = [merge(*each) for each in zip(out_a, lse_a, out_b, lse_b, strict=True)]
+    out, lse = zip(*joined, strict=True)
+    return torch.stack(out), torch.stack(lse)

@@ -6,7 +6,7 @@ from torch import Tensor
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.by_token import attend_by_token
+from mla_compile.ops.by_token import attend_by_token, merge_by_token
 from mla_compile.ops.implementations import (
     FLOATS,
     HALF,
@@ -18,7 +18,7 @@ from mla_compile.ops.implementations import (
 )
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
-from mla_compile.ops.softmax import in_parts, merge, merge_by_token, softmax_weighted
+from mla_compile.ops.softmax import in_parts, merge, softmax_weighted
 from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (

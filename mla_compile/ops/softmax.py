@@ -44,16 +44,6 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a * (lse_a - base).exp()[..., None] + out_b * (lse_b - base).exp()[..., None], lse
 
 
-def merge_by_token(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge` of each token, the first dimension, in operations of its own.
-
-    On the CPU the last elements of a tensor get other bits from `logaddexp` than those before.
-    """
-    joined = [merge(*each) for each in zip(out_a, lse_a, out_b, lse_b, strict=True)]
-    out, lse = zip(*joined, strict=True)
-    return torch.stack(out), torch.stack(lse)
-
-
 def in_parts(
     attend: Callable[[int, bool], tuple[Tensor, Tensor]],
     parts: int,

@@ -70,21 +70,21 @@ class Seen:
     step_ms: float = 0.0
     is_idle: bool = False
 
-    def growth(self, process: str) -> float:
-        """MiB by which memory grows while the load lasts, if it grows all the time: what grows once is no leak.
+    def growth(self, process: str) -> tuple[float, float]:
+        """MiB by which memory grows: from the first third of the samples to the last, and steadily, by their medians.
 
-        That is twice the lesser of two steps, from the median of a third of the samples to that of the next.
+        What grows once is no leak, so steadily is twice the lesser of the steps to the middle third and from it.
         """
         samples = self.memory[process]
         third = max(1, len(samples) // 3)
         parts = samples[:third], samples[third:-third] or samples, samples[-third:]
         first, middle, last = (statistics.median(part) for part in parts)
-        return 2 * min(middle - first, last - middle)
+        return last - first, 2 * min(middle - first, last - middle)
 
     def summary(self) -> dict[str, Any]:
         """What is worth printing."""
         grown = {
-            name: {"MiB": round(s[-1]), "grown": round(self.growth(name), 2)}
+            name: {"MiB": round(s[-1]), "grown": round(self.growth(name)[0], 2)}
             for name, s in self.memory.items()
         }
         share = self.delivery_ms["p99"] / self.step_ms
@@ -257,9 +257,10 @@ def problems(seen: Seen, load: Load) -> list[str]:
         found.append(f"only {seen.answers} answers")
     if not seen.is_idle:
         found.append("the engine still holds rows or pages")
-    found += [
-        f"the {name} has grown: {samples}" for name, samples in seen.memory.items() if seen.growth(name) > 8
-    ]
+    for name, samples in seen.memory.items():
+        in_all, steadily = seen.growth(name)
+        if in_all > 32 or steadily > 8:
+            found.append(f"the {name} has grown: {samples}")
     return found
 
 
