@@ -1,4 +1,6 @@
-"""The one exception class for mistakes that a caller can mend."""
+"""Mistakes that a caller can mend, and work on one request that fails."""
+
+import asyncio
 
 
 class MLAError(ValueError):
@@ -12,3 +14,24 @@ class MLAError(ValueError):
 
     def __reduce__(self) -> tuple[type["MLAError"], tuple[str, str, object, str]]:
         return type(self), (self.name, self.expected, self.got, self.mend)
+
+
+class RequestError(Exception):
+    """Work of the host on one request failed. The message is a sentence; the other requests go on."""
+
+
+def is_request_error(error: BaseException) -> bool:
+    """Whether an error of work on one request ends that request alone.
+
+    A library's own BaseException does: pyo3's PanicException, say.
+    """
+    return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | asyncio.CancelledError)
+
+
+def request_error(what: str, error: BaseException) -> RequestError:
+    """The error of one request, for which `what` failed with `error`; raises `error` where that must end more."""
+    if not is_request_error(error):
+        raise error
+    if isinstance(error, MLAError | RequestError):
+        return RequestError(str(error))
+    return RequestError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")

@@ -1,35 +1,103 @@
-"""Text of tokens: of a whole completion, piece by piece as it grows, and up to a stop string."""
+"""Text of tokens: piece by piece as a completion grows, and up to a stop string.
 
-from collections.abc import Sequence
+The pieces of a text follow from its tokens alone, however many tokens each step adds. So the pieces of a stream join to
+`Completion.text` for every tokenizer, though decoding all tokens at once may give another text: decoders that read a
+run of byte tokens as a whole replace all of its characters where one is wrong.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from tokenizers.decoders import DecodeStream
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from mla_compile.engine.completion import Completion
+from mla_compile.errors import request_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_REPLACEMENT = "\ufffd"
+_MAX_PARTS = 4
+"""Bytes of the longest character in UTF-8, and so the tokens that it may be split over."""
 
-def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """The text of all tokens together, special ones left out."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]:
+    """What gives the text of token ids, special ones left out."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    own = (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) != (Fast.decode, Fast._decode)
+    if not own and not tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]  # the same in a sixth of the time
+    return partial(cast(Any, tokenizer.decode), skip_special_tokens=True)
 
 
 class Detokenizer:
-    """The text of tokens as they come. Bytes of a character that is not complete yet are withheld."""
+    """The text of tokens as they come. Bytes of a character that is not complete yet are withheld.
+
+    text: all that was given.
+    """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._decode = _decoder(tokenizer)
+        # Decoders treat the first token of a text in their own way, so new tokens are decoded behind the last ones.
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
         self.text = ""
 
     def feed(self, token: int) -> str:
-        """What a token adds to the text."""
-        piece = self._stream.step(self._backend, token) or ""
-        self.text += piece
+        """What a token adds to the text.
+
+        Raises:
+            RequestError: the tokenizer cannot decode it; so it is from then on.
+        """
+        self._pending.append(token)
+        try:
+            piece = self._text_of(self._pending)
+            if piece and not piece.endswith(_REPLACEMENT):
+                return self._give(piece, len(self._pending))
+            if len(self._pending) < _MAX_PARTS:
+                return ""
+            # The first one is part of no character that may still be completed.
+            return self._give(self._text_of(self._pending[:1]), 1)
+        except BaseException as error:
+            raise request_error(f"the tokenizer cannot decode token {token}", error) from error
+
+    def finish(self) -> str:
+        """What is withheld, when no more tokens come."""
+        if not self._pending:
+            return ""
+        try:
+            return self._give(self._text_of(self._pending), len(self._pending))
+        except BaseException as error:
+            raise request_error(f"the tokenizer cannot decode tokens {self._pending}", error) from error
+
+    def _text_of(self, pending: list[int]) -> str:
+        readings = []
+        behind = self._decode([*self._context, *pending])
+        if behind.startswith(self._context_text):
+            readings.append(behind[len(self._context_text) :])
+            if _REPLACEMENT not in readings[0]:
+                return readings[0]
+        # A wrong byte may spoil its neighbours, or be the context's: the best reading is the one that replaces least.
+        readings.append(self._decode(pending))
+        readings += (self._decode(pending[:i]) + self._decode(pending[i:]) for i in range(1, len(pending)))
+        return min(readings, key=lambda text: text.count(_REPLACEMENT))
+
+    def _give(self, piece: str, count: int) -> str:
+        """Give the text of the first `count` pending tokens."""
+        given, self._pending = self._pending[:count], self._pending[count:]
+        if piece:
+            self._context, self._context_text = given, self._decode(given)
+            self.text += piece
         return piece
+
+
+def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
+    """The text of all tokens of a completion; raises `RequestError` as `Detokenizer.feed` does."""
+    reader = TextReader(tokenizer)
+    reader.feed(token_ids, is_end=True)
+    return reader.text
 
 
 @dataclass(frozen=True)
@@ -40,26 +108,41 @@ class Found:
     text: str
 
 
-class StopStrings:
-    """Finds where a growing text first contains one of some strings, whatever the steps that it grows by.
+class TextReader:
+    """Reads a growing text, and finds where it first contains one of some strings, whatever the steps that it grows by.
 
     stops: the strings, none of them empty.
     """
 
-    def __init__(self, stops: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: Sequence[str] = ()) -> None:
         self._stops = stops
         self._known = Detokenizer(tokenizer)
 
-    def feed(self, tokens: Sequence[int]) -> Found | None:
-        """The first place where one of the strings is complete, the earliest beginning among equals."""
+    @property
+    def text(self) -> str:
+        """All that was read."""
+        return self._known.text
+
+    def feed(self, tokens: Sequence[int], *, is_end: bool = False) -> Found | None:
+        """The first place where one of the strings is complete, the earliest beginning among equals.
+
+        is_end: no more tokens come.
+
+        Raises:
+            RequestError: the tokenizer cannot decode one.
+        """
         for count, token in enumerate(tokens, start=1):
-            before = len(self._known.text)
-            if not self._known.feed(token):
-                continue
-            text = self._known.text
-            begins = [text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
-            if found := [begin for begin in begins if begin >= 0]:
-                return Found(count, text[: min(found)])
+            if found := self._find(self._known.feed(token), count):
+                return found
+        return self._find(self._known.finish(), len(tokens)) if is_end else None
+
+    def _find(self, piece: str, num_tokens: int) -> Found | None:
+        if not piece or not self._stops:
+            return None
+        text, before = self.text, len(self.text) - len(piece)
+        begins = [text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops]
+        if found := [begin for begin in begins if begin >= 0]:
+            return Found(num_tokens, text[: min(found)])
         return None
 
 
@@ -70,22 +153,25 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
         self._num_held = max(map(len, stop), default=1) - 1
         self._known = Detokenizer(tokenizer)
         self._num_seen = self._num_given = 0
 
     def feed(self, completion: Completion) -> str:
-        """What the completion's new tokens add to the text."""
-        for token in completion.token_ids[self._num_seen :]:
-            self._known.feed(token)
-        self._num_seen = len(completion.token_ids)
-        text, ready = self._known.text, len(self._known.text) - self._num_held
-        if completion.finish_reason is not None:
-            text = completion.text or ""
-            if completion.text is None:  # the engine has no tokenizer
-                text = decode(self._tokenizer, completion.token_ids)
-            ready = len(text)
-        piece = text[self._num_given : max(ready, self._num_given)]
+        """What the completion's new tokens add to the text.
+
+        Raises:
+            RequestError: the tokenizer cannot decode one, and the completion's engine has no tokenizer.
+        """
+        text = completion.text
+        if text is None:  # it has not ended, or the engine has no tokenizer
+            for token in completion.token_ids[self._num_seen :]:
+                self._known.feed(token)
+            self._num_seen = len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._known.finish()
+            text = self._known.text
+        end = len(text) - (self._num_held if completion.finish_reason is None else 0)
+        piece = text[self._num_given : max(end, self._num_given)]
         self._num_given += len(piece)
         return piece

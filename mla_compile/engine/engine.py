@@ -109,6 +109,7 @@ class Engine:
         self._scheduler = Scheduler.of(self.config)
         self._launcher.rows.clear()
         self._under_way: deque[Launch] = deque()
+        self._is_launching = False  # so other ranks may wait for this one
         self._last_report = 0.0  # when it came
 
     # --- requests, one by one
@@ -170,34 +171,41 @@ class Engine:
 
         Raises:
             MLAError: another engine has taken over the model's caches.
-            Exception: what the model raised; all requests have ended with finish_reason "error" then.
+            Exception: what the model raised; all requests have ended with finish_reason "error" then. Host-side work
+                on one request (text, stop strings, grammars, log-probabilities, choosing its tokens) raises nothing
+                here: it ends that request with "error" and a sentence, and the others go on.
         """
         with self._turn:
             self._check_caches()
-            start = time.perf_counter()
-            plan, lag = self._scheduler.plan(), 0
-            # Where the host chooses tokens it must have those before them.
-            if plan and not self._launch(plan).on_host:
-                lag = self.report_lag
-            while len(self._under_way) > lag:
-                self._collect()
-            if plan:
-                self._counts.step_seconds = time.perf_counter() - start
-                self._counts.total_step_seconds += self._counts.step_seconds
+            try:
+                self._step()
+            except BaseException as error:
+                for request in self._scheduler.requests():
+                    request.end("error", str(error))
+                if self._is_launching and self._leader is not None and not self._launcher.choice_failed:
+                    self._fail()
+                else:
+                    self._begin_anew()
+                raise
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        plan, lag = self._scheduler.plan(), 0
+        # Where the host chooses tokens it must have those before them.
+        if plan and not self._launch(plan).on_host:
+            lag = self.report_lag
+        while len(self._under_way) > lag:
+            self._collect()
+        if plan:
+            self._counts.step_seconds = time.perf_counter() - start
+            self._counts.total_step_seconds += self._counts.step_seconds
 
     def _launch(self, plan: Plan) -> Launch:
-        try:
-            if self._leader is not None:
-                self._leader.launch(plan)
-            launch = self._launcher.launch(plan, self.draft_length.choose)
-        except BaseException as error:
-            for request in self._scheduler.requests():
-                request.end("error", str(error))
-            if self._leader is None or self._launcher.choice_failed:
-                self._begin_anew()
-            else:
-                self._fail()
-            raise
+        self._is_launching = True
+        if self._leader is not None:
+            self._leader.launch(plan)
+        launch = self._launcher.launch(plan, self.draft_length.choose)
+        self._is_launching = False
         self._under_way.append(launch)
         if not launch.is_timed:  # it has kept the host from the reports before it too
             for earlier in self._under_way:
@@ -290,7 +298,8 @@ class Engine:
                 all tokens. A row whose grammar allows none ends with finish_reason "error", and the others go on.
                 Prompts that run beside one with a grammar are as slow as with `choose`.
             choose: picks the tokens on the host, between the two halves of a step; `sampling` is then for the drafts
-                only. Slower: the host waits for every step.
+                only. Slower: the host waits for every step. What it raises, this stream raises; its requests end, and
+                others go on.
 
         The list yielded is the same one each time, its completions growing. Streams may run side by side, and beside
         other requests. One that is left early aborts its requests.
@@ -315,6 +324,9 @@ class Engine:
             while True:
                 if progress.has_grown:
                     progress.has_grown = False
+                    for request in requests:
+                        if request.failure is not None:
+                            raise request.failure
                     while followers and first_of[followers[0].completion.prompt_index].has_begun:
                         self._take_on(followers.popleft())
                     yield completions

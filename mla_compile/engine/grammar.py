@@ -6,7 +6,8 @@ the mask that plain decoding would have there, and speculation changes no token.
 
 import functools
 import json
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.reports import RowReport
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, RequestError, is_request_error, request_error
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -136,18 +137,27 @@ class GrammarRow:
     ) -> None:
         self.grammar = grammar
         self.stop_ids = stop_ids
-        self.matcher = grammar.matcher()
+        self._matcher: LLMatcher | None = None
         self._completion = completion
         self._name = name
         self._num_read = 0
         self._dead_end: _DeadEnd | None = None
         self.has_failed = False
         """Whether the row has ended because its grammar did not go on."""
+        self.error: RequestError | None = None
+        """What matching failed with; the row ends with the step's report."""
+
+    @property
+    def matcher(self) -> "LLMatcher":
+        """One of the row's own; made here, where an error ends this row alone."""
+        if self._matcher is None:
+            self._matcher = self.grammar.matcher()
+        return self._matcher
 
     def follow(self, completion: Completion) -> None:
         """Read another completion from now on, from its beginning."""
-        self.matcher = self.grammar.matcher()
-        self._completion, self._num_read, self._dead_end = completion, 0, None
+        self._matcher, self._dead_end = None, None
+        self._completion, self._num_read = completion, 0
 
     def read(self) -> None:
         """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
@@ -166,11 +176,21 @@ class GrammarRow:
     def give_up(self, num_drafts: int) -> None:
         """After so many drafts the matcher is in an error: note it, and begin anew."""
         self._dead_end = _DeadEnd(num_drafts, _message(self.matcher))
-        self.matcher = self.grammar.matcher(self._completion.token_ids)
+        self._matcher = self.grammar.matcher(self._completion.token_ids)
+
+    def fail(self, error: BaseException) -> None:
+        """Note what matching failed with."""
+        self.error = request_error(f"{self._name}: matching failed", error)
 
     def settle(self, report: RowReport) -> RowReport:
         """The row's report of the step that masks were made for. If it came to a dead end, the stop id that ended it
-        is taken back, and the error says why."""
+        is taken back, and the error says why.
+
+        Raises:
+            RequestError: making the masks failed.
+        """
+        if self.error is not None:
+            raise self.error
         end, self._dead_end = self._dead_end, None
         if end is None or len(report.tokens) <= end.num_drafts:
             return report
@@ -193,6 +213,7 @@ def allowed_tokens(
         first: the rows whose first token is to be chosen: it follows no draft.
 
     At a dead end the stop ids are allowed, which end the row; `GrammarRow.settle` then tells it from a complete text.
+    A row whose matcher fails may say anything: `GrammarRow.settle` ends it.
     """
     guesses = drafts.tolist()
     mine = {row: [] if row in first else guesses[row] for row in rows}
@@ -208,30 +229,60 @@ def _masks(rows: list[GrammarRow], guesses: list[list[int]], n: int, words: int)
 
     All bits are set after a draft that the grammar refuses or that ends the row: nothing is emitted there.
     """
-    from llguidance.numpy import fill_next_token_bitmask_par
-
     masks = torch.full((len(rows), n, words), -1, dtype=torch.int32, device="cpu")
-    for row in rows:
-        row.read()
-    ahead, j = dict(enumerate(rows)), 0  # those whose grammars have taken their first j drafts
+    ahead, j = {}, 0  # those whose grammars have taken their first j drafts
+    for i, row in enumerate(rows):
+        with _failing_alone(row):
+            row.read()
+            ahead[i] = row
     while ahead:
         # llguidance takes masks of its tokenizer's size only, and the model's vocabulary may be larger.
         for width in {_num_words(row.grammar.vocab_size) for row in ahead.values()}:
-            mine = [i for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width]
-            filled = torch.zeros(len(mine), width, dtype=torch.int32, device="cpu")
-            asked = [(rows[i].matcher, place) for place, i in enumerate(mine)]
-            fill_next_token_bitmask_par(_executor(), asked, filled.numpy())
-            masks[mine, j] = torch.nn.functional.pad(filled, (0, words - width))
+            mine = {i: row for i, row in ahead.items() if _num_words(row.grammar.vocab_size) == width}
+            masks[list(mine), j] = torch.nn.functional.pad(
+                _filled(list(mine.values()), width), (0, words - width)
+            )
         for i, row in list(ahead.items()):
-            if row.matcher.is_error():
-                masks[i, j] = 0
-                row.give_up(j)
-                del ahead[i]
-            elif j == len(guesses[i]) or not row.read_draft(guesses[i][j]):
-                row.matcher.rollback(j)
-                del ahead[i]
+            del ahead[i]
+            if row.error is not None:
+                continue
+            with _failing_alone(row):
+                if row.matcher.is_error():
+                    masks[i, j] = 0
+                    row.give_up(j)
+                elif j == len(guesses[i]) or not row.read_draft(guesses[i][j]):
+                    row.matcher.rollback(j)
+                else:
+                    ahead[i] = row
         j += 1
     return masks
+
+
+def _filled(rows: list[GrammarRow], width: int) -> Tensor:
+    """The next token's bits of each row, int32 `[len(rows), width]`; those of a row whose matcher fails are set."""
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    masks = torch.zeros(len(rows), width, dtype=torch.int32, device="cpu")
+    try:
+        asked = [(row.matcher, place) for place, row in enumerate(rows)]
+        fill_next_token_bitmask_par(_executor(), asked, masks.numpy())
+    except BaseException as error:
+        if len(rows) == 1:
+            rows[0].fail(error)
+            return masks.fill_(-1)
+        if not is_request_error(error):
+            raise
+        return torch.cat([_filled([row], width) for row in rows])  # which of them it was
+    return masks
+
+
+@contextmanager
+def _failing_alone(row: GrammarRow) -> Iterator[None]:
+    """What fails inside ends this row alone."""
+    try:
+        yield
+    except BaseException as error:
+        row.fail(error)
 
 
 def _unpacked(masks: Tensor, rows: list[GrammarRow], vocab_size: int) -> Tensor:

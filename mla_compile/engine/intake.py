@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import FittedConfig, check_positive
-from mla_compile.engine.detokenizer import StopStrings
+from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.errors import MLAError
@@ -127,17 +127,16 @@ class Intake:
         check_token_ids("stop_ids", stop_ids)
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
-        if params.stop_strings and not hasattr(self._tokenizer, "backend_tokenizer"):
-            raise MLAError("stop", "none in an engine without a fast tokenizer", params.stop_strings)
+        if params.stop_strings and self._tokenizer is None:
+            hint = "give the engine the model's tokenizer"
+            raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings, hint)
         ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
         completion = Completion(prompt_index=place[0], index=place[1])
-        row = stops = None
+        row = None
         if grammar is not None:
             name = f"grammars[{place[0]}]" if progress is not None else "grammar"
             check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
             row = GrammarRow(grammar, completion, ends, name)
-        if params.stop_strings and self._tokenizer is not None:
-            stops = StopStrings(params.stop_strings, self._tokenizer)
         return Request(
             prompt=list(prompt),
             max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
@@ -147,8 +146,7 @@ class Intake:
             completion=completion,
             grammar=row,
             choose=choose,
-            stop_strings=stops,
-            tokenizer=self._tokenizer,
+            reader=None if self._tokenizer is None else TextReader(self._tokenizer, params.stop_strings),
             calls=self._calls,
             progress=progress or Progress(),
         )

@@ -18,7 +18,7 @@ from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, is_request_error
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import (
     DecodeState,
@@ -326,16 +326,23 @@ class Launcher:
         targets = choose_targets(state, logits, allowed).clone()
         choosers = dict.fromkeys(request.choose for _, request in sampled if request.choose is not None)
         for choose in choosers:
-            asked = {row: request.said for row, request in sampled if request.choose is choose}
+            asked = {row: request for row, request in sampled if request.choose is choose}
             # A first token follows no drafts.
             for n, rows in ((1, asked.keys() & first), (decoder.k + 1, asked.keys() - first)):
-                if rows:
-                    index = torch.tensor(sorted(rows), device=self._device)
-                    drafts, completions = guesses[index, : n - 1], [asked[row] for row in sorted(rows)]
-                    chosen = choose(logits[index, :n], drafts, completions)
-                    has_token = targets[index, :n] != NO_TOKEN
+                if not rows:
+                    continue
+                index = torch.tensor(sorted(rows), device=self._device)
+                drafts, requests = guesses[index, : n - 1], [asked[row] for row in sorted(rows)]
+                has_token = targets[index, :n] != NO_TOKEN
+                try:
+                    chosen = choose(logits[index, :n], drafts, [request.said for request in requests])
                     _check_chosen(chosen, has_token, self._model.vocab_size)
                     targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)
+                except BaseException as error:
+                    if not is_request_error(error):
+                        raise
+                    for request in requests:
+                        request.failure = error
         return targets
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_compile.errors import request_error
 from mla_compile.speculate.state import ACTIVE, COUNT, FIRST_TOKEN, NUM_VERIFIED, DecodeState
 
 
@@ -71,7 +72,11 @@ class StepReport:
         if row in self._num_logprobs:
             values, ids = (tensor[row].tolist() for tensor in logprobs)
             n = self._num_logprobs[row]
-            places = [_by_id(token, values[j], ids[j], n) for j, token in enumerate(tokens)]
+            try:
+                places = [_by_id(token, values[j], ids[j], n) for j, token in enumerate(tokens)]
+            except BaseException as failed:
+                error = str(request_error("reading log-probabilities", failed))
+                return RowReport([], False, line[NUM_VERIFIED], error=error)
         if line[ACTIVE] < 0:
             error = f"the model's logits for position {-line[ACTIVE]} are NaN or infinite"
         return RowReport(tokens, line[ACTIVE] > 0, line[NUM_VERIFIED], places, error)

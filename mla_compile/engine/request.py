@@ -2,19 +2,16 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.detokenizer import StopStrings, decode
+from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import GrammarRow
 from mla_compile.engine.reports import RowReport
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, request_error
 from mla_compile.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class TokenChooser(Protocol):
@@ -69,7 +66,8 @@ class Request:
     max_len: tokens, prompt included, at which it ends.
     stop_ids: a token of these ends it.
     max_drafts: of a step, at most so many; None for as many as the engine makes.
-    grammar, choose: what has a say in its tokens on the host; stop_strings, tokenizer: what reads its text.
+    grammar, choose: what has a say in its tokens on the host.
+    reader: reads its text, up to a stop string; None in an engine without a tokenizer.
     calls: of the engine that has made it; None once it has ended, so that it keeps no engine alive.
 
     What has come of it:
@@ -77,6 +75,7 @@ class Request:
     completion: what is known by now; it grows, and has a `finish_reason` in the end.
     said: what its row has said: the completion itself, unless a preemption made it begin anew (see `begin_anew`).
     progress: of the requests that it was asked for with.
+    failure: what `choose` raised; the step's report ends the request.
 
     Where it stands, which only the scheduler changes:
 
@@ -100,11 +99,11 @@ class Request:
     grammar: GrammarRow | None = None
     choose: TokenChooser | None = None
     max_drafts: int | None = None
-    stop_strings: StopStrings | None = None
-    tokenizer: "PreTrainedTokenizerBase | None" = None
+    reader: TextReader | None = None
     calls: EngineCalls | None = None
     progress: Progress = field(default_factory=Progress)
 
+    failure: BaseException | None = None
     said: Completion = field(init=False)
     rank: tuple[int, int] | None = None
     is_running: bool = False
@@ -160,8 +159,16 @@ class Request:
     def take(self, report: RowReport, *, is_step: bool) -> None:
         """Take in what a step emitted, or a prompt's last chunk (`is_step` False).
 
-        Whether the request ends with it, where and why, is decided here alone.
+        Whether the request ends with it, where and why, is decided here alone. What fails here ends this request.
         """
+        try:
+            self._take(report, is_step=is_step)
+        except BaseException as error:
+            self.end("error", str(request_error("reading what a step emitted", error)))
+
+    def _take(self, report: RowReport, *, is_step: bool) -> None:
+        if self.failure is not None:
+            raise request_error("choosing tokens", self.failure)
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
@@ -180,23 +187,21 @@ class Request:
         completion.num_steps += is_step
         completion.num_prefills += 0 if is_step else len(report.tokens)
         self.progress.has_grown = True
-        reason = text = None
+        reason = None
         if report.error is not None:
             reason = "error"
         elif not report.active or self.num_tokens >= self.max_len:  # or nothing would ever end it
             reason = "stop" if completion.token_ids[-1] in self.stop_ids else "length"
-        found = self.stop_strings and self.stop_strings.feed(completion.token_ids[num_known:])
+        found = self.reader and self.reader.feed(completion.token_ids[num_known:], is_end=reason is not None)
         if found:
             del completion.token_ids[num_known + found.num_tokens :]
             del completion.draft_positions[num_known + found.num_tokens :]
             if completion.logprobs is not None:
                 del completion.logprobs[num_known + found.num_tokens :]
-            reason, text = "stop", found.text
-        if reason is not None:
-            if text is None and self.tokenizer is not None:
-                text = decode(self.tokenizer, completion.token_ids)
-            completion.text = text
-            self.end(reason, None if found else report.error)
+            completion.text = found.text
+            self.end("stop")
+        elif reason is not None:
+            self.end(reason, report.error)
 
     def _without_what_was_said(self, report: RowReport) -> RowReport:
         """The rest of a report, behind what its row had to say again; an error where that was something else."""
@@ -217,7 +222,10 @@ class Request:
 
     def end(self, finish_reason: str, error: str | None = None) -> None:
         """Nothing more comes."""
-        self.completion.finish_reason, self.completion.error = finish_reason, error
+        completion = self.completion
+        completion.finish_reason, completion.error = finish_reason, error
+        if self.reader is not None and completion.text is None:
+            completion.text = self.reader.text
         self.progress.has_grown = True
         self.calls = None
 

@@ -144,6 +144,8 @@ class Choice:
         before = len(self._pieces.text)
         # Nothing while a character is incomplete: pieces join to the text.
         pieces = [self._pieces.feed(token) for token in token_ids] if self._tells_tokens else []
+        if pieces and completion.finish_reason is not None:
+            pieces[-1] += self._pieces.finish()
         if completion.logprobs is not None and self._asked.is_chat:
             logprobs = self._chat_logprobs(token_ids, completion.logprobs[new])
         elif completion.logprobs is not None:

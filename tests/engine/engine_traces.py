@@ -100,8 +100,9 @@ class StopsAfter:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
+        self.text = ""
 
-    def feed(self, tokens: list[int]) -> Found | None:
+    def feed(self, tokens: list[int], *, is_end: bool) -> Found | None:
         before, self.num_left = self.num_left, self.num_left - len(tokens)
         return Found(before, "...") if 0 < before <= len(tokens) else None
 
@@ -197,7 +198,7 @@ class EngineRun:
             priority=arrival.priority,
         )
         if arrival.num_until_stop is not None:
-            request.stop_strings = StopsAfter(arrival.num_until_stop)
+            request.reader = StopsAfter(arrival.num_until_stop)
         self.requests[number] = request
 
     def _step(self) -> None:

@@ -249,14 +249,14 @@ def test_a_second_turn_finds_the_first_one_s_pages() -> None:
 
 def test_a_text_that_a_stop_string_ends_leaves_its_pages_to_the_next_turn() -> None:
     class StopsAtOnce:
-        def feed(self, tokens: list[int]) -> Found:
+        def feed(self, tokens: list[int], *, is_end: bool) -> Found:
             return Found(1, "")
 
     of = scheduler(k=1, page_size=2)
     request = of.add([1, 2, 3], max_len=30)
     of.plan()
     of.update([goes_on(4)])
-    request.stop_strings = StopsAtOnce()
+    request.reader = StopsAtOnce()
     of.plan()
     of.update([goes_on(5, 6)])
     assert request.completion.finish_reason == "stop"

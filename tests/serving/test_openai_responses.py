@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.engine.detokenizer import StopStrings, decode
+from mla_compile.engine.detokenizer import TextReader, decode
 from mla_compile.engine.reports import Logprob
 from mla_compile.serving.messages import Update
 from mla_compile.serving.openai_requests import BadRequest, CompletionsAsked, ModelLimits
@@ -59,7 +59,7 @@ def updates_of(
 ) -> list[Update]:
     """What the engine reports of a completion, in steps of a few tokens or none; a stop string ends it with the step
     that completes it."""
-    found = StopStrings(stop, TOKENIZER).feed(token_ids)
+    found = TextReader(TOKENIZER, stop).feed(token_ids)
     token_ids = token_ids if found is None else token_ids[: found.num_tokens]
     updates: list[Update] = []
     while token_ids:

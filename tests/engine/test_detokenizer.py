@@ -1,0 +1,114 @@
+"""The pieces of a stream join to `Completion.text`, for tokenizers of every kind and tokens of any sense.
+
+`MLA_TEXTS=20000` sets how many texts are drawn for each kind.
+"""
+
+import os
+import random
+import re
+
+import pytest
+
+from mla_compile import SamplingParams
+from mla_compile.engine import Request, TextStream
+from mla_compile.engine.detokenizer import TextReader
+from mla_compile.engine.reports import RowReport
+from mla_compile.serving.token_bytes import Vocabulary
+from tests.engine.tokenizers_of_every_kind import KINDS
+
+NUM_TEXTS = int(os.environ.get("MLA_TEXTS", "150"))
+REPLACEMENT = "\ufffd"
+STOPS = [(), (".",), ("the", "🚀"), ("e", "é", "cat s"), (REPLACEMENT,)]
+
+
+def run(kind: str, draw: random.Random) -> tuple[list[int], Request, list[str]]:
+    """Random tokens, the request that they are reported to in steps of random sizes, and what its stream gave."""
+    tokenizer, stops = KINDS[kind](), draw.choice(STOPS)
+    ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 25))]
+    reader = TextReader(tokenizer, stops)
+    request = Request([1], 100, params=SamplingParams(stop=stops), reader=reader)
+    stream, pieces, left = TextStream(tokenizer, stops), [], ids
+    while left and not request.has_ended:
+        new, left = left[: (count := draw.randrange(1, 6))], left[count:]
+        request.take(RowReport(new, active=bool(left)), is_step=True)
+        pieces.append(stream.feed(request.completion))
+    return ids, request, pieces
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_join_to_the_text(kind: str) -> None:
+    tokenizer, num_plain, num_stopped = KINDS[kind](), 0, 0
+    for seed in range(NUM_TEXTS):
+        ids, request, pieces = run(kind, random.Random(seed))
+        completion = request.completion
+        assert "".join(pieces) == completion.text, (kind, seed)
+        raised = any(token % 41 == 40 for token in completion.token_ids) and kind == "raises"
+        assert (completion.finish_reason == "error") == raised
+        if completion.finish_reason == "stop":
+            num_stopped += 1
+            assert not any(stop in completion.text for stop in request.params.stop_strings)
+        elif not raised:
+            whole = tokenizer.decode(ids, skip_special_tokens=True)
+            # Clean-up looks behind and ahead; a special token may part the bytes of a character.
+            if kind not in ("word_piece", "in_python") and REPLACEMENT not in whole:
+                num_plain += 1
+                assert completion.text == whole
+    assert num_stopped or kind == "in_python"
+    assert num_plain or kind in ("word_piece", "in_python")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_invalid_bytes_are_replaced_and_valid_characters_stay(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    vocabulary, num_invalid = Vocabulary(tokenizer), 0
+    ordinary = [
+        token
+        for token in range(len(tokenizer))
+        if vocabulary.bytes_of(token) and token not in vocabulary._added
+    ]
+    first = ordinary[-1]  # decoders treat the first token in their own way
+    for seed in range(NUM_TEXTS):
+        draw = random.Random(seed)
+        ids = [first, *(draw.choice(ordinary) for _ in range(draw.randrange(1, 25)))]
+        expected = b"".join(map(vocabulary.bytes_of, ids)).decode(errors="replace")
+        reader = TextReader(tokenizer)
+        reader.feed(ids, is_end=True)
+        num_invalid += REPLACEMENT in expected
+        # A space beside a wrong byte may go, as decoders strip the one that a text begins with.
+        got, expected = (
+            re.sub(f"{REPLACEMENT}+", REPLACEMENT, text.replace(" ", "")) for text in (reader.text, expected)
+        )
+        assert got == expected, (kind, ids)
+    assert num_invalid > NUM_TEXTS / 10
+
+
+def test_a_broken_character_between_words_is_replaced() -> None:
+    """Decoding all at once would replace the newline and the rocket too."""
+    tokenizer = KINDS["byte_fallback"]()
+    for pieces, text in (
+        (["<0x0A>", "<0xF0>", "<0x9F>", "▁the"], f"\n{REPLACEMENT * 2} the"),
+        (["<0xF0>", "<0x9F>", "<0x9A>", "<0x80>", "<0xF0>", "<0x9F>"], f"🚀{REPLACEMENT * 2}"),
+        (["<0xFF>", "<0xF0>", "<0x9F>", "<0x9A>", "<0x80>"], f"{REPLACEMENT}🚀"),
+    ):
+        reader = TextReader(tokenizer)
+        reader.feed(tokenizer.convert_tokens_to_ids(pieces), is_end=True)
+        assert reader.text == text
+
+
+def test_tokens_that_add_nothing_take_no_longer_as_they_become_more() -> None:
+    """And do not part a word from what stands before it."""
+    tokenizer = KINDS["metaspace"]()
+    calls, user = 0, tokenizer.convert_tokens_to_ids("<|user|>")
+    reader = TextReader(tokenizer)
+    decode = reader._known._decode
+
+    def counted(token_ids: list[int]) -> str:
+        nonlocal calls
+        calls += len(token_ids)
+        return decode(token_ids)
+
+    reader._known._decode = counted
+    the = tokenizer.convert_tokens_to_ids("▁the")
+    reader.feed([the, *[user] * 1000, the])
+    assert reader.text == "the the"
+    assert calls < 10_000

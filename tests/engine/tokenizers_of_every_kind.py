@@ -1,0 +1,86 @@
+"""Small tokenizers of every kind that transformers has, without files."""
+
+from collections.abc import Callable
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+WORDS = ["the", "cat", "s", "é", "猫", "🚀", ".", ",", "'", "t", "n't", "!", "\ufffd"]
+BYTES = [
+    f"<0x{byte:02X}>"
+    for byte in (0x0A, 0x20, 0x41, 0xC3, 0xA9, 0xE7, 0x8C, 0xAB, 0xF0, 0x9F, 0x9A, 0x80, 0xFF)
+]
+
+
+def _fast(made: Tokenizer, **settings: object) -> PreTrainedTokenizerFast:
+    made.add_special_tokens([AddedToken("</s>", special=True), AddedToken("<|user|>", special=True)])
+    made.add_tokens([AddedToken("<tool>")])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", **settings)
+
+
+def byte_level() -> PreTrainedTokenizerBase:
+    """As DeepSeek's and GLM's: single bytes, and some whole and half characters with a space before them."""
+    alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    longer = ["Ġthe", "Ġcat", "ðŁ", "Ġð", "ł", "Ã©", "çĮ", "Ċ"]
+    made = Tokenizer(models.BPE(alphabet | {word: 256 + i for i, word in enumerate(longer)}, []))
+    made.decoder = decoders.ByteLevel()
+    return _fast(made)
+
+
+def byte_fallback() -> PreTrainedTokenizerBase:
+    """As Llama's."""
+    pieces = ["<unk>", *BYTES, "▁", *WORDS, *(f"▁{word}" for word in WORDS)]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _fast(made)
+
+
+def metaspace() -> PreTrainedTokenizerBase:
+    """As T5's: Unigram."""
+    pieces = ["<unk>", "▁", *WORDS, *(f"▁{word}" for word in WORDS)]
+    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    made.decoder = decoders.Metaspace()
+    return _fast(made)
+
+
+def word_piece() -> PreTrainedTokenizerBase:
+    """As BERT's, with transformers' clean-up."""
+    pieces = ["[UNK]", *WORDS, *(f"##{word}" for word in WORDS)]
+    made = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.decoder = decoders.WordPiece()
+    return _fast(made, clean_up_tokenization_spaces=True)
+
+
+def end_of_word() -> PreTrainedTokenizerBase:
+    """As GPT's and CLIP's: the end of a word is marked."""
+    pieces = ["<unk>", *WORDS, *(f"{word}</w>" for word in WORDS)]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], end_of_word_suffix="</w>"))
+    made.decoder = decoders.BPEDecoder()
+    return _fast(made)
+
+
+def in_python() -> PreTrainedTokenizerBase:
+    """One without a Rust part."""
+    return ByT5Tokenizer()
+
+
+class _Raises(PreTrainedTokenizerFast):
+    """Decodes no id that is a multiple of 41, as tokenizers of a padded vocabulary do."""
+
+    def decode(self, token_ids: list[int], **settings: object) -> str:
+        if any(token % 41 == 40 for token in token_ids):
+            raise IndexError("list index out of range")
+        return str(super().decode(token_ids, **settings))
+
+
+def raises() -> PreTrainedTokenizerBase:
+    return _Raises(tokenizer_object=byte_level().backend_tokenizer, eos_token="</s>")
+
+
+KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    made.__name__: made
+    for made in (byte_level, byte_fallback, metaspace, word_piece, end_of_word, in_python, raises)
+}
