@@ -28,7 +28,7 @@ def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]
     own = (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) != (Fast.decode, Fast._decode)
     if not own and not tokenizer.clean_up_tokenization_spaces:
         return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]  # the same in a sixth of the time
-    return partial(cast(Any, tokenizer.decode), skip_special_tokens=True)
+    return partial(cast("Any", tokenizer.decode), skip_special_tokens=True)
 
 
 class Detokenizer:
