@@ -15,12 +15,13 @@ class Completion:
     num_steps: verify steps that the row took part in.
     num_prefills: tokens that came of the prompt instead: the first one and, where engines are not `batch_invariant`,
         one after each preemption.
-    text: of the tokens, special ones left out, up to a stop string; None where no tokenizer decoded them.
+    text: of the tokens, special ones left out, up to a stop string; it is what the pieces of a `TextStream` join to.
+        None while it runs, and in an engine without a tokenizer.
     logprobs: for each token, the log-probabilities of the chosen one and of the `SamplingParams.logprobs` most likely
         ones, by token id, as in vLLM; the chosen one comes first and, if it is not among the likely ones, makes one
         more. None where they were not asked for.
-    error: why this prompt alone could not go on after these tokens: its grammar allows none, or the model's logits are
-        NaN or infinite. None where all went well.
+    error: why this prompt alone could not go on after these tokens: its grammar allows none, the model's logits are NaN
+        or infinite, or the host's work on it failed. None where all went well.
     draft_positions: for each token, which draft of its step it was, from 1 on, and 0 for a step's last token, which the
         model itself chose.
     prompt_index: which of a call's prompts it completes; index: which of that prompt's `SamplingParams.n`.

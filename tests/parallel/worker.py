@@ -6,6 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -77,18 +78,19 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def chosen(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """What the prompts are continued by where the host chooses tokens, after it could not once."""
-
-    def fail(logits: Tensor, *_: Any) -> Tensor:
-        raise ArithmeticError("no choice")
+    """What the prompts are continued by where the host chooses tokens, after it could not, and was interrupted."""
 
     def second_best(logits: Tensor, *_: Any) -> Tensor:
         return logits.topk(2).indices[..., 1]
 
-    try:
-        deque(engine.stream(prompts, max_new_tokens=5, choose=fail), maxlen=0)
-    except ArithmeticError:
-        *_, said = engine.stream(prompts, max_new_tokens=5, choose=second_best)
+    for error in (ArithmeticError, KeyboardInterrupt):
+
+        def fail(logits: Tensor, *_: Any, error: type[BaseException] = error) -> Tensor:
+            raise error("no choice")
+
+        with pytest.raises(error, match="no choice"):
+            deque(engine.stream(prompts, max_new_tokens=5, choose=fail), maxlen=0)
+    *_, said = engine.stream(prompts, max_new_tokens=5, choose=second_best)
     return [one.token_ids for one in said]
 
 
