@@ -14,6 +14,7 @@ import uvicorn
 
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
+from mla_compile.serving.protocol import BoundedHttp
 from mla_compile.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         app,
         host=host,
         port=port,
+        http=BoundedHttp,
         log_config=None,
         access_log=False,
         ws="none",

@@ -15,7 +15,7 @@ from tests.serving.servers import ServerProcess, children, served
 
 KEY = "a-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-ALLOWED = {200, 307, 400, 401, 404, 405, 408, 413, 429, 503}
+ALLOWED = {200, 307, 400, 401, 404, 405, 408, 413, 429, 431, 503}
 """What a client may be told. 503: the engine is not ready; it is, unless something has killed it."""
 CLIENTS = 16
 DELAY = 0.2

@@ -1,0 +1,322 @@
+"""What a connection may bring before anybody is asked for a key: heads of any size, in any pieces, on many of them."""
+
+import asyncio
+import json
+import random
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from mla_compile.serving import protocol
+from mla_compile.serving.protocol import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttp
+from tests.serving.servers import served
+
+SLACK = 4096
+"""Within so many bytes of a bound either answer is right."""
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = self.has_ended = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def write(self, data: Any) -> None:
+        assert not self.has_ended
+        self.written += b"" if self.is_closed else data
+
+    def write_eof(self) -> None:
+        self.has_ended = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    @property
+    def statuses(self) -> list[int]:
+        return [int(status) for status in re.findall(rb"HTTP/1.1 (\d+) ", self.written)]
+
+
+async def whole(scope: Scope, receive: Receive, send: Send) -> None:
+    """An app that reads a request to its end, and says 200."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+class Connections:
+    """Connections to an app, without sockets."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]] = whole) -> None:
+        self._config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off", timeout_keep_alive=60)
+        self._config.load()
+        self._state = ServerState()
+        self.open: list[BoundedHttp] = []
+
+    def connect(self) -> tuple[BoundedHttp, Transport]:
+        connection, transport = BoundedHttp(self._config, self._state, {}), Transport()
+        connection.connection_made(transport)
+        self.open.append(connection)
+        return connection, transport
+
+    def close(self) -> None:
+        for each in self.open:
+            each.connection_lost(None)
+        assert BoundedHttp.all_held == 0
+
+
+def run(test: Callable[[Connections], Awaitable[None]], app: Any = whole) -> None:
+    async def body() -> None:
+        connections = Connections(app)
+        try:
+            await test(connections)
+        finally:
+            connections.close()
+
+    asyncio.run(body())
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# ---- one connection
+
+
+GOOD = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: 3\r\n\r\nabc"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """data: of good requests, and of one more. is_refused: whether that one is; None where either is right."""
+
+    data: bytes
+    num_good: int
+    is_refused: bool | None
+
+
+def drawn(rng: random.Random) -> Drawn:
+    large = rng.choice(["url", "header", "headers", "extension", "trailer", "trailers", "lines", "body"])
+    size = int(MAX_HEAD_BYTES * rng.choice([0.01, 0.3, 0.8, 0.95, 1.1, 1.5, 5]) * rng.uniform(0.97, 1))
+    many = int(MAX_HEADERS * rng.choice([0.1, 0.8, 0.98, 1, 1.02, 1.1, 5]))
+    count = rng.randint(0, 9)
+    if large in ("headers", "trailers"):
+        count = many
+    lines = [b"x-%d: %b" % (i, b"y" * rng.randint(0, 20)) for i in range(count)]
+    if large in ("header", "trailer"):
+        lines.insert(rng.randint(0, count), rng.choice([b"z: %b", b"%b: z"]) % (b"z" * size))
+    block = b"".join(line + b"\r\n" for line in lines)
+    is_chunked = large in ("extension", "trailer", "trailers")
+    head = b"\r\n" * (size // 2) if large == "lines" else b""
+    head += b"POST /%b HTTP/1.1\r\nhost: h\r\n" % (b"u" * size if large == "url" else b"")
+    body = b"b" * (10 * size if large == "body" else 5)
+    if is_chunked:
+        head += b"transfer-encoding: chunked\r\n\r\n"
+        between = b"5;%b\r\n" % (b"e" * size) if large == "extension" else b"5\r\n"
+        tail = b"\r\n0\r\n%b\r\n" % block
+        runs, data = [head, between, tail], head + between + body + tail
+    else:
+        head += b"content-length: %d\r\n%b\r\n" % (len(body), block)
+        runs, data = [head], head + body
+    longest, num_headers = max(map(len, runs)), 2 + len(lines)
+    is_refused = longest > MAX_HEAD_BYTES or num_headers > MAX_HEADERS
+    num_good = rng.choice([0, 0, 1, 3])
+    is_close = num_headers <= MAX_HEADERS and (
+        -SLACK * (1 + 2 * num_good) <= longest - MAX_HEAD_BYTES <= SLACK  # those that wait count together
+    )
+    return Drawn(GOOD * num_good + data, num_good, None if is_close else is_refused)
+
+
+def pieces(rng: random.Random, data: bytes) -> Iterator[bytes]:
+    """As they may come: all at once, byte by byte for a while, or cut anywhere."""
+    longest, begin = rng.choice([50, 5000, 2**18]), 0
+    if len(data) > 10**5:
+        longest = max(longest, 5000)
+    while begin < len(data):
+        end = begin + rng.randint(1, longest)
+        yield data[begin:end]
+        begin = end
+
+
+def test_heads_of_all_shapes_are_answered_or_refused_with_431_however_they_come() -> None:
+    num_refused = 0
+
+    async def test(connections: Connections) -> None:
+        nonlocal num_refused
+        for seed in range(200):
+            rng = random.Random(seed)
+            case = drawn(rng)
+            connection, transport = connections.connect()
+            for piece in pieces(rng, case.data):
+                connection.data_received(piece)
+                held = connection._head_bytes + connection._new_bytes
+                assert held <= 2 * MAX_HEAD_BYTES and connection._held <= 3 * MAX_HEAD_BYTES, seed
+                if rng.random() < 0.2:
+                    await settled()
+            await settled()
+            *before, last = transport.statuses or [0]
+            if case.is_refused is None:
+                continue
+            # A refusal does not stand amid the answer to a request before: the connection is closed then.
+            is_refused = last == 431 or (transport.is_closed and len(transport.statuses) <= case.num_good)
+            assert is_refused == case.is_refused, (seed, transport.statuses)
+            num_refused += is_refused
+            assert set(before) <= {200}, seed
+            if not is_refused:
+                assert transport.statuses == [200] * (case.num_good + 1), seed
+            elif last == 431:
+                assert transport.has_ended and len(before) <= case.num_good
+                error = json.loads(transport.written.rpartition(b"\r\n\r\n")[2])["error"]
+                assert re.search("more than (65536 bytes|128 headers)", error["message"])
+                connection.data_received(b"x" * 10**6)  # is dropped
+                assert connection._held == 0
+
+    run(test)
+    assert 50 < num_refused < 150
+
+
+def test_requests_that_wait_for_the_one_before_are_bounded_together() -> None:
+    go = asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await whole(scope, receive, send)
+
+    async def test(connections: Connections) -> None:
+        for seed in range(30):
+            rng = random.Random(seed)
+            go.clear()
+            connection, transport = connections.connect()
+            request = GOOD.replace(b"/ ", b"/%b " % (b"u" * rng.choice([0, 500, 5000])))
+            each = len(request) + 4096  # with what Python makes of it
+            fits = rng.choice([True, False])
+            num_sent = int(MAX_HEAD_BYTES / each * (rng.uniform(0.1, 0.8) if fits else rng.uniform(1.3, 99)))
+            for piece in pieces(rng, request * num_sent):
+                connection.data_received(piece)
+            await settled()
+            assert len(connection.pipeline) <= MAX_HEAD_BYTES // each + 1
+            assert transport.is_closed != fits
+            go.set()
+            await settled()
+            if not transport.is_closed:
+                assert transport.statuses == [200] * num_sent
+                connection.data_received(request)
+                await settled()
+                assert transport.statuses == [200] * (num_sent + 1), "an idle connection begins from nothing"
+
+    run(test, waits)
+
+
+def test_one_request_after_the_other_may_bring_any_number_of_bytes() -> None:
+    async def test(connections: Connections) -> None:
+        connection, transport = connections.connect()
+        rng = random.Random(0)
+        for _ in range(50):
+            data = GOOD.replace(b"/ ", b"/%b " % (b"u" * rng.randint(0, 50_000)))
+            for piece in pieces(rng, data):
+                connection.data_received(piece)
+            await settled()
+        assert transport.statuses == [200] * 50
+
+    run(test)
+
+
+def test_small_chunks_of_a_long_body_are_no_head() -> None:
+    async def test(connections: Connections) -> None:
+        connection, transport = connections.connect()
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(100):
+            connection.data_received(b"1\r\nx\r\n" * 1000)
+            await settled()
+        connection.data_received(b"0\r\n\r\n")
+        await settled()
+        assert transport.statuses == [200]
+
+    run(test)
+
+
+# ---- many connections
+
+
+def test_heads_of_all_connections_are_bounded_and_the_largest_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = 2**20
+    monkeypatch.setattr(protocol, "MAX_HELD_BYTES", bound)
+
+    async def test(connections: Connections) -> None:
+        rng = random.Random(0)
+        num_refused = num_answered = 0
+        endless = [connections.connect() for _ in range(100)]
+        for connection, _ in endless:
+            connection.data_received(b"GET / HTTP/1.1\r\n")
+        for _ in range(2000):
+            connection, transport = rng.choice(endless)
+            connection.data_received(b"x-%d: " % rng.randrange(9) + b"y" * rng.randint(1, 9000) + b"\r\n")
+            assert BoundedHttp.all_held == sum(each._held for each in connections.open) <= bound
+            if rng.random() < 0.1:  # others come with short ones
+                connection, transport = connections.connect()
+                connection.data_received(GOOD)
+                await settled()
+                assert transport.statuses == [200]
+                num_answered += 1
+                connection.connection_lost(None)
+                connections.open.remove(connection)
+        num_refused = sum(transport.statuses == [431] for _, transport in endless)
+        assert num_refused > 50 and num_answered > 100
+
+    run(test)
+
+
+def _memory(pid: int) -> float:
+    """MiB that a process has."""
+    (line,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(line) / 1024
+
+
+@pytest.mark.load
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks the kernel for a process's memory")
+def test_a_gigabyte_of_headers_leaves_memory_as_it_was() -> None:
+    """On connections that never end their head: few, which are refused, and so many that all hold what one may."""
+    line = b"x: " + b"y" * 60_000 + b"\r\n"
+    with served() as server:
+        pid, (host, port) = server.process.pid, server.url().removeprefix("http://").split(":")
+        before, num_sent, most = _memory(pid), 0, 0.0
+        clients: list[socket.socket] = []
+        while num_sent < 10**9:
+            client = socket.create_connection((host, int(port)), timeout=10)
+            clients.append(client)
+            times = 1 if len(clients) < 12_000 else 10  # one is held, ten are refused
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + times * line)
+            num_sent += times * len(line)
+            if len(clients) % 100 == 0:
+                most = max(most, _memory(pid))
+        for client in clients:
+            client.close()
+        print(
+            f"{num_sent / 1e9:.2f} GB on {len(clients)} connections: {before:.0f} MiB, then {most:.0f} at most"
+        )
+    assert most < before + 200
