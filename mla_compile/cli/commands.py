@@ -376,6 +376,22 @@ def serve(
             show_default="everybody may ask",
         ),
     ] = None,
+    allowed_hosts: Annotated[
+        str | None,
+        Option(
+            metavar="NAME,NAME,...",
+            help="Names that clients may ask by; localhost: any of this machine, *: all.",
+            show_default="all, and localhost where --host is of this machine",
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        str | None,
+        Option(
+            metavar="URL,URL,...",
+            help="Web pages that may ask, as https://example.com; *: all.",
+            show_default="the server's own page",
+        ),
+    ] = None,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     dequantize: Dequantize = False,
@@ -469,6 +485,8 @@ def serve(
         tokenizer=tokenizer,
         served_model_name=served_model_name,
         api_key_file=api_key_file,
+        allowed_hosts=() if allowed_hosts is None else tuple(allowed_hosts.split(",")),
+        allowed_origins=() if allowed_origins is None else tuple(allowed_origins.split(",")),
         dtype=dtype,
         quantize=quantize,
         dequantize=dequantize,

@@ -67,7 +67,7 @@ def _server(replicas: int | None) -> Callable[..., None]:
 
         return partial(serve_replicas, replicas=replicas)
     except ModuleNotFoundError as error:
-        if error.name not in ("prometheus_client", "ray", "starlette", "uvicorn"):
+        if error.name not in ("httptools", "prometheus_client", "ray", "starlette", "uvicorn"):
             raise
         mend = f"pip install 'mla-compile[{extra}]'"
         what = "over HTTP" if replicas is None else "replicas"

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models import load_tokenizer
 from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
 from mla_compile.serving.grammars import GrammarCheck
@@ -41,9 +42,12 @@ from mla_compile.serving.openai_responses import (
     tokenize_object,
 )
 from mla_compile.serving.openai_responses import Response as OpenAIResponse
+from mla_compile.serving.origins import checks
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.serving.streams import ClientGone, EventStream, read_body, while_connected
 from mla_compile.serving.token_bytes import Vocabulary
+
+log = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page.html"
 _PAGE_HEADERS = {
@@ -70,7 +74,9 @@ def create_app(settings: ServerSettings) -> Starlette:
             yield
 
     errors = {HTTPException: _http_error, Exception: _own_error}
-    app = Starlette(routes=server.routes(), exception_handlers=errors, lifespan=lifespan)
+    app = Starlette(
+        routes=server.routes(), middleware=checks(settings), exception_handlers=errors, lifespan=lifespan
+    )
     app.state.server = server
     return app
 
@@ -120,6 +126,11 @@ class Server:
     def is_ready(self) -> bool:
         """Whether requests are taken on."""
         return self._client.ready is not None and not self._is_draining
+
+    @property
+    def num_running(self) -> int:
+        """Completions under way."""
+        return self._client.num_running
 
     async def drain(self, seconds: float) -> None:
         """Take on no more requests; wait for those that run, so long at most, and then end them."""
@@ -174,6 +185,8 @@ class Server:
             return _error(f"it took longer than {self.settings.request_seconds:g} s", 504)
         except ClientGone:
             return Response(status_code=499)
+        except BaseException as error:
+            return JSONResponse(_mistake_object(error), 500)
 
     def _check_key(self, request: Request) -> None:
         if not self._keys:
@@ -217,8 +230,8 @@ class Server:
                 if why_not is not None:
                     message = f"{asked.grammar_field}: the grammar is refused: {why_not}"
                     raise BadRequest(message, asked.grammar_field, "invalid_grammar")
-            answer = self._client.submit(asked.choices())
             response = OpenAIResponse(asked, self._vocabulary)
+            answer = self._client.submit(asked.choices())
             if asked.stream:
                 return EventStream(
                     self._events(answer, response),
@@ -240,22 +253,23 @@ class Server:
 
     async def _events(self, answer: Answer, response: OpenAIResponse) -> AsyncGenerator[bytes]:
         """Each is on its socket when the next one is asked for."""
-        for chunk in response.opening():
-            yield _line(chunk)
         try:
+            for chunk in response.opening():
+                yield _line(chunk)
             async with aclosing(self._updates(answer)) as updates:
                 async for index, update, read_at in updates:
                     new = response.feed(index, update)
                     if new is not None:
                         yield _line(new)
                         self._metrics.delivery.observe(time.monotonic() - read_at)
+            for chunk in response.closing():
+                yield _line(chunk)
         except (BadRequest, CompletionFailed) as error:
             yield _line(error_object(str(error), status=400 if isinstance(error, BadRequest) else 500))
         except TimeoutError:
             yield _line(error_object(f"it took longer than {self.settings.request_seconds:g} s", status=504))
-        else:
-            for chunk in response.closing():
-                yield _line(chunk)
+        except BaseException as error:
+            yield _line(_mistake_object(error))
 
     async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update, float]]:
         """An answer's updates, measured.
@@ -312,6 +326,14 @@ def _error(message: str, status: int, headers: Mapping[str, str] | None = None) 
     return JSONResponse(error_object(message, status=status), status, headers)
 
 
+def _mistake_object(error: BaseException) -> dict[str, Any]:
+    """A mistake of the server's own, which the log has; raises what ends more than a request."""
+    if not is_request_error(error):
+        raise error
+    log.error("a request has failed by a mistake of the server", exc_info=error)
+    return error_object("the server has made a mistake", status=500)
+
+
 async def _http_error(_: Request, error: Exception) -> Response:
     """What no route takes."""
     assert isinstance(error, HTTPException)
@@ -319,5 +341,5 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 
 async def _own_error(_: Request, __: Exception) -> Response:
-    """A mistake of ours, which is in the log."""
+    """As `_mistake_object`, where no key is asked for; uvicorn has it in the log."""
     return _error("the server has made a mistake", 500)

@@ -1,6 +1,7 @@
 """Bodies of requests in OpenAI's form, and what they ask of the engine. A body is bytes that anybody may have sent."""
 
 import json
+import logging
 import secrets
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from mla_compile.engine.intake import check_prompt
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, is_request_error
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving.messages import Asked, GrammarSource
 from mla_compile.serving.openai_bodies import (
@@ -27,6 +28,8 @@ from mla_compile.serving.openai_bodies import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+log = logging.getLogger(__name__)
 
 MAX_CHOICES = 128
 """The most choices of a request, where the server takes as many at once."""
@@ -281,9 +284,11 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, speci
     if not text:  # a tokenizer may make a start token of it
         raise BadRequest(f"{name}: expected at least one token, got an empty text", name)
     try:
-        token_ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    except Exception as error:  # tokenizers raises bare `Exception`, for a character without a token, say
-        raise BadRequest(f"{name}: {error}", name) from None
+        token_ids: object = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except BaseException as error:  # tokenizers raises bare `Exception`, for a character without a token, say
+        raise _refused_by("tokenizer", name, error) from None
+    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+        raise BadRequest(f"{name}: the model's tokenizer makes no token ids of it", name)
     return token_ids
 
 
@@ -296,6 +301,16 @@ def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) 
     ]
     try:
         text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program, and refuses by raising
-        raise BadRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
-    return _encode(tokenizer, str(text), "messages", special=False)
+    except BaseException as error:  # a template is a program, and refuses by raising
+        raise _refused_by("chat template", "messages", error) from None
+    if not isinstance(text, str):
+        raise BadRequest("messages: the model's chat template makes no text of them", "messages")
+    return _encode(tokenizer, text, "messages", special=False)
+
+
+def _refused_by(what: str, name: str, error: BaseException) -> BadRequest:
+    """The client is told why, and the log, which has no prompts, that it was so."""
+    if not is_request_error(error):
+        raise error
+    log.warning("the model's %s refuses a request: %s", what, type(error).__name__)
+    return BadRequest(f"{name}: the model's {what} refuses it: {error}", name)

@@ -1,17 +1,23 @@
 """Answers in OpenAI's form: completions and chats, whole and in chunks, and the server's other objects."""
 
 import itertools
+import logging
 import time
+import traceback
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.detokenizer import Detokenizer, TextStream
 from mla_compile.engine.reports import Logprob
+from mla_compile.errors import is_request_error
 from mla_compile.serving.messages import Update
 from mla_compile.serving.openai_requests import BadRequest, CompletionsAsked, ModelLimits
 from mla_compile.serving.token_bytes import Vocabulary
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's word for a token without any probability: JSON has no infinity."""
@@ -32,7 +38,7 @@ class Response:
     def __init__(self, asked: CompletionsAsked, vocabulary: Vocabulary) -> None:
         self._asked = asked
         count = len(asked.prompts) * asked.params.n
-        self._choices = [Choice(asked, index, vocabulary) for index in range(count)]
+        self._choices = _made(lambda: [Choice(asked, index, vocabulary) for index in range(count)])
         prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.model}
@@ -51,9 +57,9 @@ class Response:
         """The chunk that a choice's update makes; None where a client would see nothing new.
 
         Raises:
-            CompletionFailed: the engine did not complete the choice.
+            CompletionFailed: the engine did not complete the choice, or the tokenizer has no text for it.
         """
-        choice = self._choices[index].feed(update)
+        choice = _made(lambda: self._choices[index].feed(update))
         return None if choice is None else self._chunk([choice])
 
     def closing(self) -> list[dict[str, Any]]:
@@ -65,8 +71,8 @@ class Response:
         self._choices[index].add(update)
 
     def whole(self) -> dict[str, Any]:
-        """The object of all choices, once they have ended."""
-        choices = [choice.whole() for choice in self._choices]
+        """The object of all choices, once they have ended; raises as `feed`."""
+        choices = _made(lambda: [choice.whole() for choice in self._choices])
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
@@ -122,7 +128,7 @@ class Choice:
         Bytes of a character that is not complete yet, and what may begin a stop string, are held back.
         """
         self.add(update)
-        text = self._text.feed(self._completion)
+        text = self._new_text()
         if not text and update.finish_reason is None and not (self._tells_tokens and update.token_ids):
             return None
         if self._asked.is_chat:
@@ -131,10 +137,17 @@ class Choice:
 
     def whole(self) -> dict[str, Any]:
         """The choice of a whole completion."""
-        text = self._text.feed(self._completion)
+        text = self._new_text()
         if self._asked.is_chat:
             return self._shaped({"message": {"role": "assistant", "content": text, "refusal": None}})
         return self._shaped({"text": text})
+
+    def _new_text(self) -> str:
+        text: object = self._text.feed(self._completion)
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, got {type(text).__name__}")
+        text.encode()  # what UTF-8 has not, JSON has not
+        return text
 
     def _shaped(self, text: dict[str, Any]) -> dict[str, Any]:
         """A choice of these words, with what was asked to be told of the tokens that were not told yet."""
@@ -198,6 +211,25 @@ class Choice:
         return {"token": self._vocabulary.text_of(token), "logprob": _finite(logprob), "bytes": given}
 
 
+def _made(make: Callable[[], T]) -> T:
+    """What it makes of a completion's tokens. Why it cannot goes to the client; the log, which has no texts, has where.
+
+    Raises:
+        CompletionFailed: it cannot.
+    """
+    try:
+        return make()
+    except CompletionFailed:
+        raise
+    except BaseException as error:
+        if not is_request_error(error):
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        log.error("a completion has no text: %s at %s:%d", type(error).__name__, at.filename, at.lineno or 0)
+        why = f"the completion's text cannot be made: {type(error).__name__}: {str(error)[:300]}"
+        raise CompletionFailed(why) from None
+
+
 def _finite(logprob: Logprob) -> float:
     return max(logprob.logprob, LEAST_LOGPROB)
 
@@ -226,7 +258,8 @@ def tokenize_object(token_ids: list[int], limits: ModelLimits) -> dict[str, Any]
 def error_object(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error of an HTTP status."""
+    """An error of an HTTP status. Its message may come from anywhere, so it may have what UTF-8 has not."""
+    message = message.encode(errors="backslashreplace").decode()
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -14,6 +14,7 @@ import uvicorn
 
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
+from mla_compile.serving.origins import listening_at
 from mla_compile.serving.protocol import BoundedHttp
 from mla_compile.serving.settings import ServerSettings
 
@@ -79,9 +80,29 @@ class _Uvicorn(uvicorn.Server):
         self._stopping.append(asyncio.get_running_loop().create_task(self._stop(seconds)))
 
     async def _stop(self, seconds: float) -> None:
-        log.info("stopping: running requests have %g s", seconds)
+        if count := self._server.num_running:
+            log.info(
+                "stopping: %d completion%s under way may take %g s more", count, "s" * (count > 1), seconds
+            )
+        else:
+            log.info("stopping: nothing runs")
         await self._server.drain(seconds)
         self.should_exit = True
+
+
+class _Printable(logging.Formatter):
+    """A record is one line, whatever clients have sent, and further lines of a traceback begin with blanks."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record).strip())
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join("  " + printable(line) for line in super().formatException(ei).splitlines())
+
+
+def printable(text: str) -> str:
+    """With escapes for characters that would move a terminal's cursor, begin a line, or worse."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def serve(settings: ServerSettings, *, host: str, port: int) -> None:
@@ -90,9 +111,11 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
     Raises:
         MLAError: a mistake in the settings. SystemExit: the port is taken, or the engine cannot be started.
     """
-    app = create_app(settings)
+    app = create_app(listening_at(host, settings))
     server: Server = app.state.server
-    logging.basicConfig(level=logging.WARNING, format="mla-compile: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable("mla-compile: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mla_compile.serving").setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each request that is no HTTP
     config = uvicorn.Config(

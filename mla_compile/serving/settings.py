@@ -21,6 +21,9 @@ class ServerSettings:
         quantize: "fp8" to quantise weights as they are loaded. dequantize: not to keep those that are FP8.
         tensor_parallel_size, expert_parallel: see `Checkpoint.load`.
         engine: of the one engine.
+        allowed_hosts: names in `Host` that requests may come by; `localhost` is any of this machine, "*" any at all.
+            None for no check. The command adds `localhost` where it listens on this machine only.
+        allowed_origins: of web pages that may use the server, as browsers send them, or "*"; its own page always may.
         api_keys: any of them opens `/v1` and `/tokenize`; none for everybody.
         max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room.
         max_body_bytes: of a request.
@@ -43,6 +46,8 @@ class ServerSettings:
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     max_waiting: int = 256
     max_body_bytes: int = 4 * 2**20
@@ -55,6 +60,16 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_name:
             object.__setattr__(self, "served_model_name", self.model.resolve().name)
+        if not self.served_model_name.isprintable():  # it stands in the log
+            raise MLAError("served_model_name", "printable characters", repr(self.served_model_name))
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"[a-z0-9_.-]+|[a-f0-9:.]+|\*", host):
+                expected = "names or addresses in lower case, without a port, like example.com, or *"
+                raise MLAError("allowed_hosts", expected, repr(host))
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+|\*", origin):
+                expected = "origins as browsers send them, like https://example.com without a path, or *"
+                raise MLAError("allowed_origins", expected, repr(origin))
         if self.dtype not in ("float32", "bfloat16"):
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
         if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # what a header can hold

@@ -37,6 +37,7 @@ from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.openai_requests import BadRequest
 from mla_compile.serving.openai_responses import bad_request_object, error_object
+from mla_compile.serving.origins import listening_at
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.serving.streams import ClientGone, read_body
 
@@ -163,6 +164,15 @@ class Gateway:
 
     async def __call__(self, request: Request) -> Response:
         """The answer of a replica that lives long enough."""
+        response = await self._response(request)
+        origin, allowed = request.headers.get("origin"), self._settings.allowed_origins
+        if (
+            "*" in allowed or origin in allowed
+        ):  # a replica's answer says so already, an error of ours does not
+            response.headers.setdefault("Access-Control-Allow-Origin", "*" if "*" in allowed else str(origin))
+        return response
+
+    async def _response(self, request: Request) -> Response:
         seconds = self._settings.request_seconds if request.method == "POST" else _PROBE_SECONDS
         try:
             forwarded = Forwarded.of(request, await read_body(request, self._settings))
@@ -335,6 +345,7 @@ def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: 
     Raises:
         MLAError: a bad argument, named. RuntimeError: the engines cannot be started.
     """
+    settings = listening_at(host, settings)
     app = build_app(settings, replicas=replicas)
     create_app(settings)  # a mistake is told here, not by each replica
     ray.init(include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False)
@@ -346,7 +357,7 @@ def serve_replicas(settings: ServerSettings, *, replicas: int, host: str, port: 
         log.info("ready: http://%s:%d, %d replicas", host, port, replicas)
         threading.Event().wait()
     except KeyboardInterrupt:
-        log.info("stopping: running requests have %g s", settings.shutdown_seconds)
+        log.info("stopping: requests under way, if any, may take %g s more", settings.shutdown_seconds)
         serve.delete(APP_NAME)
     finally:
         ray.shutdown()
