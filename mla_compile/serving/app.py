@@ -202,7 +202,7 @@ class Server:
         call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
         if len(body) <= _SHORT_BODY:
             return call()
-        work = asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+        work = asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
         async with asyncio.timeout(self.settings.request_seconds):
             return await while_connected(request.receive, work)
 
@@ -316,6 +316,14 @@ class Server:
 
     async def _page(self, _: Request) -> Response:
         return FileResponse(_PAGE, headers=_PAGE_HEADERS)
+
+
+def _raising(call: Callable[[], T]) -> T:
+    """In a thread: what a call gives. A StopIteration would leave the asyncio future that waits for it pending."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise RuntimeError("StopIteration") from error
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
