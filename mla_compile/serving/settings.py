@@ -63,7 +63,7 @@ class ServerSettings:
         if not self.served_model_name.isprintable():  # it stands in the log
             raise MLAError("served_model_name", "printable characters", repr(self.served_model_name))
         for host in self.allowed_hosts:
-            if not re.fullmatch(r"[a-z0-9_.-]+|[a-f0-9:.]+|\*", host):
+            if not re.fullmatch(r"[a-z0-9_.-]+|(?=.*:.*:)[a-f0-9:.]+|\*", host):
                 expected = "names or addresses in lower case, without a port, like example.com, or *"
                 raise MLAError("allowed_hosts", expected, repr(host))
         for origin in self.allowed_origins:

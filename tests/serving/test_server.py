@@ -309,6 +309,8 @@ def test_keys() -> None:
         assert get(f"{url}/v1/models")[0] == 401
         assert get(f"{url}/health")[0] == 200
         assert PROMPT not in "".join(server.log)
+        server.signal(signal.SIGTERM)
+        assert server.ends() == 0 and server.log[-1] == "mla-compile: stopping: nothing runs\n"
 
 
 def ask(url: str, into: list[Any]) -> threading.Thread:
@@ -332,6 +334,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_more() -> None:
         thread.join()
         assert results[0][0] == 200
         assert server.ends() == 0
+        assert server.log[-1] == "mla-compile: stopping: 1 completion under way may take 30 s more\n"
 
 
 def test_sigterm_ends_what_takes_too_long_by_name() -> None:
