@@ -216,6 +216,8 @@ class Server:
             ready.max_model_len,
             max_choices=min(MAX_CHOICES, self._client.capacity),
             max_stop_token_ids=ready.max_stop_token_ids,
+            drafter=ready.drafter,
+            num_speculative_tokens=ready.num_speculative_tokens,
         )
 
     def _completions(self, parse: Callable[..., CompletionsAsked]) -> _Handler:

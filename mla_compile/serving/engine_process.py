@@ -145,6 +145,8 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
             max_rows=config.max_rows,
             max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
             stats=engine.stats,
+            drafter=config.drafter.name,
+            num_speculative_tokens=config.num_speculative_tokens,
         )
     )
     while True:

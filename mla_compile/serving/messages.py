@@ -82,6 +82,7 @@ class Ready:
     max_model_len: tokens of a request, prompt included.
     max_stop_token_ids: of a request; with more its step would be compiled anew, and all requests wait.
     stats: how things stand before the first request.
+    drafter, num_speculative_tokens: what drafts, by its name, and how many tokens a step.
     """
 
     vocab_size: int
@@ -89,6 +90,8 @@ class Ready:
     max_rows: int
     max_stop_token_ids: int
     stats: EngineStats
+    drafter: str = "mtp"
+    num_speculative_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class ModelLimits:
     max_choices: completions of a request, of all prompts together.
     max_stop_token_ids: of a request. More places than the step was compiled with (see `stop_id_places`, less the
         model's own stop ids) would have it compiled anew, and all requests wait.
+    drafter, num_speculative_tokens: what drafts, and how much; which /v1/models tells.
     """
 
     model_name: str
@@ -62,6 +63,8 @@ class ModelLimits:
     max_model_len: int
     max_choices: int = MAX_CHOICES
     max_stop_token_ids: int = 7
+    drafter: str = "mtp"
+    num_speculative_tokens: int = 0
 
 
 @dataclass(frozen=True)

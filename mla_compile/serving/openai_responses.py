@@ -242,6 +242,8 @@ def model_object(limits: ModelLimits, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "mla-compile",
         "max_model_len": limits.max_model_len,
+        "drafter": limits.drafter if limits.num_speculative_tokens else None,
+        "num_speculative_tokens": limits.num_speculative_tokens,
     }
 
 

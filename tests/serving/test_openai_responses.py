@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -274,6 +275,9 @@ def test_the_servers_other_objects() -> None:
     assert models["object"] == "list"
     (model,) = [Model.model_validate(model, strict=True) for model in models["data"]]
     assert (model.id, model.created) == ("shipped", 5)
+    assert models["data"][0]["drafter"] is None, "nothing drafts"
+    (drafted,) = models_object(replace(LIMITS, drafter="ngram", num_speculative_tokens=2), created=5)["data"]
+    assert (drafted["drafter"], drafted["num_speculative_tokens"]) == ("ngram", 2)
     assert tokenize_object([3, 4], LIMITS) == {"count": 2, "max_model_len": 256, "tokens": [3, 4]}
     assert bad_request_object(BadRequest("no such model", "model", "model_not_found", 404)) == {
         "error": {

@@ -235,6 +235,38 @@ def test_speed_is_that_of_the_tokens_behind_the_first(page: Page, server: Preten
     assert 0 < int(text(page, ".speed").replace(",", "")) <= 250, "5 tokens in 0.2 s, not 205"
 
 
+def test_a_slow_answer_has_decimals(page: Page, server: PretendedServer) -> None:
+    begin, end = event(chunk("a", ["a"], [0])), event(chunk("b", ["b"], [0], "stop")) + DONE
+    server.answer = lambda body: Answer([begin, end], pause=0.2)
+    page.evaluate("window.now = performance.now.bind(performance)")
+    for slower, pattern in [(25, r"0\.\d\d"), (1, r"\d\.\d"), (0.05, r"\d\d+")]:
+        page.evaluate(f"performance.now = () => {slower} * now()")
+        write(page)
+        assert re.fullmatch(pattern, text(page, ".speed")), (slower, text(page, ".speed"))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Model: small. Drafts: the model’s MTP layer, 3 a step": {"drafter": "mtp", "num_speculative_tokens": 3},
+    "Model: small. Drafts: n-gram lookup in the text so far, 5 a step": {
+        "drafter": "ngram",
+        "num_speculative_tokens": 5,
+    },
+    "Model: small. Drafts: my-own, 1 a step": {"drafter": "my-own", "num_speculative_tokens": 1},
+    "Model: small. Nothing drafts": {"drafter": None, "num_speculative_tokens": 0},
+    "Model: small": {},
+}
+
+
+@pytest.mark.parametrize("words", MODELS)
+def test_it_names_the_project_the_model_and_what_drafts(
+    page: Page, server: PretendedServer, words: str
+) -> None:
+    server.models = Answer([json.dumps({"data": [{"id": "small"} | MODELS[words]]}).encode()])
+    page.open(server.url)
+    page.wait_for(f"document.getElementById('model').textContent === {json.dumps(words)}")
+    assert text(page, "h1").startswith("mla-compile")
+
+
 def test_the_legend_grows_with_the_drafts(page: Page, server: PretendedServer) -> None:
     for drafts, is_shown in [([0, 1, 2, 3], False), ([0, 1, 2, 3, 4], True)]:
         body = event(chunk("x" * len(drafts), ["x"] * len(drafts), drafts)) + DONE
@@ -494,7 +526,7 @@ def test_a_screen_reader_hears_names_and_news(page: Page, server: PretendedServe
         ("checkbox", "Compare with no drafts"),
         ("button", "Write"),
         ("button", "Stop"),
-        ("heading", "Speculation, live"),
+        ("heading", "mla-compile: speculation, live"),
         ("region", "With drafts"),
         ("region", "Without"),
         ("list", "Where a token came from"),
@@ -589,6 +621,34 @@ def test_nothing_runs_over_the_edge(page: Page, server: PretendedServer, width: 
         f"document.querySelectorAll('[hidden]').forEach(node => node.hidden = false); say('{word}')"
     )
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+PARTS = "h1, #model, header > p, #prompt, .settings, #status, .legend, #sides, footer"
+BOXES = (
+    f"[...document.querySelectorAll('{PARTS}')]"
+    + """
+    .map(node => { const box = node.getBoundingClientRect();
+        return [node.id || node.className || node.tagName, box.left, box.top, box.right, box.bottom]; })"""
+)
+
+
+def test_at_every_width_each_part_has_a_place_of_its_own(page: Page, server: PretendedServer) -> None:
+    rng = random.Random(0)
+    for width in [1200, 700, 400, 320, *(rng.randint(320, 1900) for _ in range(8))]:
+        drafter = rng.choice([{}, {"drafter": "ngram", "num_speculative_tokens": 9}])
+        model = {"id": "m" * rng.choice([1, 20, 80])} | drafter
+        server.models = Answer([json.dumps({"data": [model]}).encode()])
+        page.open(server.url, width=width)
+        write(page, prompt="word " * rng.choice([1, 50]), compare=rng.random() < 0.5)
+        boxes = page.evaluate(BOXES)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        title, name, explanation, *parts = boxes
+        assert explanation[2] >= max(title[4], name[4]), f"the explanation has lines of its own at {width}"
+        assert explanation[1] == title[1] and explanation[3] <= width
+        for one, other in zip([explanation, *parts], parts):
+            assert other[2] >= one[4], f"{other[0]} is below {one[0]} at {width}"
+        is_beside = name[2] < title[4] and name[4] > title[2]
+        assert name[1] >= title[3] if is_beside else name[2] >= title[4]
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])

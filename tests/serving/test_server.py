@@ -218,7 +218,8 @@ def test_mistakes_have_openais_shape_and_name_the_field(client: OpenAI, url: str
 
 def test_models_tokens_probes_metrics_and_the_page(client: OpenAI, url: str) -> None:
     assert [model.id for model in client.models.list()] == ["shipped"]
-    assert client.models.retrieve("shipped").id == "shipped"
+    extra = client.models.retrieve("shipped").model_extra
+    assert extra is not None and (extra["drafter"], extra["num_speculative_tokens"]) == ("mtp", 3)
     body = json.dumps({"prompt": PROMPT}).encode()
     assert json.loads(get(f"{url}/tokenize", body)[1])["tokens"] == TOKENIZER(PROMPT)["input_ids"]
     assert get(f"{url}/health")[0] == get(f"{url}/ready")[0] == 200
