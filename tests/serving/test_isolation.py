@@ -5,13 +5,17 @@ import functools
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse
 
+from benchmarks.http_client import ask as http_ask
+from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.detokenizer import Detokenizer, TextStream
 from mla_compile.engine.reports import Logprob
 from mla_compile.models import load_tokenizer
@@ -22,6 +26,7 @@ from mla_compile.serving.engine_client import Answer
 from mla_compile.serving.messages import Asked, Update
 from mla_compile.serving.openai_responses import _made
 from mla_compile.serving.token_bytes import Vocabulary
+from tests.serving.servers import served
 from tests.serving.test_app import Engine, app_of, ask
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -286,3 +291,37 @@ def test_what_ends_more_than_a_request_is_let_through(error: type[BaseException]
         openai_requests._encode(fails, "a", "prompt")  # type: ignore[arg-type]
     with pytest.raises(error):
         app_module._mistake_object(error())
+
+
+def test_a_regex_that_gives_up_ends_its_own_request_on_a_real_server(tmp_path: Path) -> None:
+    """The tokenizer's own error is no `Exception` then: `pyo3_runtime.PanicException`."""
+    model = shutil.copytree(SHIPPED_MODEL, tmp_path / "shipped")
+    file = json.loads((model / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(?:a+a+)+[yz]"}, "behavior": "Isolated", "invert": False}
+    file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, file["pre_tokenizer"]]}
+    (model / "tokenizer.json").write_text(json.dumps(file))
+    good = {"model": "shipped", "prompt": "In the beginning", "max_tokens": 60, "seed": 1, "ignore_eos": True}
+    bad = good | {"prompt": "a" * 60 + "w"}
+
+    async def all_of(url: str) -> tuple[Any, list[Any], list[Any]]:
+        async def once(body: dict[str, Any], path: str = "/v1/completions") -> Any:
+            answer = await http_ask(url, "POST", path, body)
+            return answer.status, answer.json()
+
+        alone = await once(good)
+        found = await asyncio.gather(
+            *[once(good) for _ in range(4)],
+            *[once(bad | {"stream": i == 0}) for i in range(3)],
+            once({"prompt": bad["prompt"]}, "/tokenize"),
+        )
+        return alone, found[:4], found[4:]
+
+    with served("--model", str(model)) as server:
+        alone, beside, failed = asyncio.run(all_of(server.url()))
+        log = [line for line in server.log if line.startswith("mla-compile: ")]
+    assert alone[0] == 200
+    assert [answer["choices"] for _, answer in beside] == [alone[1]["choices"]] * 4
+    for status, answer in failed:
+        assert status == 400 and "tokenizer refuses it: Onig: " in answer["error"]["message"]
+    assert log.count("mla-compile: the model's tokenizer refuses a request: PanicException\n") == 4
+    assert "Traceback" not in "".join(server.log)

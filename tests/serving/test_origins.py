@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
+from benchmarks.http_client import metrics
 from mla_compile.errors import MLAError
 from mla_compile.serving.messages import Update
 from mla_compile.serving.origins import is_loopback, listening_at
 from mla_compile.serving.server import _Printable
 from mla_compile.serving.settings import ServerSettings
+from tests.serving.browser import CHROMIUM, chromium
+from tests.serving.pretended_server import pretended_server
+from tests.serving.servers import served
 from tests.serving.test_app import BODY, app_of, ask
 
 NAMES = ["localhost", "127.0.0.1", "127.8.9.250", "[::1]", "LocalHost"]
@@ -223,3 +227,38 @@ def test_a_record_of_the_log_is_one_line_whatever_is_in_it() -> None:
             record.exc_info = (type(error), error, error.__traceback__)
         first, *others = formatter.format(record).split("\n")
         assert first == line and all(each.isprintable() and each.startswith("  ") for each in others)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_may_use_the_servers_page_and_an_allowed_one_and_no_other() -> None:
+    """`fetch` gives the status of what the page may read, and raises for all else."""
+    answer = """fetch('%s/v1/completions', {method: 'POST', %s body: '{"model": "shipped", "prompt": "a"}'})
+        .then(async answer => [answer.status, (await answer.json()).error?.message], error => error.name)"""
+    as_text, with_key = "", "headers: {'Content-Type': 'application/json', Authorization: 'Bearer key'},"
+    with pretended_server() as allowed, pretended_server() as other, chromium() as browser:
+        origin = allowed.url.rstrip("/")
+        with served("--allowed-origins", origin, MLA_COMPILE_API_KEY="key") as server:
+            url, page = server.url(), browser.page()
+            page.open(f"{url}/")
+            page.wait_for("document.activeElement.id === 'key'")
+            page.type("key")
+            page.press("Enter")
+            page.wait_for("/Seed/.test(document.getElementById('status').textContent)", timeout=60)
+            page.open(f"{origin}/a-page")
+            assert page.evaluate(answer % (url, as_text)) == [401, "the API key is missing or wrong"]
+            assert page.evaluate(answer % (url, with_key))[0] == 200
+            for place in (f"{other.url}a-page", "data:text/html,a"):
+                page.open(place)
+                assert page.evaluate(answer % (url, as_text)) == "TypeError"
+                assert page.evaluate(answer % (url, with_key)) == "TypeError"
+                # A form, or what reads no answer, needs no leave of the server before it sends.
+                blind = answer.partition(".then")[0] % (url, "mode: 'no-cors',")
+                page.evaluate(blind + ".then(() => {}, () => {})")
+            text = asyncio.run(metrics(url))
+    statuses = {name: value for name, value in text.items() if name.startswith("mla_requests_total")}
+    assert statuses['mla_requests_total{endpoint="/v1/completions",status="200"}'] == 3, (
+        "the page's two, and one"
+    )
+    assert statuses['mla_requests_total{endpoint="/v1/completions",status="401"}'] == 1, (
+        "others' never came so far"
+    )
