@@ -15,6 +15,13 @@ from mla_compile.torch_internals import overload_of, schema_arguments, staticall
 
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 """The names that torch takes from numpy for its own; Dynamo leaves them in the graph."""
+_PROPERTIES: dict[Any, str] = {
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.matrix_H: "H",
+    torch.ops.aten.mH: "mH",
+}
+"""What Dynamo of torch 2.14 makes of a tensor's properties; that of older ones calls `getattr`."""
 
 
 # --- what a node calls
@@ -58,9 +65,14 @@ def op_name(node: fx.Node) -> str:
 
 
 def torch_name(node: fx.Node) -> str:
-    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`; empty for what is not torch's own."""
+    """`transpose` for `x.transpose(0, 1)` and `torch.transpose(x, 0, 1)`, `mT` for `x.mT`; empty for what is not
+    torch's own."""
     if node.op == "call_method":
         return str(node.target)
+    if node.target is getattr:
+        return str(node.args[1])
+    if (name := _PROPERTIES.get(node.target)) is not None:
+        return name
     module = getattr(node.target, "__module__", None) or "torch"
     ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith("torch._ops")
     return getattr(node.target, "__name__", "") if node.op == "call_function" and ours else ""

@@ -16,6 +16,7 @@ from mla_compile.passes.nodes import tensor_of
 from mla_compile.torch_internals import capture_graph
 
 LABELS = "abcdefgh"
+PROPERTIES = {"T", "mT", "H", "mH"}
 Op = Callable[[Tensor], Tensor]
 
 
@@ -64,6 +65,8 @@ def layout_ops(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[tuple[str,
             ("reshape", (draw(st.sampled_from(factorisations(math.prod(x.shape)))),)),
         ]
         if x.dim() > 1:
+            choices += [("mT", ()), ("mH", ())]
+            choices += [("T", ()), ("H", ())] if x.dim() == 2 else []
             choices += [("flatten", (0, 1)), ("select", (dim, draw(st.integers(0, size - 1))))]
         if x.dim() < 5:
             choices += [("unsqueeze", (dim,))]
@@ -73,9 +76,14 @@ def layout_ops(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[list[tuple[str,
             choices.append(("repeat_interleave", (3, dim)))
             choices.append(("expand", tuple(3 if i == dim % x.dim() else -1 for i in range(x.dim()))))
         op = draw(st.sampled_from(choices))
-        x = getattr(x, op[0])(*op[1])
+        x = apply(x, *op)
         ops.append(op)
     return ops, tuple(x.shape)
+
+
+def apply(x: Tensor, name: str, arguments: tuple) -> Tensor:
+    """A method of a tensor, or one of its properties."""
+    return getattr(x, name) if name in PROPERTIES else getattr(x, name)(*arguments)
 
 
 def factorisations(number: int) -> list[tuple[int, ...]]:
@@ -91,8 +99,8 @@ def test_a_traced_view_reads_the_elements_that_the_chain_of_ops_reads(data: st.D
     x = torch.arange(48).view(2, 6, 4)
 
     def chain(x: Tensor) -> Tensor:
-        for name, arguments in ops:
-            x = getattr(x, name)(*arguments)
+        for op in ops:
+            x = apply(x, *op)
         return x
 
     view, sizes = traced(lambda x: chain(x) + 0, x)  # an output of its own, and never the input itself
@@ -139,11 +147,17 @@ def by_numpys_names(x: Tensor) -> Tensor:
     return torch.chunk(torch.narrow(x, axis=2, start=2, length=4), 2, axis=1)[1].unbind(axis=1)[2]
 
 
+def by_properties(x: Tensor) -> Tensor:
+    return x.mH[1].T.H[:, 2:].mT
+
+
 def moved(x: Tensor) -> Tensor:
     return torch.movedim(x, 0, -1).swapaxes(0, 1).mT
 
 
-@pytest.mark.parametrize("function", [sliced, split, stepped, counted_from_the_end, by_numpys_names, moved])
+@pytest.mark.parametrize(
+    "function", [sliced, split, stepped, counted_from_the_end, by_numpys_names, by_properties, moved]
+)
 def test_slices_and_splits_are_followed_to_the_input(function: Op) -> None:
     x = torch.arange(2 * 6 * 8).view(2, 6, 8)
     view, sizes = traced(function, x)

@@ -61,7 +61,17 @@ def _moves_data(node: fx.Node, source: fx.Node) -> bool:
     return storage_key(tensor_of(node)) != storage_key(tensor_of(source))
 
 
-_MOVES = {"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "getattr", "adjoint"}
+_PROPERTIES = {"T", "mT", "H", "mH"}
+_MOVES = _PROPERTIES | {
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "t",
+    "adjoint",
+}
 _RESHAPES = {
     "view",
     "reshape",
@@ -113,14 +123,14 @@ def _repeats_all_alike(node: fx.Node) -> bool:
     return torch_name(node) != "repeat_interleave" or isinstance(argument(node, 1, "repeats"), int)
 
 
-def _moved(view: View, source: fx.Node) -> Sequence[Index] | None:
+def _moved(view: View, source: fx.Node) -> Sequence[Index]:
     """Run the permutation on a tensor whose sizes tell its dimensions apart."""
-    node = view.node
-    if torch_name(node) == "getattr" and node.args[1] not in ("mT", "T", "H", "mH"):
-        return None
+    node, name = view.node, torch_name(view.node)
     probe = torch.empty(tuple(range(2, 2 + tensor_of(source).dim())), device="meta")
-    if node.op == "call_method":
-        moved = getattr(probe, str(node.target))(*node.args[1:], **node.kwargs)
+    if name in _PROPERTIES:
+        moved = getattr(probe, name)
+    elif node.op == "call_method":
+        moved = getattr(probe, name)(*node.args[1:], **node.kwargs)
     else:
         assert callable(node.target)
         moved = node.target(probe, *node.args[1:], **node.kwargs)
