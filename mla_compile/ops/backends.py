@@ -22,6 +22,7 @@ from mla_compile.ops.implementations import (
     Call,
     Implementation,
     Selection,
+    check_takes,
     describe_device,
     in_words,
     select,
@@ -207,6 +208,8 @@ def select_backend(
         MLAError: `name` is unknown or that backend cannot serve the call; the message names the `argument`, the reason
             and the backends that can.
     """
+    if call.facts:
+        check_takes("mla_decode", DECODE_BACKENDS, call.facts)
     if name is None:
         selection = select(DECODE_BACKENDS, call)
         log.debug("decode backend of %s:\n%s", call, selection.explain())  # once for each kind of call

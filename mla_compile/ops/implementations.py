@@ -9,7 +9,7 @@ To add an implementation, add a row and the function that it names. `mla-compile
 import functools
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -180,11 +180,23 @@ def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
     raise AssertionError("some row of a table serves every call")
 
 
+def check_takes(op: str, table: tuple[Implementation, ...], facts: Collection[str]) -> None:
+    """Raises `AssertionError` where a row limits what is no fact of its op: it would serve calls that it must not."""
+    for row in table:
+        for fact in row.takes:
+            if fact not in facts:
+                known = ", ".join(map(repr, facts))
+                raise AssertionError(f"{op}: {row.name} takes {fact!r}, expected facts of the op: {known}")
+
+
 def first_serves(table: tuple[Implementation, ...], x: torch.Tensor, **facts: object) -> bool:
     """Whether the fastest row of a table runs where a tensor is, in its dtype, given more facts.
 
     A symbolic size is not known: to look for it among those that are taken would add guards.
     """
+    assert facts.keys() <= table[0].takes.keys(), (
+        f"{table[0].function} takes {list(table[0].takes)}, got {facts}"
+    )
     known = {name: fact for name, fact in facts.items() if not isinstance(fact, torch.SymInt)}
     call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **known})
     return select(table, call).chosen is table[0]

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import tuned
-from mla_compile.ops.implementations import Call, Implementation, Selection, describe_device, select
+from mla_compile.ops.implementations import (
+    Call,
+    Implementation,
+    Selection,
+    check_takes,
+    describe_device,
+    select,
+)
 from mla_compile.torch_internals import is_fake
 
 log = logging.getLogger(__name__)
@@ -210,7 +217,7 @@ def serving(op: str, args: Sequence[Any]) -> Implementation:
         _log_once(op, choose(op, args).explain())
     if len(here) == 1:
         return here[0]
-    facts = _facts_of[op](args)
+    facts = _facts(op, args)
     return _tuned_row(op, args, facts) or next(row for row in here if row.why_not_given(facts) is None)
 
 
@@ -227,7 +234,19 @@ def _tuned_row(op: str, args: Sequence[Any], facts: Mapping[str, object]) -> Imp
 
 def _call(op: str, args: Sequence[Any]) -> Call:
     device = describe_device(args[0].device)
-    return Call(*device, facts=_facts_of[op](args), batch_invariant=_is_asked(op, args))
+    return Call(*device, facts=_facts(op, args), batch_invariant=_is_asked(op, args))
+
+
+def _facts(op: str, args: Sequence[Any]) -> Mapping[str, object]:
+    facts = _facts_of[op](args)
+    _check_takes(op, tuple(facts))
+    return facts
+
+
+@functools.cache
+def _check_takes(op: str, facts: tuple[str, ...]) -> None:
+    """On an op's first use, as only a call has facts."""
+    check_takes(op, tables[op], facts)
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:

@@ -2,7 +2,9 @@
 
 import logging
 import random
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from mla_compile.ops import backends, implementations, library
-from mla_compile.ops.implementations import Implementation
+from mla_compile.ops.backends import DECODE_BACKENDS
+from mla_compile.ops.implementations import Implementation, first_serves
 from mla_compile.ops.library import choose, tables
 from mla_compile.ops.side_by_side import lies_before
 from tests.cases import make_case
@@ -347,6 +350,94 @@ def test_some_row_of_every_table_serves_every_call_and_functions_exist() -> None
 def serves_every_call(row: Implementation) -> bool:
     anywhere = row.device_types is None and not row.packages and row.capturable and callable(row.load())
     return anywhere and row.takes in ({}, {"dtype": DTYPES})  # every float dtype is all that an op takes
+
+
+X, W, COLUMNS = torch.ones(3, 4), torch.ones(5, 4), torch.ones(2, 4, 6)
+ANY_CALL: dict[str, tuple[Any, ...]] = {
+    **{op: made(torch.float32) for op, made in ORDINARY.items()},
+    "all_reduce": (X, False),
+    "all_gather": (X, 2),
+    "fp8_linear": (X, W, None, None, None, False),
+    "batch_invariant_matmul": (torch.ones(3, 2, 4), COLUMNS),
+    "fused_linear": (X, W, None, False),
+    "matmul_by_head": (torch.ones(3, 2, 4), COLUMNS),
+    "fused_rms_norm": (X, None, 1e-6),
+    "fused_add_rms_norm": (X, X, None, 1e-6),
+    "all_reduce_add_rms_norm": (X, X, None, 1e-6, False),
+    "norm_linear": (X, None, None, 1e-6, W, None, None, None, False),
+    "norm_router": (X, X, None, 1e-6, W, None, 2, 1, 1, False, False, 1.0, False),
+    "batch_invariant_sum": (X,),
+}
+"""By op that has facts: arguments of a call."""
+
+
+def misspelt(fact: str, others: set[str], draw: random.Random) -> str:
+    """A fact's name with a letter lost, doubled or exchanged, or a name that other ops know."""
+    at = draw.randrange(len(fact))
+    spellings = (
+        fact[:at] + fact[at + 1 :],
+        fact[:at] + fact[at] + fact[at:],
+        fact[:at] + draw.choice("_xs") + fact[at + 1 :],
+        draw.choice(sorted(others)),
+    )
+    return draw.choice(spellings)
+
+
+def test_a_row_that_limits_what_is_no_fact_of_its_op_serves_no_call() -> None:
+    """Nothing would be known of such a fact, and what is not known is no limit."""
+    limited = [op for op, table in tables.items() if any(row.takes for row in table)]
+    assert {*limited} == {*ANY_CALL, "mla_decode"}
+    case = decode_case([5, 3])
+    decode = backends.decode_call(case.q_latent, case.q_pe, case.kv_cache, None, 1, captured=False)
+    facts = {op: {*library._facts_of[op](args)} for op, args in ANY_CALL.items()}
+    facts["mla_decode"] = {*decode.facts}
+
+    def call(op: str) -> None:
+        library._check_takes.cache_clear()
+        backends.select_backend.cache_clear()
+        if op == "mla_decode":
+            backends.select_backend(decode)
+        else:
+            choose(op, ANY_CALL[op])
+
+    for op in limited:
+        call(op)
+    refused = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        op = draw.choice(limited)
+        index, row = draw.choice([(i, row) for i, row in enumerate(tables[op]) if row.takes])
+        fact = draw.choice(sorted(row.takes))
+        wrong = misspelt(fact, set().union(*facts.values()), draw)
+        takes = {wrong if name == fact else name: taken for name, taken in row.takes.items()}
+        table = (*tables[op][:index], replace(row, takes=takes), *tables[op][index + 1 :])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(tables, op, table)
+            patch.setattr(backends, "DECODE_BACKENDS", table if op == "mla_decode" else DECODE_BACKENDS)
+            if wrong in facts[op]:
+                call(op)
+                continue
+            with pytest.raises(AssertionError, match=rf"^{op}: {row.name} takes {re.escape(repr(wrong))}, "):
+                call(op)
+        refused += 1
+    assert refused > 200
+
+
+def test_a_row_that_limits_a_fact_that_its_op_has_no_more_serves_no_call() -> None:
+    for op, args in ANY_CALL.items():
+        known = library._facts_of[op](args)
+        for fact in {fact for row in tables[op] for fact in row.takes}:
+            less = {name: value for name, value in known.items() if name != fact}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(library._facts_of, op, lambda args, less=less: less)
+                with pytest.raises(AssertionError, match=rf"^{op}: \w+ takes {re.escape(repr(fact))}, "):
+                    choose(op, args)
+
+
+def test_a_pass_asks_by_facts_that_limit_the_kernel() -> None:
+    assert not first_serves(tables["moe_router"], X, experts=8)
+    with pytest.raises(AssertionError, match=r"router_triton takes .*'experts'.*, got {'expert': 8}"):
+        first_serves(tables["moe_router"], X, expert=8)
 
 
 @pytest.mark.parametrize("op", ["mla_prefill", "moe_experts"])
