@@ -24,7 +24,6 @@ from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.speculate import (
     DecodeState,
     DrafterKind,
-    DrafterSettings,
     PromptChunks,
     Verified,
 )
@@ -33,9 +32,8 @@ from mla_compile.speculate import (
 class Bigrams(nn.Module):
     """Drafts what most often followed the newest token in some text, what followed that, and so on."""
 
-    def __init__(self, settings: DrafterSettings, text: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, text: Sequence[int], vocab_size: int) -> None:
         super().__init__()
-        self.k = settings.num_speculative_tokens
         follower = torch.zeros(vocab_size, dtype=torch.int64)
         for (token, successor), _ in reversed(Counter(pairwise(text)).most_common()):
             follower[token] = successor
@@ -48,7 +46,7 @@ class Bigrams(nn.Module):
         """The table, k times in turn, from the last token that each row emits: int64 `[rows, k]`."""
         token = verified.targets.gather(1, verified.accepted[:, None].long())[:, 0]
         drafts = []
-        for _ in range(self.k):
+        for _ in range(verified.k):
             token = self.follower[token]
             drafts.append(token)
         return torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
@@ -60,7 +58,7 @@ def main(max_new_tokens: int = 64, *, compile: bool = True) -> None:
     text = tokenizer(Path(torch.__file__).with_name("functional.py").read_text()[:200_000], verbose=False)
     prompt = tokenizer("def norm(x: Tensor) -> Tensor:\n")["input_ids"]
     bigrams = DrafterKind(
-        "bigrams", lambda settings: Bigrams(settings, text["input_ids"], model.vocab_size).to(model.device)
+        "bigrams", lambda settings: Bigrams(text["input_ids"], model.vocab_size).to(model.device)
     )
     completions = []
     for k in (0, 3):

@@ -30,6 +30,7 @@ from mla_compile.speculate import (
     shadow_check,
 )
 from mla_compile.speculate.choice import NO_TOKEN
+from mla_compile.speculate.drafter import DrafterSettings
 from mla_compile.torch_internals import mark_varying, with_own_code
 
 VERIFY = "verify"
@@ -89,13 +90,17 @@ class Launcher:
         self._longest = lengths[-1]
         self._num_made = 0  # drafts for each row, by the last launch
         self._device = model.device
+        drafter = None
+        if self._longest > 0:
+            drafter = config.drafter.build(
+                DrafterSettings(model, self._longest, config.page_size, config.decode_backend)
+            )
         self._decoders = {
             (sampled, length): SpeculativeDecoder(
                 model,
                 length,
                 page_size=config.page_size,
-                drafter=config.drafter,
-                keep_drafter=self._longest > 0,
+                shared=drafter,
                 sampled=sampled,
                 decode_backend=config.decode_backend,
             )

@@ -26,8 +26,10 @@ from mla_compile.speculate.target import Target
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of a verification, before the state moves on.
+    """What came of a verification, before the state moves on, and what the step asks of its drafter.
 
+    k: drafts a row; 0 where other steps draft and this one keeps up what they read.
+    sampled: whether any row samples; see `choose_tokens`.
     targets: the target's tokens, int64 `[rows, k + 1]`, 0 where there is none; they take the positions after the
         state's `num_cached`.
     accepted: how many drafts a row emits, int32 `[rows]`: those that were accepted, as far as stop ids and its length
@@ -39,6 +41,8 @@ class Verified:
     q_lens: how many of its k + 1 positions a row that goes on has run, int32 `[rows]`; 0 for any other row.
     """
 
+    k: int
+    sampled: bool
     targets: Tensor
     accepted: Tensor
     count: Tensor
@@ -49,14 +53,18 @@ class Verified:
 
 
 class Drafter(Protocol):
-    """Proposes k tokens a row. Its methods are part of the captured step: nothing is read on the host."""
+    """Proposes k tokens a row. All steps of an engine share one, whatever their k.
+
+    Its methods are part of the captured step: nothing is read on the host.
+    """
 
     def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
         """Take in prompt chunks, of which the trunk has made `hidden` `[tokens, hidden_size]`."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
-        """Drafts for the k positions behind the newest tokens, int64 `[rows, k]`; anything for inactive rows, and
-        behind a row's own `num_drafts`. A row's text is the first `verified.num_cached + 1` ids of its history."""
+        """Drafts for the `verified.k` positions behind the newest tokens, int64 `[rows, k]`; anything for inactive
+        rows, and behind a row's own `num_drafts`. A row's text is the first `verified.num_cached + 1` ids of its
+        history."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,13 @@ class DrafterSettings:
     """What a drafter is made for.
 
     model: whose caches have `page_size` tokens a page.
-    num_speculative_tokens: drafts per step, k >= 0; 0 where other steps draft and this one keeps up what they read.
-    sampled: whether any row samples; see `choose_tokens`.
+    num_speculative_tokens: the most drafts that a step asks for.
     decode_backend: of decode segments; see `DecodeSegment`.
     """
 
     model: Target
     num_speculative_tokens: int
     page_size: int
-    sampled: bool
     decode_backend: str | None
 
 
@@ -81,7 +87,7 @@ class DrafterKind:
     """A row of `DRAFTERS`, or a drafter of one's own, for `Engine(drafter=...)`.
 
     name: what errors call it.
-    build: makes one for a step of so many drafts. Steps of several lengths each have one, over the same states.
+    build: makes the one drafter of an engine.
     needs_mtp: whether it runs the model's MTP layer.
     needs_history: whether it reads `DecodeState.history`; states have none otherwise.
     lookahead: tokens after a page on which the latents depend that it caches in that page. Pages are shared by prompts
@@ -118,9 +124,7 @@ class MtpDrafter(nn.Module):
     def __init__(self, settings: DrafterSettings) -> None:
         super().__init__()
         self.model = settings.model
-        self.k = settings.num_speculative_tokens
         self.page_size = settings.page_size
-        self.sampled = settings.sampled
         self.decode_backend = settings.decode_backend
 
     def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
@@ -132,29 +136,34 @@ class MtpDrafter(nn.Module):
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """See `Drafter`."""
-        q_len = self.k + 1
+        q_len = verified.k + 1
         hidden = self._run(
             state, verified.targets.view(-1), verified.hidden, state.num_cached, verified.q_lens, q_len
         )
-        if self.k == 0:
+        if verified.k == 0:
             # Nobody reads what the layer gave, so in a graph it comes down to the latents, as in `fill`.
             return state.drafts[:, :0]
         accepted = verified.accepted
         picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
-        return self._chain(state, torch.index_select(hidden, 0, picked), verified.num_cached, verified.active)
+        hidden = torch.index_select(hidden, 0, picked)
+        return self._chain(
+            state, hidden, verified.num_cached, verified.active, k=verified.k, sampled=verified.sampled
+        )
 
-    def _chain(self, state: DecodeState, hidden: Tensor, num_cached: Tensor, active: Tensor) -> Tensor:
+    def _chain(
+        self, state: DecodeState, hidden: Tensor, num_cached: Tensor, active: Tensor, *, k: int, sampled: bool
+    ) -> Tensor:
         """k drafts for the positions after `num_cached`, int64 `[rows, k]`: the first from the layer's output `hidden`
         `[rows, hidden_size]`, each further one from a pass over its own output."""
         drafts: list[Tensor] = []
-        for j in range(self.k):
+        for j in range(k):
             if j > 0:
                 wanted = active & (j < state.num_drafts)
                 hidden = self._draft_after(state, drafts[-1], hidden, num_cached + (j - 1), wanted)
             position = (num_cached + (1 + j)).long()[:, None]
             before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
             logits = self.model.logits(hidden)[:, None]
-            drafts.append(choose_tokens(state, logits, position, before, sampled=self.sampled)[:, 0])
+            drafts.append(choose_tokens(state, logits, position, before, sampled=sampled)[:, 0])
         return torch.stack(drafts, dim=1)
 
     def _draft_after(
@@ -186,7 +195,6 @@ class NgramDrafter(nn.Module):
 
     def __init__(self, settings: DrafterSettings) -> None:
         super().__init__()
-        self.k = settings.num_speculative_tokens
 
     def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
         """Nothing: a row's history has its whole prompt from the start."""
@@ -195,7 +203,7 @@ class NgramDrafter(nn.Module):
         """See `Drafter`."""
         if state.history is None:
             raise MLAError("state.history", "a tensor, for n-gram drafts", None, "allocate with history_len")
-        return look_up(state.history, verified.num_cached + 1, self.k)
+        return look_up(state.history, verified.num_cached + 1, verified.k)
 
 
 DRAFTERS = (

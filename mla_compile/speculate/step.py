@@ -66,7 +66,8 @@ class SpeculativeDecoder(nn.Module):
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States may have room for more, for
             steps that take turns.
         drafter: a name of `DRAFTERS`, or one of the caller's own; states need a `history` where it reads one.
-        keep_drafter: whether others of these steps draft, so that one of k = 0 keeps up what its drafter reads.
+        shared: the drafter that all steps over the same states use, in place of a new one. A step of k = 0 keeps up
+            what it reads.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
@@ -81,7 +82,7 @@ class SpeculativeDecoder(nn.Module):
         *,
         page_size: int,
         drafter: DrafterName | DrafterKind = "mtp",
-        keep_drafter: bool = False,
+        shared: Drafter | None = None,
         sampled: bool = False,
         decode_backend: str | None = None,
     ) -> None:
@@ -93,9 +94,9 @@ class SpeculativeDecoder(nn.Module):
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend
-        self.drafter: Drafter | None = None
-        if keep_drafter or self.k > 0:
-            self.drafter = kind.build(DrafterSettings(model, self.k, page_size, sampled, decode_backend))
+        self.drafter = shared
+        if shared is None and self.k > 0:
+            self.drafter = kind.build(DrafterSettings(model, self.k, page_size, decode_backend))
 
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
@@ -223,7 +224,9 @@ class SpeculativeDecoder(nn.Module):
             state.num_drafts.copy_(torch.where(lacks_token, 0, num_drafts))
             if self.drafter is not None:
                 q_lens = torch.where(active, q_lens, 0)
-                verified = Verified(targets, accepted, count, hidden, num_cached, active, q_lens)
+                verified = Verified(
+                    self.k, self.sampled, targets, accepted, count, hidden, num_cached, active, q_lens
+                )
                 drafts = self.drafter.draft(state, verified)
                 if not isinstance(drafts, Tensor):
                     raise MLAError("draft", f"int64 [rows, {self.k}] from the drafter", repr(drafts))

@@ -135,12 +135,12 @@ def guess(
     """
 
     def draft(self: MtpDrafter, state: DecodeState, verified: Verified) -> torch.Tensor:
-        drafts = torch.full((len(verified.count), self.k), VOCAB - 1)
+        drafts = torch.full((len(verified.count), verified.k), VOCAB - 1)
         texts = {len(prompt) + 40: (text, prompt) for text, prompt in zip(known, prompts)}
         for row, max_len in enumerate(state.max_len.tolist()):
             text, prompt = texts.get(max_len, ([], []))
             start = max(0, int(verified.num_cached[row]) + 1 - len(prompt))
-            for j, token in enumerate(text[start : start + self.k]):
+            for j, token in enumerate(text[start : start + verified.k]):
                 drafts[row, j] = (token + 1) % VOCAB if (start + j) % wrong == 0 else token
         return drafts
 

@@ -29,6 +29,7 @@ def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[in
     if isinstance(decoder.drafter, MtpDrafter):
         drafter = decoder.drafter
         drafted = drafter._draft_after(state, first[:, 0], hidden, state.num_cached - 1, state.active)
-        state.drafts.copy_(drafter._chain(state, drafted, state.num_cached, state.active))
+        settings = {"k": decoder.k, "sampled": decoder.sampled}
+        state.drafts.copy_(drafter._chain(state, drafted, state.num_cached, state.active, **settings))
     state.last_token.copy_(first[:, 0])
     state.report[:, 0], state.report[:, 1], state.report[:, FIRST_TOKEN:] = 1, state.active, first

@@ -1,5 +1,7 @@
 """A row's text on the device: whatever drafts finds the prompt in it, and all that has been emitted."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,8 +25,8 @@ def test_a_row_that_emits_nothing_records_nothing_wherever_it_stands() -> None:
 class Reader:
     """A drafter of one's own: remembers each row's text, and repeats the last token of it."""
 
-    def __init__(self, settings: DrafterSettings, texts: list[list[int]]) -> None:
-        self.k, self.texts = settings.num_speculative_tokens, texts
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
 
     def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
         pass
@@ -35,7 +37,7 @@ class Reader:
         for row in verified.count.nonzero()[:, 0]:
             self.texts.append(state.history[row, : num_tokens[row]].tolist())
         newest = state.history.gather(1, (num_tokens.long() - 1)[:, None])
-        return newest.long().expand(-1, self.k)
+        return newest.long().expand(-1, verified.k)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -52,7 +54,7 @@ class Reader:
 )
 def test_a_drafter_of_ones_own_reads_prompt_and_emitted_text_at_every_step(k: int, settings: dict) -> None:
     read: list[list[int]] = []
-    drafter = DrafterKind("reader", lambda settings: Reader(settings, read), needs_history=True)
+    drafter = DrafterKind("reader", lambda _: Reader(read), needs_history=True)
     completions = engine(k, repeating(), drafter=drafter, **settings).generate(
         PROMPTS, MIXED, max_new_tokens=30
     )
@@ -63,3 +65,33 @@ def test_a_drafter_of_ones_own_reads_prompt_and_emitted_text_at_every_step(k: in
     assert [text for text in read if text not in right] == []
     assert all(text in read for text in texts), "the last step's too"
     assert len(read) == sum(completion.num_prefills + completion.num_steps for completion in completions)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_engine_builds_one_drafter_for_all_of_its_steps(seed: int) -> None:
+    draw = random.Random(seed)
+    k = draw.choice([0, 1, 2, 5])
+    settings = {"adaptive_draft_length": k > 0 and draw.random() < 0.5, "max_rows": draw.choice([1, 4])}
+    params = [draw.choice(MIXED) for _ in PROMPTS]  # greedy and sampled steps take turns, where rows are few
+    built: list[DrafterSettings] = []
+    asked: set[tuple[int, bool]] = set()
+
+    class Repeat(Reader):
+        def draft(self, state: DecodeState, verified: Verified) -> Tensor:
+            asked.add((verified.k, verified.sampled))
+            return super().draft(state, verified)
+
+    def build(settings: DrafterSettings) -> Repeat:
+        built.append(settings)
+        return Repeat([])
+
+    def texts(k: int, **settings: object) -> list[list[int]]:
+        completions = engine(k, repeating(), **settings).generate(PROMPTS, params, max_new_tokens=30)
+        return [completion.token_ids for completion in completions]
+
+    drafter = DrafterKind("repeat", build, needs_history=True)
+    assert texts(k, drafter=drafter, **settings) == texts(0)
+    assert [settings.num_speculative_tokens for settings in built] == [k] * (k > 0)
+    adaptive = settings["adaptive_draft_length"]
+    lengths = {steps for steps, _ in asked}
+    assert lengths <= set(range(k + 1)) if adaptive else lengths <= {k}
