@@ -3,11 +3,16 @@
 #   make test JOBS=4 ARGS="-k split -x"     more processes, pytest's own options
 
 VENV := .venv
+CONSTRAINTS := constraints.txt
+# The newest PyTorch that is supported, and the Triton that it asks for.
+NEWEST := .venv-newest
+NEWEST_TORCH := 2.14.1
+NEWEST_TRITON := 3.8.0
 RUN := $(VENV)/bin/python
 # --no-compile: byte code is made on first import, and only for what is imported; half a minute less. So it must be
 # kept, whatever the environment says (many container images forbid it): else each process compiles torch again, 6 s.
 unexport PYTHONDONTWRITEBYTECODE
-PIP := $(RUN) -m pip install -qq --no-compile --no-input --disable-pip-version-check -c constraints.txt
+PIP := $(RUN) -m pip install -qq --no-compile --no-input --disable-pip-version-check -c $(CONSTRAINTS)
 CODE := README.md $(wildcard mla_compile tests examples benchmarks docs)
 JOBS ?= 2
 ARGS ?=
@@ -22,7 +27,8 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-long test-server test-parallel test-ray load test-all lint format docs hooks clean
+.PHONY: help demo test test-long test-newest test-server test-parallel test-ray load test-all lint format docs hooks \
+	clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -35,6 +41,9 @@ test: $(VENV)/.dev ## run the tests that need no GPU, less than five minutes
 
 test-long: $(VENV)/.dev ## run those of them that take a second or more, with all that Inductor compiles
 	@$(PYTEST) -m "long and not gpu and not slow" --ignore=tests/serving --ignore=tests/parallel $(ARGS)
+
+test-newest: $(NEWEST)/constraints.txt ## run `make test` with the newest PyTorch, installed apart (its build is 5.5 GB)
+	@$(MAKE) --no-print-directory VENV=$(NEWEST) CONSTRAINTS=$< test
 
 test-server: $(VENV)/.dev ## run the tests of the server, with real processes and a browser
 	@$(PYTEST) -m "not slow and not load" tests/serving $(ARGS)
@@ -68,7 +77,7 @@ hooks: $(VENV)/.dev ## check each commit with pre-commit from now on
 	@$(RUN) -m pre_commit install
 
 clean: ## delete the environment and everything else that can be made again
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the environment: empty files in .venv say what is installed, so that a second call is instant
@@ -80,8 +89,12 @@ $(VENV)/.created:
 		echo "'$(PYTHON) -m venv' failed (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@touch $@
 
+$(NEWEST)/constraints.txt: constraints.txt Makefile
+	@mkdir -p $(@D)
+	@sed 's/^torch==.*/torch==$(NEWEST_TORCH)/; s/^triton==.*/triton==$(NEWEST_TRITON)/' $< >$@
+
 # PyTorch alone and first, at its pinned version: left to the other packages, pip would take the newest build.
-$(VENV)/.torch: constraints.txt | $(VENV)/.created
+$(VENV)/.torch: $(CONSTRAINTS) | $(VENV)/.created
 	@echo "installing PyTorch in $(VENV): half a minute, or a few minutes where pip brings the CUDA build ..."
 	@$(PIP) torch
 	@touch $@
@@ -103,7 +116,7 @@ $(VENV)/.ray: pyproject.toml $(VENV)/.dev
 
 # The sources are read, not imported: pages need neither PyTorch nor this package installed, only what the extra names.
 DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
-$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.created
+$(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/.created
 	@echo "installing what builds the documentation in $(VENV): a quarter of a minute ..."
 	@$(PIP) $$($(RUN) -c '$(DOCS)')
 	@touch $@

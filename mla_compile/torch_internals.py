@@ -1,6 +1,6 @@
 """Every private torch API that we lean on, in one place: where a torch release breaks us, the fix is here.
 
-Used with torch 2.11 and 2.13. Inductor is imported on first use, so that `import mla_compile` stays light.
+Used with torch 2.11, 2.13 and 2.14. Inductor is imported on first use, so that `import mla_compile` stays light.
 """
 
 import functools

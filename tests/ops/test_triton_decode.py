@@ -1,6 +1,7 @@
 """The Triton decode kernel's plans, and what the compiled code uses on GPUs that are not there."""
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from mla_compile.ops.kernels.plan import (
     H200,
     MIN_KEYS,
     SPLIT_UNIT,
+    DecodeTiles,
     Device,
     decode_tiles,
     num_fixed_splits,
@@ -117,8 +119,24 @@ def test_the_workspace_of_batch_invariant_decode_is_bounded_whatever_the_table()
         assert rows == 1 or rows * partial <= 2**26 < (rows + 1) * partial
 
 
-def test_a_plan_is_a_function_of_shapes_only() -> None:
+def test_a_plan_is_a_function_of_shapes_and_of_tritons_version() -> None:
     assert decode_tiles(20, 512, torch.bfloat16, H200).rows == 32
     assert decode_tiles(80, 512, torch.bfloat16, H200).rows == 32
     assert decode_tiles(80, 256, torch.bfloat16, H200).rows == 64
     assert decode_tiles(1, 512, torch.bfloat16, H200).rows == 16
+
+
+def test_tiles_of_triton_3_8_differ_on_hopper_for_wide_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        rows, rank = draw.choice([1, 16, 17, 20, 33, 128, 511, 512, 4096]), draw.randrange(16, 513, 16)
+        dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
+        device, _ = draw.choice(list(GPUS.values()))
+        tiles = {}
+        for version in ((3, 6), (3, 7), (3, 8), (4, 0), ()):
+            monkeypatch.setattr(plan, "triton_version", lambda version=version: version)
+            tiles[version] = decode_tiles(rows, rank, dtype, device)
+        before = tiles.pop((3, 6))
+        assert tiles.pop((3, 7)) == tiles.pop(()) == before
+        changes = device is H200 and dtype != torch.float32 and rank > 256 and rows > 16
+        assert set(tiles.values()) == {DecodeTiles(32, 32, warps=4, stages=3) if changes else before}

@@ -1,4 +1,4 @@
-"""With which tiles and grid the Triton kernels run: pure functions of shapes and of the device.
+"""With which tiles and grid the Triton kernels run: functions of shapes, of the device and of Triton's version alone.
 
 No value of a tensor is read, so that a captured graph's grid serves every length at replay.
 """
@@ -57,6 +57,16 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.device.index) if tensor.is_cuda else H200
 
 
+@functools.cache
+def triton_version() -> tuple[int, ...]:
+    """Major and minor version of the Triton that compiles the kernels; empty where none is installed."""
+    try:
+        import triton
+    except ImportError:
+        return ()
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is not below `n` nor below 16, the least side of a tensor core's tile."""
     return max(16, 1 << (n - 1).bit_length())
@@ -97,15 +107,17 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
 
     query_rows: `q_len * heads`; of batch-invariant decode `heads` alone, as other tiles may add in another order. On
     Hopper four warps share 64 keys, what one of its matrix instructions takes; two such groups would compute the scores
-    twice. Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on the plain cores: tensor cores would
-    round it.
+    twice. With 32 rows of wide latents Triton 3.8 spills 136 to 288 bytes a thread so, and nothing with 32 keys.
+    Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on the plain cores: tensor cores would round it.
     """
     if dtype == torch.float32:
         return DecodeTiles(rows=16, keys=16, warps=8, stages=1)
     if device.capability[0] != 9:
         return DecodeTiles(rows=16, keys=32, warps=4, stages=3)
-    most = 32 if rank > 256 else 64
-    return DecodeTiles(rows=min(most, power_of_two(query_rows)), keys=64, warps=4, stages=2)
+    rows = min(32 if rank > 256 else 64, power_of_two(query_rows))
+    if rank > 256 and rows == 32 and triton_version() >= (3, 8):  # (not timed yet)
+        return DecodeTiles(rows=32, keys=32, warps=4, stages=3)
+    return DecodeTiles(rows=rows, keys=64, warps=4, stages=2)
 
 
 def absorbed_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
