@@ -15,7 +15,7 @@ from tests.serving.servers import ServerProcess, children, served
 
 KEY = "a-key"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-ALLOWED = {200, 307, 400, 401, 404, 405, 408, 413, 429, 431, 503}
+ALLOWED = {200, 307, 400, 401, 403, 404, 405, 408, 413, 421, 429, 431, 503}
 """What a client may be told. 503: the engine is not ready; it is, unless something has killed it."""
 CLIENTS = 16
 DELAY = 0.2
@@ -189,7 +189,7 @@ class Abuser:
             raise _Ended
 
     def head(self, line: str = "POST /v1/completions HTTP/1.1", **headers: str) -> bytes:
-        given = {"Host": "h", **AUTHORIZED, **headers}
+        given = {"Host": "localhost", **AUTHORIZED, **headers}
         lines = [line, *(f"{name}: {value}" for name, value in given.items()), "", ""]
         return "\r\n".join(lines).encode("latin-1")
 
@@ -251,6 +251,10 @@ class Abuser:
                 {"Content-Length": "2", "X": "y" * 70_000},
                 {"Content-Length": "2", **{f"X-{i}": "y" for i in range(500)}},
                 {"Content-Length": "2", "X": "a\0b"},
+                {"Content-Length": "2", "Host": "evil.example"},
+                {"Content-Length": "2", "Host": "[::1"},
+                {"Content-Length": "2", "Origin": "null"},
+                {"Content-Length": "2", "Origin": "http://localhost\x1b"},
                 {"Content-Length": "2", "Bad Name": "x"},
                 {"Content-Length": "2", "Expect": "100-continue"},
                 {"Content-Length": "2", "Expect": "the-unexpected"},

@@ -195,7 +195,7 @@ def test_a_client_that_does_not_read_a_whole_answer_is_dropped(monkeypatch: pyte
         body = json.dumps(
             {"prompt": "🙂 " * 300_000}, ensure_ascii=False
         ).encode()  # 6 MB of ids: no kernel keeps them
-        head = f"POST /tokenize HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert num_sockets(server.process.pid) > before
         begin = time.monotonic()
