@@ -24,7 +24,8 @@ class ServerProcess:
         self.log: list[str] = []
         self._url = self._ready = ""
         self._told = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -47,7 +48,9 @@ class ServerProcess:
 
     def ends(self, seconds: float = 60) -> int:
         """Wait for its end; the exit status."""
-        return self.process.wait(seconds)
+        status = self.process.wait(seconds)
+        self._reader.join(10)  # the log is whole then
+        return status
 
     def signal(self, which: signal.Signals) -> None:
         self.process.send_signal(which)
