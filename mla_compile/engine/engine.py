@@ -124,6 +124,7 @@ class Engine:
         grammar: Grammar | None = None,
         priority: int = 0,
         max_drafts: int | None = None,
+        client: str | None = None,
     ) -> Request:
         """Take on a request, which runs with the next steps.
 
@@ -132,14 +133,23 @@ class Engine:
             sampling: of one completion (`n` is 1); greedy by default.
             max_new_tokens: at most so many, >= 1, where `SamplingParams.max_tokens` says nothing.
             stop_ids, grammar: see `stream`.
-            priority: an integer; lower ones are served first, and equal ones in the order of their arrival.
+            priority: an integer; lower ones are served first.
+            client: whom the request is of, by any name. Among equal priorities a free row goes to a client with the
+                fewest rows, and the requests of one client, or of none, run in the order of their arrival.
             max_drafts: of a step, at most so many of its drafts are verified, >= 0; None for all. The tokens stay.
 
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
         """
         request = self._intake.request(
-            prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority, max_drafts=max_drafts
+            prompt,
+            sampling,
+            max_new_tokens,
+            stop_ids,
+            grammar,
+            priority=priority,
+            max_drafts=max_drafts,
+            client=client,
         )
         self._take_on(request)
         return request

@@ -49,6 +49,7 @@ class Intake:
         *,
         priority: int = 0,
         max_drafts: int | None = None,
+        client: str | None = None,
     ) -> Request:
         """A single one."""
         self._check_chosen_in_step("grammar", grammar)
@@ -57,10 +58,12 @@ class Intake:
             raise MLAError("priority", "an integer", repr(priority))
         if max_drafts is not None and (type(max_drafts) is not int or max_drafts < 0):
             raise MLAError("max_drafts", "an integer >= 0 or None", repr(max_drafts))
+        if client is not None and not isinstance(client, str):
+            raise MLAError("client", "a str or None", repr(client))
         if sampling.n != 1:
             raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
         request = self._request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
-        request.max_drafts = max_drafts
+        request.max_drafts, request.client = max_drafts, client
         return request
 
     def requests(

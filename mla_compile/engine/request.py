@@ -62,7 +62,7 @@ class Request:
 
     What was asked for:
 
-    prompt, params: of `Engine.add`. priority: lower ones come first.
+    prompt, params, client: of `Engine.add`. priority: lower ones come first.
     max_len: tokens, prompt included, at which it ends.
     stop_ids: a token of these ends it.
     max_drafts: of a step, at most so many; None for as many as the engine makes.
@@ -79,7 +79,8 @@ class Request:
 
     Where it stands, which only the scheduler changes:
 
-    rank: priority, then arrival; None until it waits or runs.
+    rank: priority, whether it has never run, and the number of its first admission, or before that of its arrival;
+        None until it waits or runs.
     is_running: it holds pages and has a row in every step that it is in.
     pages: that it holds, in order.
     num_reused_tokens: that were found in the cache when it last began to run.
@@ -99,13 +100,14 @@ class Request:
     grammar: GrammarRow | None = None
     choose: TokenChooser | None = None
     max_drafts: int | None = None
+    client: str | None = None
     reader: TextReader | None = None
     calls: EngineCalls | None = None
     progress: Progress = field(default_factory=Progress)
 
     failure: BaseException | None = None
     said: Completion = field(init=False)
-    rank: tuple[int, int] | None = None
+    rank: tuple[int, bool, int] | None = None
     is_running: bool = False
     pages: list[int] = field(default_factory=list)
     num_reused_tokens: int = 0

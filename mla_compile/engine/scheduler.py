@@ -14,8 +14,9 @@ while a step that uses them is still under way. Only bounds are known of steps u
 ended, or was aborted, may be in one of them: its late reports are dropped.
 """
 
+import itertools
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,9 +89,14 @@ class Plan:
 
 
 class Scheduler:
-    """Shares rows, pages and the tokens of a step among requests, first come first served within a priority.
+    """Shares rows, pages and the tokens of a step among requests: by priority, then among clients, then by arrival.
 
-    - Nobody is admitted before those who rank higher, and only with pages for the whole prompt and the step after it.
+    - A free row goes to the highest priority that waits, of that to a client with the fewest rows, of that to the
+      request that came first. It waits for pages for its whole prompt and the step after it, and none is admitted
+      meanwhile. So once a client has no row, only requests that came before its first one pass that one; and requests
+      of one client, or of no named one, are admitted in the order of their arrival.
+    - Requests rank by priority, then by when they were first admitted. A request that a fair share lets in early
+      therefore takes no page and no place in a step from those that run.
     - Decode rows come first in every step; prompts share what is left of its tokens in the order of their ranks. One
       that does not fit is cut to a size that CUDA graphs are recorded for.
     - When a decode row needs a page and none is free, the lowest-ranking running request gives all of its pages back
@@ -135,9 +141,9 @@ class Scheduler:
         self.pool = pages
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
-        self._num_arrived = 0
-        self._waiting: list[Request] = []  # both by rank
-        self._running: list[Request] = []
+        self._numbers = itertools.count()  # of arrivals and admissions
+        self._waiting: dict[str | None, list[Request]] = {}  # by client; each list by rank, none empty
+        self._running: list[Request] = []  # by rank
         self._removed: list[Request] = []  # since the last plan
         self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
 
@@ -167,7 +173,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def num_running(self) -> int:
@@ -179,7 +185,7 @@ class Scheduler:
 
     def requests(self) -> list[Request]:
         """All that have not ended, those that run first."""
-        return [*self._running, *self._waiting]
+        return [*self._running, *itertools.chain(*self._waiting.values())]
 
     def add(self, request: Request) -> None:
         """Take on a request, which waits for its turn.
@@ -195,9 +201,8 @@ class Scheduler:
         if request.max_len - 1 > capacity:
             mend = "lower max_len or allocate more pages"
             raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", request.max_len, mend)
-        request.rank = request.priority, self._num_arrived
-        self._num_arrived += 1
-        insort(self._waiting, request, key=_rank)
+        request.rank = request.priority, True, next(self._numbers)
+        self._wait(request)
 
     def abort(self, request: Request) -> None:
         """End a request now, whatever it is doing. Its pages are free at once. One that has ended stays as it is."""
@@ -280,7 +285,7 @@ class Scheduler:
         tokens, keys = 0, self._max_keys
         prefilling = deque(request for request in self._running if not request.is_decoding)
         while tokens < full:
-            head = self._waiting[0] if may_admit and self._waiting else None
+            head = self._next_waiting() if may_admit and len(self._running) < self.max_rows else None
             if head is not None and (not prefilling or _rank(head) < _rank(prefilling[0])):
                 may_admit = self._admit(plan, head)
                 if not may_admit:
@@ -306,10 +311,17 @@ class Scheduler:
             request.num_steps += 1
             request.num_samples += chunk.is_last
 
+    def _next_waiting(self) -> Request | None:
+        """The request that the next free row is for."""
+        firsts = [queue[0] for queue in self._waiting.values()]
+        if len(firsts) < 2:
+            return firsts[0] if firsts else None
+        rows = Counter(request.client for request in self._running)
+        return min(firsts, key=lambda first: (first.priority, rows[first.client], _rank(first)))
+
     def _admit(self, plan: Plan, request: Request) -> bool:
-        """Let the first one that waits run, if there is a row and pages for it."""
-        # One that was preempted may still grow by steps under way.
-        if len(self._running) == self.max_rows or request.num_steps:
+        """Let a request that waits run, if there are pages for it."""
+        if request.num_steps:  # it was preempted, and may still grow by steps under way
             return False
         if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
@@ -324,7 +336,10 @@ class Scheduler:
             self._misfit = request, num_free
             return False
         self._misfit = None
-        del self._waiting[0]
+        self._leave_queue(request)
+        priority, is_new, _ = _rank(request)
+        if is_new:
+            request.rank = priority, False, next(self._numbers)
         insort(self._running, request, key=_rank)
         request.is_running = True
         request.num_cached = request.num_reused_tokens = len(pages) * self.pool.page_size
@@ -340,7 +355,7 @@ class Scheduler:
         while (pages := self.pool.allocate(missing)) is None:
             victim = self._running[-1]
             self._stop(victim)
-            insort(self._waiting, victim, key=_rank)
+            self._wait(victim)
             if victim is request:
                 return False
         self._grant(plan, request, pages)
@@ -357,14 +372,22 @@ class Scheduler:
 
     def _stop(self, request: Request) -> None:
         """Take a request out of the queue that it is in, and its pages from it."""
-        queue = self._running if request.is_running else self._waiting
-        del queue[bisect_left(queue, _rank(request), key=_rank)]
+        self._leave_queue(request)
         if request.is_running:
             self._removed.append(request)
         self.pool.release(request.pages)
         request.is_running, request.pages, request.is_decoding = False, [], False
 
+    def _wait(self, request: Request) -> None:
+        insort(self._waiting.setdefault(request.client, []), request, key=_rank)
 
-def _rank(request: Request) -> tuple[int, int]:
+    def _leave_queue(self, request: Request) -> None:
+        queue = self._running if request.is_running else self._waiting[request.client]
+        del queue[bisect_left(queue, _rank(request), key=_rank)]
+        if not queue and not request.is_running:
+            del self._waiting[request.client]
+
+
+def _rank(request: Request) -> tuple[int, bool, int]:
     assert request.rank is not None, "every request in a queue has one"
     return request.rank

@@ -196,6 +196,7 @@ class EngineRun:
             max_new_tokens=arrival.max_new_tokens + 5 * longest,  # the model's length ends it, not its own
             stop_ids=stop_ids(self.trace),
             priority=arrival.priority,
+            client=arrival.client,
         )
         if arrival.num_until_stop is not None:
             request.reader = StopsAfter(arrival.num_until_stop)

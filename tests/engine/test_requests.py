@@ -321,6 +321,7 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
         (lambda e: e.add([1], stop_ids=1), "^stop_ids: expected a list of token ids, got int"),
         (lambda e: e.add([1], 0.7), "^sampling: expected SamplingParams, got 0.7"),
         (lambda e: e.add([1], priority="high"), "^priority: expected an integer, got 'high'"),
+        (lambda e: e.add([1], client=7), "^client: expected a str or None, got 7"),
         (lambda e: e.generate(None), "^prompts: expected a list of prompts"),
         (lambda e: e.generate([[1]], 0.7), "^sampling: expected one for all prompts, or a list, got 0.7"),
         (lambda e: e.generate([[1]], [None]), r"^sampling\[0\]: expected SamplingParams, got None"),

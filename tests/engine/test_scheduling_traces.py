@@ -84,14 +84,35 @@ def prefills_what_was_said(engine: ToyEngine) -> None:
 
 
 def serves_the_last_first(engine: ToyEngine) -> None:
-    admit = engine.scheduler._admit
+    scheduler = engine.scheduler
 
-    def last(plan: object, _: Request) -> bool:
-        waiting = engine.scheduler._waiting
-        waiting.insert(0, waiting.pop())
-        return admit(plan, waiting[0])  # type: ignore[arg-type]
+    def last() -> Request | None:
+        return max((queue[-1] for queue in scheduler._waiting.values()), key=lambda r: r.rank, default=None)
 
-    engine.scheduler._admit = last  # type: ignore[method-assign, assignment]
+    scheduler._next_waiting = last  # type: ignore[method-assign]
+
+
+def forgets_shares(engine: ToyEngine) -> None:
+    scheduler = engine.scheduler
+
+    def first() -> Request | None:
+        return min((queue[0] for queue in scheduler._waiting.values()), key=lambda r: r.rank, default=None)
+
+    scheduler._next_waiting = first  # type: ignore[method-assign]
+
+
+def ranks_by_arrival(engine: ToyEngine) -> None:
+    scheduler, admit = engine.scheduler, engine.scheduler._admit
+
+    def admitted(plan: Plan, request: Request) -> bool:
+        rank = request.rank
+        done = admit(plan, request)
+        if done:
+            request.rank = rank
+            scheduler._running.sort(key=lambda r: r.rank)
+        return done
+
+    scheduler._admit = admitted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +124,8 @@ def serves_the_last_first(engine: ToyEngine) -> None:
         commits_rows_that_end,
         leaks_a_page,
         serves_the_last_first,
+        forgets_shares,
+        ranks_by_arrival,
     ],
 )
 def test_the_toy_engine_notices(mistake: Callable[[ToyEngine], None]) -> None:

@@ -37,7 +37,7 @@ WRONG = [
 
 
 SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
-    "add": (Engine.add, {"prompt": [1, 2], "max_new_tokens": 3}, "sampling stop_ids grammar priority"),
+    "add": (Engine.add, {"prompt": [1, 2], "max_new_tokens": 3}, "sampling stop_ids grammar priority client"),
     "abort": (Engine.abort, {"request": None}, ""),
     "generate": (
         Engine.generate,

@@ -34,6 +34,7 @@ class Arrival:
     max_new_tokens: at which it ends.
     abort_step: when it is aborted, or None.
     num_until_stop: the host finds a stop string as soon as it knows so many of its new tokens, or None.
+    client: whom it is of.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Arrival:
     priority: int = 0
     abort_step: int | None = None
     num_until_stop: int | None = None
+    client: str | None = None
 
     def prompt(self) -> list[int]:
         shared, own = random.Random(99), random.Random(self.seed)
@@ -103,6 +105,7 @@ def maybe(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     k = draw(st.integers(0, 3))
+    clients: tuple[str | None, ...] = draw(st.sampled_from([(None,), (None, "a"), tuple("abc")]))
     arrivals = st.builds(
         Arrival,
         step=st.integers(0, 12),
@@ -113,6 +116,7 @@ def traces(draw: st.DrawFn) -> Trace:
         priority=st.sampled_from([0, 0, 1, 2]),
         abort_step=maybe(st.integers(0, 30)),
         num_until_stop=maybe(st.integers(1, 10)),
+        client=st.sampled_from(clients),
     )
     return Trace(
         arrivals=tuple(draw(st.lists(arrivals, min_size=1, max_size=8))),
@@ -340,6 +344,8 @@ class ToyEngine:
         self.device = ToyDevice(trace, self.pool, self.texts)
         self.outcome = Outcome()
         self.reports: deque[tuple[Plan, list[RowReport]]] = deque()
+        self.arrived: dict[Request, int] = {}
+        self.admitted: dict[Request, int] = {}  # when first
 
     def run(self) -> Outcome:
         """Run the trace to its end, and check what came of it."""
@@ -360,7 +366,8 @@ class ToyEngine:
                 if arrival.step == clock:
                     prompt = arrival.prompt()
                     max_len = len(prompt) + arrival.max_new_tokens
-                    requests[number] = Request(prompt, max_len, arrival.priority)
+                    requests[number] = Request(prompt, max_len, arrival.priority, client=arrival.client)
+                    self.arrived[requests[number]] = len(self.arrived)
                     self.scheduler.add(requests[number])
                 if arrival.abort_step is not None and number in requests and arrival.abort_step == clock:
                     self._abort(requests[number], stopped, number)
@@ -384,7 +391,7 @@ class ToyEngine:
         assert request.has_ended and not request.is_running and not request.pages
 
     def _step(self) -> None:
-        waiting = list(self.scheduler._waiting)
+        waiting = [r for r in self.scheduler.requests() if not r.is_running]
         running = list(self.scheduler._running)
         for request in running:
             row = self.device.rows[request]
@@ -424,15 +431,36 @@ class ToyEngine:
         for request in preempted:
             assert all(rank < request.rank for rank in ranks), "a lower-ranking row kept its pages"
             assert not plan.admitted
-        # First come, first served: those admitted are the first ones that waited.
         admitted = plan.admitted
-        assert admitted == waiting[: len(admitted)]
+        self._check_admitted(admitted, waiting, running)
         assert all(request.num_steps == 1 for request in admitted), "admitted while its reports are awaited"
         self.outcome.num_reused_tokens += sum(request.num_reused_tokens for request in admitted)
         # Every decode row that may go on does, whatever prompts there are.
         decoding = [r for r in running if r.is_running and r.num_steps and r.is_decoding]
         for request in decoding:
             assert request in rows or request.will_have_ended, "a decode row waits"
+
+    def _check_admitted(
+        self, admitted: list[Request], waiting: list[Request], running: list[Request]
+    ) -> None:
+        """Each row goes to the highest priority, then to a client with the fewest rows, then to who came first."""
+        running, waiting = list(running), list(waiting)
+        for request in admitted:
+            rows = Counter(r.client for r in running)
+            turns = {
+                r: (r.priority, rows[r.client], r not in self.admitted, self.admitted.get(r, self.arrived[r]))
+                for r in waiting
+            }
+            assert request is min(waiting, key=turns.__getitem__), "out of turn"
+            if request not in self.admitted:
+                self.admitted[request] = len(self.admitted)
+                assert request.rank is not None
+                for other in running:
+                    assert other.priority > request.priority or other.rank < request.rank, (
+                        "a request that has waited outranks one that runs"
+                    )
+            waiting.remove(request)
+            running.append(request)
 
     def _check_end(self, requests: dict[int, Request], stopped: set[int]) -> None:
         for number, arrival in enumerate(self.trace.arrivals):
