@@ -448,8 +448,21 @@ def serve(
         bool, Option("--batch-invariant", help="The same bits whoever else is served.")
     ] = False,
     max_waiting: Annotated[
-        int, Option(metavar="N", min=1, help="Requests that may wait; others get status 429.")
+        int,
+        Option(
+            metavar="N",
+            min=1,
+            help="Requests that may wait; of a client with more than its share, others get status 429.",
+        ),
     ] = 256,
+    client_header: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="The header in which a proxy names the client, X-Forwarded-For say; the proxy must set it.",
+            show_default="clients are known by their keys, or addresses",
+        ),
+    ] = None,
     request_timeout: Annotated[
         float, Option(metavar="SECONDS", help="A completion that takes longer is ended.")
     ] = 600.0,
@@ -494,6 +507,7 @@ def serve(
         tensor_parallel_size=tensor_parallel_size,
         expert_parallel=expert_parallel,
         max_waiting=max_waiting,
+        client_header=client_header,
         request_seconds=request_timeout,
         shutdown_seconds=shutdown_timeout,
         replicas=replicas,

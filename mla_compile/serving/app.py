@@ -97,7 +97,7 @@ class Server:
         self._grammars = GrammarCheck(settings)
         self._tokenizing = ThreadPoolExecutor(1)  # a text of 4 MB takes 1 GB meanwhile
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
         self._is_draining = False
         self._starting: asyncio.Task[None] | None = None
         self._created = int(time.time())
@@ -188,14 +188,27 @@ class Server:
         except BaseException as error:
             return JSONResponse(_mistake_object(error), 500)
 
-    def _check_key(self, request: Request) -> None:
+    def _check_key(self, request: Request) -> int:
+        """Which key it has; 0 where none is needed."""
         if not self._keys:
-            return
+            return 0
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # All are compared, each in constant time.
-        is_known = sum([hmac.compare_digest(given.strip().encode(), key) for key in self._keys])
-        if scheme.lower() != "bearer" or not is_known:
+        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(found):
             raise BadRequest("the API key is missing or wrong", None, "invalid_api_key", 401)
+        return found.index(True)
+
+    def _client_of(self, request: Request) -> str:
+        """Whose share a request counts in: a key's where there are several, else what the header says, else an
+        address's."""
+        if len(self._keys) > 1:
+            return f"key {self._check_key(request)}"
+        name = self.settings.client_header
+        if name is not None and (entries := request.headers.getlist(name)):
+            # Clients may send entries of their own: the last one is of the nearest proxy.
+            return entries[-1].rpartition(",")[2].strip()[:100]
+        return "" if request.client is None else request.client.host
 
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
         body = await read_body(request, self.settings)
@@ -233,7 +246,7 @@ class Server:
                     message = f"{asked.grammar_field}: the grammar is refused: {why_not}"
                     raise BadRequest(message, asked.grammar_field, "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
-            answer = self._client.submit(asked.choices())
+            answer = self._client.submit(asked.choices(), self._client_of(request))
             if asked.stream:
                 return EventStream(
                     self._events(answer, response),

@@ -7,6 +7,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -43,11 +44,11 @@ class NotReady(Exception):
 class Answer:
     """The completions of one request.
 
-    num_running: of them.
+    num_running: of them. client: whose request it is.
     """
 
-    def __init__(self, num_completions: int) -> None:
-        self.num_running = num_completions
+    def __init__(self, num_completions: int, client: str | None = None) -> None:
+        self.num_running, self.client = num_completions, client
         self._news: dict[int, tuple[Update, float]] = {}  # by the completion's place, oldest first
         self._has_news = asyncio.Event()
         self._is_late = False
@@ -120,21 +121,21 @@ class EngineClient:
             await asyncio.wait([self._keeper])
         self.end_all("the server shuts down")
 
-    def submit(self, asked: Sequence[Asked]) -> Answer:
-        """Hand on all completions of a request, or none.
+    def submit(self, asked: Sequence[Asked], client: str | None = None) -> Answer:
+        """Hand on all completions of a client's request, or none.
 
         Raises:
             NotReady, Busy: it is not taken on.
         """
         if self.ready is None:
             raise NotReady
-        if len(self._answers) + len(asked) > self.capacity:
+        if not self._has_places(len(asked), client):
             raise Busy
-        answer = Answer(len(asked))
+        answer = Answer(len(asked), client)
         for index, each in enumerate(asked):
             key = next(self._keys)
             self._answers[key] = answer, index
-            self._outbox.put(Add(key, each))
+            self._outbox.put(Add(key, each, client))
         return answer
 
     def abort(self, answer: Answer) -> None:
@@ -143,9 +144,17 @@ class EngineClient:
             del self._answers[key]
             self._outbox.put(Abort(key))
 
+    def _has_places(self, count: int, client: str | None) -> bool:
+        """Whether a client may have so many more completions under way: while there is room, and without room as long
+        as it has no more than an equal share. k clients have at most (1 + 1/2 + ... + 1/k) times the room together."""
+        held = Counter(answer.client for answer, _ in self._answers.values())
+        if held.total() + count <= self.capacity:
+            return True
+        return held[client] + count <= self.capacity // len(held.keys() | {client})
+
     @property
     def capacity(self) -> int:
-        """Completions that may be under way at once; 0 while the engine is not ready."""
+        """Completions that one client may have under way at once; 0 while the engine is not ready."""
         return 0 if self.ready is None else self.ready.max_rows + self._settings.max_waiting
 
     @property

@@ -17,11 +17,11 @@ import torch
 from mla_compile.engine import Checkpoint, Engine, Grammar
 from mla_compile.engine.request import Request
 from mla_compile.engine.rows import stop_id_places
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, is_request_error
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving import processes
 from mla_compile.serving.grammars import compiled
-from mla_compile.serving.messages import Abort, Add, Asked, Failed, GrammarSource, Progress, Ready, Update
+from mla_compile.serving.messages import Abort, Add, Failed, GrammarSource, Progress, Ready, Update
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.speculate.drafter import loads_mtp
 
@@ -42,7 +42,7 @@ class _Grammars:
         self._known: OrderedDict[GrammarSource, Future[Grammar]] = OrderedDict()
 
     def get(self, source: GrammarSource) -> Future[Grammar]:
-        if source not in self._known:
+        if source not in self._known or _has_failed(self._known[source]):  # it may go well this time
             self._known[source] = self._thread.submit(compiled, source, self._tokenizer)
             if len(self._known) > _KEPT_GRAMMARS:
                 self._known.popitem(last=False)
@@ -50,18 +50,20 @@ class _Grammars:
         return self._known[source]
 
 
+def _has_failed(work: Future[Grammar]) -> bool:
+    return work.done() and work.exception() is not None
+
+
 class _Served:
     """The requests of an engine by key, and how much of each has been told."""
 
-    def __init__(self, engine: Engine, checkpoint: Checkpoint) -> None:
-        self.engine = engine
-        self.stop_ids = checkpoint.stop_ids
-        assert checkpoint.tokenizer is not None, "the server has asked"
-        self._grammars = _Grammars(checkpoint.tokenizer)
+    def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", stop_ids: list[int]) -> None:
+        self.engine, self.stop_ids = engine, stop_ids
+        self._grammars = _Grammars(tokenizer)
         self._requests: dict[int, Request] = {}
         self._num_told: dict[int, int] = {}
-        self._compiling: dict[int, tuple[Asked, Future[Grammar]]] = {}
-        self._refused: list[tuple[int, tuple[Any, ...]]] = []
+        self._compiling: dict[int, tuple[Add, Future[Grammar]]] = {}
+        self._failed: list[tuple[int, tuple[Any, ...]]] = []
 
     def is_compiling(self) -> bool:
         """Whether a request waits for its grammar."""
@@ -70,11 +72,7 @@ class _Served:
     def take(self, message: Add | Abort) -> None:
         key = message.key
         if isinstance(message, Add):
-            asked = message.asked
-            if asked.grammar is None:
-                self._add(key, asked, None)
-            else:
-                self._compiling[key] = asked, self._grammars.get(asked.grammar)
+            self._begin(message)
         elif key in self._requests:
             self.engine.abort(self._requests[key])
         else:
@@ -82,40 +80,65 @@ class _Served:
 
     def add_compiled(self) -> None:
         """Hand on the requests whose grammars are compiled by now."""
-        for key, (asked, grammar) in list(self._compiling.items()):
+        for key, (message, grammar) in list(self._compiling.items()):
             if grammar.done():
                 del self._compiling[key]
-                self._add(key, asked, grammar)
+                self._begin(message, grammar)
 
-    def _add(self, key: int, asked: Asked, grammar: Future[Grammar] | None) -> None:
+    def _begin(self, message: Add, grammar: Future[Grammar] | None = None) -> None:
+        key, asked = message.key, message.asked
         try:
+            if asked.grammar is not None and grammar is None:
+                self._compiling[key] = message, self._grammars.get(asked.grammar)
+                return
             self._requests[key] = self.engine.add(
                 asked.prompt,
                 asked.params,
                 stop_ids=self.stop_ids,
                 grammar=None if grammar is None else grammar.result(),
                 max_drafts=asked.max_drafts,
+                client=message.client,
             )
             self._num_told[key] = 0
-        except MLAError as error:
-            refused = Update(finish_reason="error", error=str(error), is_refused=True)
-            self._refused.append((key, tuple(vars(refused).values())))
+        except BaseException as error:
+            self._fail(key, error)
+
+    def _fail(self, key: int, error: BaseException) -> None:
+        """End a request by an error of work on it alone."""
+        if not is_request_error(error):
+            raise error
+        is_refused = isinstance(error, MLAError)
+        if not is_refused:
+            log.error("a request has failed", exc_info=error)
+        why = str(error) if is_refused else f"the request has failed: {type(error).__name__}: {error}"
+        update = Update(finish_reason="error", error=why, is_refused=is_refused)
+        self._failed.append((key, tuple(vars(update).values())))
+        self._num_told.pop(key, None)
+        if key in self._requests:
+            self.engine.abort(self._requests.pop(key))
 
     def news(self) -> list[tuple[int, tuple[Any, ...]]]:
         """What has not been told yet, as `Progress` has it; requests that have ended are forgotten."""
-        found, self._refused = self._refused, []
+        found = []
         for key, request in list(self._requests.items()):
             completion, told = request.completion, self._num_told[key]
-            if len(completion.token_ids) > told or request.has_ended:
-                found.append((key, _fields_of_update(request, told)))
-                self._num_told[key] = len(completion.token_ids)
+            try:
+                if len(completion.token_ids) > told or request.has_ended:
+                    found.append((key, _fields_of_update(request, told)))
+                    self._num_told[key] = len(completion.token_ids)
+            except BaseException as error:
+                self._fail(key, error)
+                continue
             if request.has_ended:
                 del self._requests[key], self._num_told[key]
-        return found
+        failed, self._failed = self._failed, []
+        return found + failed
 
 
 def _fields_of_update(request: Request, told: int) -> tuple[Any, ...]:
     completion = request.completion
+    if completion.text is not None and type(completion.text) is not str:
+        raise MLAError("tokenizer", "text from its decode", type(completion.text).__name__)
     return (
         completion.token_ids[told:],
         completion.draft_positions[told:],
@@ -149,6 +172,12 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
             num_speculative_tokens=config.num_speculative_tokens,
         )
     )
+    run(connection, served)
+
+
+def run(connection: Connection, served: _Served) -> None:
+    """Serve until the connection ends."""
+    engine = served.engine
     while True:
         # Without work it waits for the next message; a grammar that is being compiled is work of another thread.
         wait = 0.0 if engine.has_work() else 0.002 if served.is_compiling() else None
@@ -182,7 +211,8 @@ def _load(settings: ServerSettings) -> _Served:
             engine.warm_up(sampling=sampling, stop_ids=checkpoint.stop_ids)
     else:
         engine.generate([[0]], max_new_tokens=2)
-    return _Served(engine, checkpoint)
+    assert checkpoint.tokenizer is not None, "the server has asked"
+    return _Served(engine, checkpoint.tokenizer, checkpoint.stop_ids)
 
 
 def main(fd: int) -> None:
@@ -195,7 +225,9 @@ def main(fd: int) -> None:
             return  # the server has gone
         except MLAError as error:
             connection.send(Failed(str(error), error))
-        except Exception as error:
+        except BaseException as error:
+            if not is_request_error(error):
+                raise
             log.exception("the engine has failed")
             connection.send(Failed(f"{type(error).__name__}: {error}"))
     sys.exit(1)

@@ -34,10 +34,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Add:
-    """To the engine: a request. key: by which updates and `Abort` name it."""
+    """To the engine: a request. key: by which updates and `Abort` name it. client: see `Engine.add`."""
 
     key: int
     asked: Asked
+    client: str | None = None
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def serve(settings: ServerSettings, *, host: str, port: int) -> None:
         ws="none",
         timeout_graceful_shutdown=5,
         server_header=False,
+        proxy_headers=False,  # a header names the client where --client-header says so, and nowhere else
     )
     _Uvicorn(config, server).run()
     if isinstance(server.failure, MLAError):

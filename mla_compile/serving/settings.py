@@ -25,7 +25,10 @@ class ServerSettings:
             None for no check. The command adds `localhost` where it listens on this machine only.
         allowed_origins: of web pages that may use the server, as browsers send them, or "*"; its own page always may.
         api_keys: any of them opens `/v1` and `/tokenize`; none for everybody.
-        max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room.
+        client_header: of a request, whose last entry names the client; a proxy in front must set it. Several keys name
+            clients before it; without either it is the address.
+        max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room, but for
+            those of a client that has less than an equal share.
         max_body_bytes: of a request.
         request_seconds: a completion takes at most so long.
         stall_seconds: a client that reads nothing, or does not finish its request, for so long is dropped.
@@ -49,6 +52,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    client_header: str | None = None
     max_waiting: int = 256
     max_body_bytes: int = 4 * 2**20
     request_seconds: float = 600.0
@@ -74,6 +78,10 @@ class ServerSettings:
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
         if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # what a header can hold
             raise MLAError("api_keys", "keys of printable ASCII characters without spaces", "others")
+        if self.client_header is not None and not re.fullmatch(
+            r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.client_header
+        ):
+            raise MLAError("client_header", "the name of a header", repr(self.client_header))
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in (int, float) and not (isinstance(value, int | float) and value > 0):
