@@ -17,7 +17,7 @@ import torch
 from mla_compile.engine import Checkpoint, Engine, Grammar
 from mla_compile.engine.request import Request
 from mla_compile.engine.rows import stop_id_places
-from mla_compile.errors import MLAError, is_request_error
+from mla_compile.errors import MLAError, is_request_error, request_error
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving import processes
 from mla_compile.serving.grammars import compiled
@@ -105,12 +105,10 @@ class _Served:
 
     def _fail(self, key: int, error: BaseException) -> None:
         """End a request by an error of work on it alone."""
-        if not is_request_error(error):
-            raise error
         is_refused = isinstance(error, MLAError)
+        why = str(request_error("the request failed", error))
         if not is_refused:
-            log.error("a request has failed", exc_info=error)
-        why = str(error) if is_refused else f"the request has failed: {type(error).__name__}: {error}"
+            log.error("a request failed", exc_info=error)
         update = Update(finish_reason="error", error=why, is_refused=is_refused)
         self._failed.append((key, tuple(vars(update).values())))
         self._num_told.pop(key, None)
@@ -138,7 +136,7 @@ class _Served:
 def _fields_of_update(request: Request, told: int) -> tuple[Any, ...]:
     completion = request.completion
     if completion.text is not None and type(completion.text) is not str:
-        raise MLAError("tokenizer", "text from its decode", type(completion.text).__name__)
+        raise TypeError(f"the text is of type {type(completion.text).__name__}")
     return (
         completion.token_ids[told:],
         completion.draft_positions[told:],

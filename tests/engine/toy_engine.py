@@ -105,7 +105,6 @@ def maybe(values: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
     k = draw(st.integers(0, 3))
-    clients: tuple[str | None, ...] = draw(st.sampled_from([(None,), (None, "a"), tuple("abc")]))
     arrivals = st.builds(
         Arrival,
         step=st.integers(0, 12),
@@ -116,10 +115,11 @@ def traces(draw: st.DrawFn) -> Trace:
         priority=st.sampled_from([0, 0, 1, 2]),
         abort_step=maybe(st.integers(0, 30)),
         num_until_stop=maybe(st.integers(1, 10)),
-        client=st.sampled_from(clients),
     )
+    drawn = draw(st.lists(arrivals, min_size=1, max_size=8))
+    clients: tuple[str | None, ...] = [(None,), (None, "a"), tuple("abc")][len(drawn) % 3]
     return Trace(
-        arrivals=tuple(draw(st.lists(arrivals, min_size=1, max_size=8))),
+        arrivals=tuple(replace(a, client=clients[a.seed % len(clients)]) for a in drawn),
         k=k,
         page_size=draw(st.sampled_from([1, 2, 4, 8])),
         spare_pages=draw(st.sampled_from([0, 0, 1, 3, 10, 50])),
