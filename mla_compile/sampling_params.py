@@ -93,9 +93,10 @@ class SamplingParams:
         check_token_ids("stop_token_ids", self.stop_token_ids)
         if not isinstance(self.ignore_eos, bool):
             raise MLAError("ignore_eos", "True or False", repr(self.ignore_eos))
-        if not _is_int(self.n) or not 1 <= self.n <= min(MAX_N, 2**63 - self.seed):
-            expected = f"an integer in [1, {MAX_N}] that leaves each completion a seed below 2**63"
-            raise MLAError("n", expected, self.n)
+        most = min(MAX_N, 2**63 - self.seed)
+        if not _is_int(self.n) or not 1 <= self.n <= most:
+            why = "" if most == MAX_N else ", as each completion has a seed below 2**63"
+            raise MLAError("n", f"an integer in [1, {most}]{why}", self.n)
 
     @property
     def stop_strings(self) -> list[str]:

@@ -6,6 +6,7 @@ the mask that plain decoding would have there, and speculation changes no token.
 
 import functools
 import json
+import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,19 @@ from torch import Tensor
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.reports import RowReport
 from mla_compile.errors import MLAError, RequestError, is_request_error, request_error
+from mla_compile.models.files import without_repeats
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
+
+
+MAX_SOURCE = 2**20
+"""Characters of a grammar at most."""
+_LIMITS = {"max_grammar_size": 20_000, "initial_lexer_fuel": 500_000}
+"""Of llguidance, so that compiling takes a second or two at most. Larger grammars hardly ever go on: its parser gives
+up where thousands of alternatives begin at one place."""
+_TOO_LARGE = re.compile(r"too (big|large|many)|fuel exhausted|row has \d+ items|symbols\.len", re.IGNORECASE)
 
 
 class Grammar:
@@ -36,15 +46,17 @@ class Grammar:
         name: what errors call the grammar.
 
     Raises:
-        MLAError: a malformed grammar, with llguidance's message; one that allows nothing that the tokenizer can spell;
-            a tokenizer that cannot be used; llguidance is not installed.
+        MLAError: a malformed grammar, with llguidance's message; one that is too large, or allows nothing that the
+            tokenizer can spell; a tokenizer that cannot be used; llguidance is not installed.
     """
 
     def __init__(self, source: str, tokenizer: "PreTrainedTokenizerBase", name: str = "grammar") -> None:
         known = _known_tokenizer(tokenizer)
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        if len(source) > MAX_SOURCE:
+            raise MLAError(name, f"at most {MAX_SOURCE} characters", len(source))
+        limits = LLParserLimits(verbose_errors=False, **_LIMITS)
         self._matcher: LLMatcher = LLMatcher(known, source, log_level=0, limits=limits)
         self._matcher.compute_bitmask()  # the first mask tells whether there is anything to say
         if self._matcher.is_error():
@@ -56,7 +68,7 @@ class Grammar:
     def from_json_schema(
         cls, schema: str | bool | dict[str, Any], tokenizer: "PreTrainedTokenizerBase"
     ) -> "Grammar":
-        """Allows the JSON values of a schema, which is JSON text or what `json.loads` makes of it.
+        """Allows the JSON values of a schema, which is JSON text, no key of it twice, or what `json.loads` makes of it.
 
         One space at most stands between its words, as small models go on with spaces for ever; a schema's own
         "x-guidance" (llguidance's options) decides otherwise.
@@ -65,7 +77,9 @@ class Grammar:
         from llguidance import LLMatcher
 
         try:
-            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            parsed = (
+                json.loads(schema, object_pairs_hook=without_repeats) if isinstance(schema, str) else schema
+            )
             if isinstance(parsed, dict):
                 parsed = {"x-guidance": {"whitespace_pattern": " ?"}, **parsed}
             source = LLMatcher.grammar_from_json_schema(json.dumps(parsed))
@@ -343,5 +357,12 @@ def _executor() -> "LLExecutor":
 
 
 def _message(matcher: "LLMatcher") -> str:
-    """llguidance's error, on one line."""
-    return " ".join(matcher.get_error().split())
+    """llguidance's error on one line, or what it means."""
+    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    if text.startswith("NoExtension"):
+        return "one that allows no token of the tokenizer"
+    if _TOO_LARGE.search(text):
+        return (
+            "one that is too large; use fewer properties, alternatives and repetitions, or require properties"
+        )
+    return text[:400]

@@ -88,7 +88,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     """The JSON object in `text`, which errors call `name`. Raises `MLAError` as `read_object` does."""
     try:
         value = json.loads(
-            text, object_pairs_hook=_without_repeats, parse_constant=_finite, parse_float=_finite
+            text, object_pairs_hook=without_repeats, parse_constant=_finite, parse_float=_finite
         )
     except RecursionError as error:
         raise MLAError(name, "a readable JSON object", "one nested too deeply") from error
@@ -99,12 +99,21 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
     return value
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class RepeatedKey(ValueError):
+    """JSON has a key twice in one object, of which Python's reader would keep the last."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key[:80]
+        super().__init__(f"the key {self.key!r} twice")
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, for `json.loads`; raises `RepeatedKey`."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()
         repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {repeated[:80]!r} twice")
+        raise RepeatedKey(repeated)
     return table
 
 

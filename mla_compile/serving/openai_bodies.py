@@ -5,7 +5,7 @@ body of nothing but mistakes costs no more than another.
 """
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,9 @@ from pydantic import (
 )
 
 from mla_compile.sampling_params import MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -83,7 +86,7 @@ def _schema(value: object) -> str:
 
 def _nothing(value: object) -> None:
     if value not in (None, []):
-        raise ValueError("is not supported; leave it out")
+        raise ValueError("not supported; leave it out")
 
 
 Schema = Annotated[str, BeforeValidator(_schema)]
@@ -195,3 +198,46 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "less_than_equal": "at most {le}",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_type": "an object",
+    "string_too_long": "at most {max_length} characters",
+    "string_too_short": "at least {min_length} character(s)",
+    "string_type": "a string",
+    "too_long": "at most {max_length} items",
+    "too_short": "at least {min_length} item(s)",
+}
+"""What a field should be, by Pydantic's name of the mistake."""
+
+
+def mistake(error: "ErrorDetails") -> str:
+    """What is wrong with a field: what was expected, and what came."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "missing":
+        return "expected a value, got none"
+    if kind == "extra_forbidden":
+        return "unknown field"
+    if kind == "value_error":
+        what = str(context["error"])
+        return f"{what}, got {_shown(value)}" if what.startswith("expected") else what
+    expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else error["msg"]
+    is_length = kind in ("string_too_long", "string_too_short", "too_long", "too_short")
+    return f"expected {expected}, got {len(value) if is_length else _shown(value)}"
+
+
+def _shown(value: object) -> str:
+    """What came, cut to a line."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."

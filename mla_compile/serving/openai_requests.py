@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from mla_compile.engine.intake import check_prompt
 from mla_compile.errors import MLAError, is_request_error
+from mla_compile.models.files import RepeatedKey, without_repeats
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving.messages import Asked, GrammarSource
 from mla_compile.serving.openai_bodies import (
@@ -23,6 +24,7 @@ from mla_compile.serving.openai_bodies import (
     SamplingBody,
     StructuredOutputs,
     TokenizeBody,
+    mistake,
 )
 
 if TYPE_CHECKING:
@@ -119,9 +121,9 @@ def parse_completion(
     params = _params(asked, asked.logprobs, limits)
     if asked.best_of not in (None, params.n):
         raise BadRequest(f"best_of: expected n, {params.n}, or nothing", "best_of")
-    if len(asked.prompt) * params.n > limits.max_choices:
-        choices = f"prompts and n make {len(asked.prompt) * params.n} choices"
-        raise BadRequest(f"{choices}, and the server allows {limits.max_choices}", "n")
+    if (choices := len(asked.prompt) * params.n) > limits.max_choices:
+        expected = f"at most {limits.max_choices} choices of all prompts together"
+        raise BadRequest(f"n: expected {expected}, got {choices}", "n")
     prompts = [
         _encode(tokenizer, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in asked.prompt
     ]
@@ -171,24 +173,26 @@ B = TypeVar("B", bound=Body)
 def _read(kind: type[B], body: bytes) -> B:
     try:
         given = from_json(body, allow_inf_nan=False)
+        json.loads(body, object_pairs_hook=without_repeats)  # `from_json` keeps the last of equal keys
+    except RepeatedKey as error:
+        raise BadRequest(f"{error.key}: expected once in an object, got it twice", error.key) from None
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        raise BadRequest(f"the request body is not valid JSON: {error}") from None
     if not isinstance(given, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the request body is not a JSON object")
     for name, harmless in REFUSED.items():
         value = given.pop(name, None)
         if value is not None and not any(type(value) is type(x) and value == x for x in harmless):
-            raise BadRequest(f"{name}: is not supported; leave it out", name, "unsupported_parameter")
+            raise BadRequest(f"{name}: not supported; leave it out", name, "unsupported_parameter")
     for name in given:
         if name not in kind.model_fields and name not in IGNORED:
-            raise BadRequest(f"{name[:100]}: is no field of this request", name, "unknown_parameter")
+            raise BadRequest(f"{name[:100]}: unknown field", name, "unknown_parameter")
     try:
         return kind.model_validate({name: given[name] for name in kind.model_fields if name in given})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
-        what = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(f"{path}: {what}", path) from None
+        raise BadRequest(f"{path}: {mistake(first)}", path) from None
 
 
 def _check_model(model: str, limits: ModelLimits) -> None:
@@ -209,6 +213,8 @@ def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> S
     ):
         expected = f"at most {limits.max_stop_token_ids} ids in [0, {limits.vocab_size})"
         raise BadRequest(f"stop_token_ids: expected {expected}", "stop_token_ids")
+    if not 1 <= given.get("n", 1) <= limits.max_choices:
+        raise BadRequest(f"n: expected an integer in [1, {limits.max_choices}], got {given['n']}", "n")
     unsampled = {"temperature": 1.0, "top_p": 1.0, "seed": secrets.randbelow(2**62), "logprobs": logprobs}
     try:
         return SamplingParams(**{**unsampled, **given})

@@ -297,7 +297,7 @@ def test_a_grammar_that_comes_to_a_dead_end_is_told_of_with_the_completion(compl
     file = copy / "tokenizer.json"
     file.write_text(file.read_text().replace('"z":', '"zz":'))  # so that no token spells a single z
     flags = ("--model", copy, "--regex", "(a|b)z")
-    expected = "grammars[{}]: expected a grammar that goes on here, got NoExtension"
+    expected = "grammars[{}]: expected a grammar that goes on here, got one that allows no token"
     for i, line in enumerate(complete(MIXED, *flags)):
         assert (line["finish_reason"], len(line["token_ids"]), line["text"] in "ab") == ("error", 1, True)
         assert line["error"].startswith(expected.format(i))

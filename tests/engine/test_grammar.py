@@ -448,7 +448,7 @@ def test_a_dead_end_after_a_draft_is_an_error_only_where_the_draft_is_accepted()
     a, b, c, d = (TOKENS.index(token) for token in "abcd")
     completion = Completion()
     masks = Masks([Grammar.from_regex(DEAD, SMALL)], [completion])
-    expected = r"^grammars\[0\]: expected a grammar that goes on here, got NoExtension"
+    expected = r"^grammars\[0\]: expected a grammar that goes on here, got one that allows no token"
 
     allowed = masks.allowed(torch.tensor([[b, c]]))
     assert allowed[0, 0].nonzero().flatten().tolist() == [a, b]
@@ -491,7 +491,7 @@ def test_a_dead_end_ends_its_own_row_alone(
         assert (out[row].token_ids, out[row].error) == (others[row].token_ids, None)
         assert out[row].finish_reason == others[row].finish_reason
     assert (out[1].finish_reason, ids(out)[1]) == ("error", ids(expected)[1])
-    assert re.match(r"grammars\[1\]: expected a grammar that goes on here, got NoExtension", out[1].error)
+    assert re.match(r"grammars\[1\]: expected a grammar that goes on here, got one that allows no token", out[1].error)
     assert "".join(TOKENS[token] for token in out[1].token_ids) in ("cdab", "cdbcd", "d")
     if sampling is not None:
         assert [next(iter(place)) for place in out[1].logprobs] == out[1].token_ids
@@ -508,7 +508,7 @@ def test_a_text_that_is_cut_short_before_a_dead_end_has_no_error(k: int) -> None
     ("make", "message"),
     [
         (lambda: Grammar.from_regex("a(", SMALL), r"^regex: .*unclosed group"),
-        (lambda: Grammar.from_regex("z", SMALL), r"^regex: .*NoExtension"),
+        (lambda: Grammar.from_regex("z", SMALL), r"^regex: .*one that allows no token of the tokenizer"),
         (lambda: Grammar.from_ebnf("start: foo", SMALL), r'^ebnf: .*unknown name: "foo"'),
         (lambda: Grammar.from_ebnf("", SMALL), "^ebnf: "),
         (
