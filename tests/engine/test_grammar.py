@@ -1,10 +1,13 @@
 """Completions that follow a grammar: with drafts as without, and beside rows that are free."""
 
 import json
+import random
 import re
 import sys
+import time
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -491,7 +494,9 @@ def test_a_dead_end_ends_its_own_row_alone(
         assert (out[row].token_ids, out[row].error) == (others[row].token_ids, None)
         assert out[row].finish_reason == others[row].finish_reason
     assert (out[1].finish_reason, ids(out)[1]) == ("error", ids(expected)[1])
-    assert re.match(r"grammars\[1\]: expected a grammar that goes on here, got one that allows no token", out[1].error)
+    assert re.match(
+        r"grammars\[1\]: expected a grammar that goes on here, got one that allows no token", out[1].error
+    )
     assert "".join(TOKENS[token] for token in out[1].token_ids) in ("cdab", "cdbcd", "d")
     if sampling is not None:
         assert [next(iter(place)) for place in out[1].logprobs] == out[1].token_ids
@@ -628,3 +633,42 @@ def test_the_shipped_model_follows_grammars_beside_free_text(sampling: list[Samp
     assert sum(c.num_steps for c in drafted[:2]) < sum(c.num_steps for c in expected[:2]), (
         "drafts are accepted"
     )
+
+
+def large_grammars(draw: random.Random) -> tuple[str, Any]:
+    """Some kilobytes that mean very much."""
+    n, m = draw.randint(500, 4000), draw.randint(20, 60)
+
+    def needs(name: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+
+    schemas = {
+        "optional": {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(n)}},
+        "any": {"anyOf": [{"type": "object", "properties": {f"a{i}": {"type": "string"}}} for i in range(n)]},
+        "product": {"allOf": [{"anyOf": [needs(f"{c}{i}") for i in range(2 * m)]} for c in "ab"]},
+        "power": {"allOf": [{"anyOf": [needs(f"a{i}"), needs(f"b{i}")]} for i in range(draw.randint(9, 13))]},
+    }
+    kind = draw.choice([*schemas, "regex", "long"])
+    if kind == "regex":
+        return "regex", f"(a{{{n}}}){{{n}}}"
+    return ("regex", "a|" * 2**20) if kind == "long" else ("json_schema", schemas[kind])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_grammar_may_cost_is_bounded_and_its_refusal_is_in_words(seed: int) -> None:
+    kind, source = large_grammars(random.Random(seed))
+    make = Grammar.from_regex if kind == "regex" else Grammar.from_json_schema
+    start = time.process_time()
+    try:
+        (completion,) = run(0, make(source, SMALL), prompts=[[1, 2]], max_new_tokens=4)
+        error = completion.error
+    except MLAError as refused:
+        error = str(refused)
+    assert time.process_time() - start < 8, "20 s and more, once"
+    assert error is None or "too large; use fewer" in error or "at most 1048576 characters" in error, error
+
+
+def test_a_key_that_comes_twice_in_a_schema_is_refused() -> None:
+    with pytest.raises(MLAError, match="json_schema: expected a JSON schema, got the key 'type' twice"):
+        Grammar.from_json_schema('{"properties": {"a": {"type": "string", "type": "integer"}}}', SMALL)

@@ -32,8 +32,8 @@ class Engine(EngineClient):
         )
         self.plays = plays
 
-    def submit(self, asked: Sequence[Asked]) -> Answer:
-        answer = super().submit(asked)
+    def submit(self, asked: Sequence[Asked], client: str | None = None) -> Answer:
+        answer = super().submit(asked, client)
         self.plays(answer)
         return answer
 
@@ -221,6 +221,42 @@ def test_a_key_is_a_bearers(given: str, status: int) -> None:
     app, _ = app_of(api_keys=("other-key", "plain"))
     headers = [(b"authorization", given.encode())]
     assert asyncio.run(ask(app, "GET", "/v1/models", headers=headers))[0] == status
+
+
+FORWARDED = [(b"x-forwarded-for", b"6.6.6.6"), (b"x-forwarded-for", b"7.7.7.7, 10.0.0.9")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "client"),
+    [
+        ({}, FORWARDED, "127.0.0.1"),
+        ({"client_header": "X-Forwarded-For"}, FORWARDED, "10.0.0.9"),
+        ({"client_header": "X-Forwarded-For"}, [], "127.0.0.1"),
+        ({"client_header": "x-real-ip"}, FORWARDED, "127.0.0.1"),
+        ({"api_keys": ("a",)}, [(b"authorization", b"Bearer a")], "127.0.0.1"),
+        ({"api_keys": ("a", "a")}, [(b"authorization", b"Bearer a")], "127.0.0.1"),
+        ({"api_keys": ("a", "b")}, [(b"authorization", b"Bearer b")], "key 1"),
+        (
+            {"api_keys": ("a", "b"), "client_header": "X-Forwarded-For"},
+            [(b"authorization", b"Bearer a"), *FORWARDED],
+            "key 0",
+        ),
+    ],
+)
+def test_who_asks_is_known_by_a_key_a_header_or_an_address(
+    settings: dict[str, Any], headers: list[tuple[bytes, bytes]], client: str
+) -> None:
+    def tells(answer: Answer) -> None:
+        answer.put(0, Update(finish_reason="error", error=answer.client), 0.0)
+
+    _, _, body = post(app_of(tells, **settings)[0], {}, headers=headers)
+    assert json.loads(body)["error"]["message"] == client
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a:b", "schlüssel"])
+def test_a_header_that_no_client_can_send_is_a_mistake_of_the_server(name: str) -> None:
+    with pytest.raises(MLAError, match="client_header: expected the name of a header, got"):
+        ServerSettings(client_header=name)
 
 
 @pytest.mark.parametrize("key", ["", " ", "two words", "schlüssel", "a\n", "a\0", "\x7f"])

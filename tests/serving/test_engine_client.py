@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ from mla_compile.errors import MLAError
 from mla_compile.serving import engine_client, processes
 from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
 from mla_compile.serving.grammars import GrammarCheck
-from mla_compile.serving.messages import Asked, GrammarSource, Update
+from mla_compile.serving.messages import Asked, GrammarSource, Ready, Update
 from mla_compile.serving.settings import ServerSettings
 
 SETTINGS = ServerSettings(
@@ -127,6 +128,35 @@ def test_no_more_wait_than_may_and_those_that_leave_make_room() -> None:
         await until(lambda: client.num_running == 0)
 
     with_client(test)
+
+
+def test_a_client_finds_places_though_others_fill_the_room() -> None:
+    """Clients come, ask for more or fewer, leave and end at random."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        rows, waiting = draw.randint(1, 9), draw.randint(1, 60)
+        client = EngineClient(replace(SETTINGS, max_waiting=waiting))
+        client.ready = Ready(99, 64, rows, 7, EngineStats())
+        room, held, answers = rows + waiting, Counter[str](), []
+        for _ in range(300):
+            name = draw.choice("abcdefghij"[: draw.randint(1, 10)])
+            count = draw.choice([1, 1, draw.randint(1, room)])
+            others = {each for each in held if held[each] and each != name}
+            share = room // (len(others) + 1)
+            try:
+                answer = client.submit([Asked([5], SamplingParams())] * count, name)
+            except Busy:
+                assert held.total() + count > room and held[name] + count > share, "its share was refused"
+            else:
+                assert held.total() + count <= room or held[name] + count <= share
+                answers.append((answer, name, count))
+                held[name] += count
+            clients = sum(count > 0 for count in held.values())
+            assert client.num_running == held.total() <= room * sum(1 / i for i in range(1, clients + 1))
+            while answers and draw.random() < 0.4:
+                answer, name, count = answers.pop(draw.randrange(len(answers)))
+                client.abort(answer)
+                held[name] -= count
 
 
 def test_an_engine_that_dies_ends_its_requests_by_name_and_comes_back() -> None:

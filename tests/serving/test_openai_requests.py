@@ -334,6 +334,7 @@ def test_mistakes_are_refused_by_name() -> None:
         with pytest.raises(BadRequest) as error:
             parse(**fields)
         got = error.value
+        assert not any(words in got.message for words in OF_PYDANTIC), got.message
         assert (got.param, got.code) == (param, code), fields
         assert param.partition("[")[0].partition(".")[0] in got.message and len(got.message) <= 500, fields
         assert got.status == (404 if code == "model_not_found" else 400)
@@ -516,7 +517,82 @@ def test_any_body_is_understood_or_refused(seed: int) -> None:
     assert min(num_asked, num_refused) > 400, (num_asked, num_refused)
 
 
+BODY = {
+    "model": "shipped", "stop": ["a"], "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.5,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"b": {"type": "string"}}}},
+    },
+    "metadata": {"a": {"b": [{"c": 1, "d": 2}]}},
+}  # fmt: skip
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """All of a body that have a key, the outermost first."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] * (isinstance(value, dict) and bool(value)) + [
+        one for each in inner for one in objects(each)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_key_that_comes_twice_anywhere_is_refused_by_name(seed: int) -> None:
+    draw = random.Random(seed)
+    parse, tokenizer, needed = draw.choice(
+        [
+            (parse_completion, TOKENIZER, {"prompt": "Hello"}),
+            (parse_chat, CHATTING, {"messages": [USER, USER]}),
+        ]
+    )
+    body = copy.deepcopy(BODY | needed)
+    parse(json.dumps(body).encode(), tokenizer=tokenizer, limits=LIMITS)
+    into = draw.choice(objects(body)) if seed % 4 else body
+    key = draw.choice(list(into))
+    into["\x00"] = into[key] if draw.random() < 0.5 else draw.choice([None, 5, "a", {}])
+    text = json.dumps(body).replace(json.dumps("\x00"), json.dumps(key))
+    with pytest.raises(BadRequest) as error:
+        parse(text.encode(), tokenizer=tokenizer, limits=LIMITS)
+    assert error.value.param == key and error.value.status == 400
+    assert error.value.message == f"{key}: expected once in an object, got it twice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 9}, "n: expected an integer in [1, 8], got 9"),
+        ({"n": 0}, "n: expected an integer in [1, 8], got 0"),
+        ({"n": 10**6}, "n: expected an integer in [1, 8], got 1000000"),
+        ({"n": 5, "prompt": ["a", "b"]}, "n: expected at most 8 choices of all prompts together, got 10"),
+        ({"n": 2, "seed": 2**63 - 1}, "n: expected an integer in [1, 1], "
+         "as each completion has a seed below 2**63, got 2"),
+        ({"stop": ["a"] * 17}, "stop: expected at most 16 items, got 17"),
+        ({"stop": ["a" * 1025]}, "stop[0]: expected at most 1024 characters, got 1025"),
+        ({"stop": [""]}, "stop[0]: expected at least 1 character(s), got 0"),
+        ({"stream": "yes"}, 'stream: expected true or false, got "yes"'),
+        ({"max_tokens": 0}, "max_tokens: expected at least 1, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens: expected an integer, got 1.5"),
+        ({"temperature": [1]}, "temperature: expected a number, got a list of 1"),
+        ({"prompt": {}}, "prompt: expected text, token ids, or a list of either, got an object of 0"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: expected 'text', "
+         "'json_object' or 'json_schema', got \"xml\""),
+        ({"zork": 1}, "zork: unknown field"),
+        ({"stream": True, "stream_options": {"zork": 1}}, "stream_options.zork: unknown field"),
+        ({"tools": [1]}, "tools: not supported; leave it out"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_by_its_name_what_was_expected_and_what_came(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadRequest) as error:
+        completion(**fields)
+    assert error.value.message == message
+
+
+OF_PYDANTIC = ("Input should", "should have", "Value error", "alidation", "Extra inputs", "Field required")
+
+
 def check_refusal(error: BadRequest) -> None:
+    assert not any(words in error.message for words in OF_PYDANTIC), error.message
     assert 1 <= len(error.message) <= 500 and len(error.param or "") <= 100 and error.status in (400, 404)
     json.dumps([error.message, error.param], ensure_ascii=False).encode()
 

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,31 @@ def test_a_full_queue_is_429_and_no_request_is_lost(client: OpenAI) -> None:
 
     waits = asyncio.run(run())
     assert waits.count(None) >= 8 and set(waits) == {None, "1"}
+
+
+def test_a_plain_request_beside_four_heavy_clients_gets_the_next_row() -> None:
+    """Each heavy one asks for as many completions as run at once; the room has no place left."""
+    flags = ("--max-rows", "4", "--max-waiting", "12", "--client-header", "X-Client")
+
+    def ask_as(client: str, **fields: Any) -> tuple[int, Any]:
+        body = json.dumps({"model": "shipped", "prompt": PROMPT, "ignore_eos": True} | fields).encode()
+        return get(f"{url}/v1/completions", body, **{"X-Client": client, "Content-Type": "application/json"})
+
+    with served(*flags) as server, ThreadPoolExecutor(8) as threads:
+        url = server.url()
+        heavy = [
+            threads.submit(ask_as, client, n=4, max_tokens=n) for n, client in zip((60, 64, 68, 72), "abcd")
+        ]
+        deadline = time.monotonic() + 60
+        while running(url) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        status, _ = ask_as("plain", max_tokens=4)
+        assert status == 200, "the room is full, and it has less than its share"
+        assert sum(each.done() for each in heavy) <= 1, (
+            "it has waited for the rows that ran, and for no others"
+        )
+        assert [each.result()[0] for each in heavy] == [200] * 4
 
 
 def test_keys() -> None:
