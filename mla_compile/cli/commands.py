@@ -452,7 +452,7 @@ def serve(
         Option(
             metavar="N",
             min=1,
-            help="Requests that may wait; of a client with more than its share, others get status 429.",
+            help="Requests that may wait; further ones of a client with its share get status 429.",
         ),
     ] = 256,
     client_header: Annotated[
