@@ -134,10 +134,8 @@ def _open(
     if mtp is not False:
         mtp = _has_mtp(files, config, directory, wanted=mtp)
     with torch.device("meta"):
-        model = MLAForCausalLM(config, mtp=mtp)
+        model = MLAForCausalLM(config, mtp=mtp).to(dtype)
     _check(model, files, directory, block)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
     if not dequantize:
         fp8.put_fp8_layers(model, partial(_is_fp8, model, files, block, quantize is not None))
     if parallel is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
+from mla_compile.models.layers import KeepsDtype
 from mla_compile.models.moe import Experts
 from mla_compile.ops.fp8 import DTYPE, scale_shape
 from mla_compile.ops.fp8_linear import fp8_linear
@@ -21,20 +22,10 @@ _PLAIN = ("kv_b_proj", "lm_head")
 embedding in some models."""
 
 
-class _KeepsDtype(nn.Module):
-    """A module whose parameters go along to other devices, and stay FP8, with float32 scales, in `model.to(dtype)`."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_KeepsDtype":
-        def moved(x: Tensor) -> Tensor:
-            result = fn(x)
-            return result if result.dtype == x.dtype else x.to(result.device)
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-
-class FP8Linear(_KeepsDtype):
+class FP8Linear(KeepsDtype):
     """A linear layer without bias whose weight is FP8: `weight` `[out, in]`, and a scale for each of its blocks."""
+
+    kept = ("weight", "weight_scale_inv")
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -45,8 +36,10 @@ class FP8Linear(_KeepsDtype):
         return fp8_linear(x, self.weight, self.weight_scale_inv)
 
 
-class FP8Experts(_KeepsDtype):
+class FP8Experts(KeepsDtype):
     """`Experts` whose weights are FP8; gate and up have blocks of their own."""
+
+    kept = ("w_gate_up", "w_gate_up_scale_inv", "w_down", "w_down_scale_inv")
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()

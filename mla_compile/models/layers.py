@@ -1,10 +1,35 @@
-"""The two building blocks that every layer shares."""
+"""Building blocks that every layer shares."""
+
+from collections.abc import Callable
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.ops.norm_rope import rms_norm
+
+
+class KeepsDtype(nn.Module):
+    """A module that converts to another dtype without some of its tensors; these go along to other devices.
+
+    kept: their names. `model.to(dtype)`, `half()`, `double()` and the like leave them as they are.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # The tensors themselves: one that is replaced must not be freed, as another could get its identity.
+        kept = [getattr(self, name, None) for name in self.kept]
+
+        def guarded(x: Tensor) -> Tensor:
+            result = fn(x)
+            if result.dtype != x.dtype and any(x is tensor for tensor in kept):
+                return x.to(result.device)
+            return result
+
+        super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 class RMSNorm(nn.Module):

@@ -6,14 +6,15 @@ from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
 from mla_compile.models.architecture import Architecture, Routing
-from mla_compile.models.layers import MLP
+from mla_compile.models.layers import MLP, KeepsDtype
 from mla_compile.ops.moe import moe_experts
 from mla_compile.ops.routing import choose_experts
 
 
-class Router(nn.Module):
+class Router(KeepsDtype):
     """Chooses each token's experts and weighs them, as `Routing` says."""
 
+    kept = ("e_score_correction_bias",)
     e_score_correction_bias: Tensor
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
@@ -22,7 +23,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         nn.init.normal_(self.weight, std=hidden_size**-0.5)
         if routing.scoring == "sigmoid":
-            # A buffer, in float32 whatever the model's dtype: in training it moves by steps that bfloat16 would lose.
+            # In float32 whatever the model's dtype: in training it moves by steps that bfloat16 would lose.
             self.register_buffer(
                 "e_score_correction_bias", torch.zeros(routing.num_experts, dtype=torch.float32)
             )

@@ -31,9 +31,7 @@ def outline(
     config, block = read_config(Path(path))
     check_quantize(quantize, dequantize, block)
     with torch.device("meta"):
-        model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp).to(dtype)
     if quantize is not None or (block == (BLOCK, BLOCK) and not dequantize):
         put_fp8_layers(model, lambda name: "eh_proj" not in name)
     return model

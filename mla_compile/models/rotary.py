@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.models.layers import KeepsDtype
 from mla_compile.models.settings import ROPE_SETTINGS, check_settings
 
 if TYPE_CHECKING:
@@ -78,9 +79,10 @@ def _softmax_factor(parameters: dict[str, Any]) -> float:
     return float((0.1 * mscale * math.log(scale) + 1.0) ** 2)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(KeepsDtype):
     """Positions to angles."""
 
+    kept = ("inv_freq",)
     inv_freq: Tensor
 
     def __init__(self, rope: Rope) -> None:
@@ -88,9 +90,9 @@ class RotaryEmbedding(nn.Module):
         self.rope = rope
         self.register_buffer("inv_freq", torch.tensor(rope.inv_freq, dtype=torch.float32), persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        # `model.to(torch.bfloat16)` must not round the frequencies, and `to_empty` must not forget them.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # `to_empty` has lost the values.
         self.inv_freq = torch.tensor(self.rope.inv_freq, dtype=torch.float32, device=self.inv_freq.device)
         return self
 

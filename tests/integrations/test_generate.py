@@ -34,7 +34,7 @@ from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, generation, restore
 from mla_compile.integrations.transformers.target import TransformersTarget
 from tests.integrations.families import prompts, stock_model
-from tests.integrations.mtp import MTP_FAMILIES, with_mtp
+from tests.integrations.mtp import MTP_FAMILIES, random_mtp, with_mtp
 from tests.integrations.stock import greedy, left_padded
 
 IDS, MASK = left_padded(prompts())
@@ -467,14 +467,29 @@ def test_a_refused_call_leaves_an_accelerated_model_as_it_was(model: Any) -> Non
     assert torch.equal(generate(model), expected)
 
 
-def test_a_model_that_is_converted_gets_new_caches() -> None:
-    model = stock_model("youtu")
-    accelerate(model, compile=False)
+DENSE = {"first_k_dense_replace": 3}  # transformers' experts take no float64
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("youtu", {}),
+        ("minicpm3", {}),
+        pytest.param("longcat_flash", {}, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", DENSE, marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_is_converted_gets_new_caches(family: str, changes: dict[str, int]) -> None:
+    model: Any = stock_model(family, **changes)
+    drafts = {"num_speculative_tokens": 2, "mtp": random_mtp(model)} if family in MTP_FAMILIES else {}
+    accelerate(model, compile=False, **drafts)
     generate(model)
-    model.to(torch.float64)
-    got = generate(model)
-    restore(model)
-    assert torch.equal(got, generate(model))
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        got = generate(model)
+        restore(model)
+        assert torch.equal(got, generate(model))
+        accelerate(model, compile=False, **drafts)
 
 
 def test_no_memory_for_more_room_is_no_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

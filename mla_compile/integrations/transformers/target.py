@@ -73,11 +73,15 @@ class TransformersTarget(nn.Module):
 
     def fits_its_caches(self) -> bool:
         """Whether the caches still have the weights' dtype and device, which `model.to` changes."""
-        layer = next(iter(self._trunk.latent.values()))
-        weight, cache = layer.attention.kv_b_proj.weight, layer.kv_cache
-        return cache is not None and (cache.dtype, cache.device) == (weight.dtype, weight.device)
+        cache = next(iter(self._trunk.latent.values())).kv_cache
+        return cache is not None and _is_like(cache, _up_projection(self._trunk))
 
     def allocate_cache(self, num_pages: int, page_size: int) -> None:
+        if self.mtp_layer is not None and self._mtp is not None:
+            weight = _up_projection(self._trunk)
+            if not _is_like(weight, _up_projection(self._mtp)):  # `model.to` does not reach the layer
+                self.mtp_layer.to(weight.device, weight.dtype)
+        self._rope = FixedRope(self.model)
         for cache in self._paged():
             cache.allocate(num_pages, page_size)
         if self._states is not None:
@@ -155,6 +159,16 @@ class TransformersTarget(nn.Module):
                     del module.forward
                 for config, implementation in zip(self._configs, before, strict=True):
                     config._attn_implementation = implementation
+
+
+def _up_projection(cache: PagedLatentCache) -> Tensor:
+    """The weight that a cache takes its dtype and device from."""
+    weight: Tensor = next(iter(cache.latent.values())).attention.kv_b_proj.weight
+    return weight
+
+
+def _is_like(x: Tensor, y: Tensor) -> bool:
+    return (x.dtype, x.device) == (y.dtype, y.device)
 
 
 def check_model(model: Any) -> None:
