@@ -23,7 +23,7 @@ from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import check_prompt
 from mla_compile.engine.start_ranks import start_ranks
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, RequestError, is_request_error
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import MOST_CONFIG, directory_of, open_checkpoint, read_config
 from mla_compile.models.files import first_line, read_object
@@ -127,15 +127,23 @@ class Checkpoint:
             raise MLAError(name, "at least one token", "an empty prompt")
         try:
             token_ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
-        except Exception as error:  # tokenizers raises bare `Exception`, for a character without a token, say
+        except BaseException as error:  # a character without a token, say, or a regex that gives up
+            if not is_request_error(error):
+                raise
             raise MLAError(name, "text that the tokenizer takes", first_line(error)) from error
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
-        """Text of a completion, special tokens left out; None without a tokenizer."""
+        """Text of a completion, special tokens left out; None without a tokenizer.
+
+        Raises `MLAError` where the tokenizer has no text for the ids.
+        """
         if self.tokenizer is None:
             return None
-        return decode(self.tokenizer, token_ids)
+        try:
+            return decode(self.tokenizer, token_ids)
+        except RequestError as error:
+            raise MLAError("token_ids", "ids that the tokenizer decodes", error) from error
 
 
 def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":

@@ -124,6 +124,6 @@ def _finite(text: str) -> float:
     return value
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What another library's error says, short enough for a line of ours."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,19 +1,22 @@
-"""A checkpoint's tokenizer: its `tokenizer.json`, and never code."""
+"""A checkpoint's tokenizer: what transformers makes of its files, and never code."""
 
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models.files import first_line, plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
 from mla_compile.waits import told
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerBase
 
 _CONFIG = "tokenizer_config.json"
 _TOKENIZER = "tokenizer.json"
+_SPECIAL = "special_tokens_map.json"
+_ADDED = "added_tokens.json"
 _OTHER_FORMATS = (
     "tokenizer.model",
     "tiktoken.model",
@@ -32,7 +35,13 @@ def _is_token(value: object) -> bool:
 
 
 _TOKEN = Rule("a token's text, or an object with its content", _is_token)
-_TOKENS = Rule("a list of tokens", lambda value: isinstance(value, list) and all(map(_is_token, value)))
+_TOKENS = Rule(
+    "a list of tokens, or an object with a token for each name",
+    lambda value: (
+        isinstance(value, list | dict)
+        and all(map(_is_token, value.values() if isinstance(value, dict) else value))
+    ),
+)
 _TEMPLATES = Rule(
     "a text, or a list of objects with a name and a template",
     lambda value: (
@@ -46,12 +55,27 @@ _TEMPLATES = Rule(
         )
     ),
 )
-# What is read of tokenizer_config.json, by the names that transformers gives its tokenizers' arguments.
-_SETTINGS: dict[str, Rule] = {
+_TOKENS_BY_ID = Rule(
+    "an object with a token, an object with its content, for each id",
+    lambda value: (
+        isinstance(value, dict)
+        and all(id.isdecimal() and type(token) is dict and _is_token(token) for id, token in value.items())
+    ),
+)
+_ID = Rule("a token id", lambda value: type(value) is int and 0 <= value < 2**31)
+# What is read of special_tokens_map.json, and of tokenizer_config.json, by transformers' names. Both may name tokens
+# of a model's own too: every other `..._token`.
+_SPECIAL_TOKENS: dict[str, Rule] = {
     **{f"{kind}_token": _TOKEN for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
     "additional_special_tokens": _TOKENS,
+    "extra_special_tokens": _TOKENS,
+}
+_SETTINGS: dict[str, Rule] = {
+    **_SPECIAL_TOKENS,
+    "added_tokens_decoder": _TOKENS_BY_ID,
     "chat_template": _TEMPLATES,
     "clean_up_tokenization_spaces": FLAG,
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": FLAG,
     "split_special_tokens": FLAG,
     "model_max_length": Rule("a number >= 1", lambda value: type(value) in (int, float) and value >= 1),  # type: ignore[operator]
 }
@@ -59,7 +83,7 @@ _SETTINGS: dict[str, Rule] = {
 
 @told("loading the tokenizer")
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
-    """A checkpoint's tokenizer, as `tokenizer.json` and the special tokens of `tokenizer_config.json` make it.
+    """A checkpoint's tokenizer: `tokenizer.json`, with the tokens that files beside it name, as `AutoTokenizer` has it.
 
     Nothing of the checkpoint runs, whatever its files say; docs/checkpoints.md says what is read. None where the
     directory holds no tokenizer.
@@ -79,41 +103,69 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
         if other := next((name for name in _OTHER_FORMATS if plain_file(directory, name)), None):
             raise MLAError(str(directory), f"a tokenizer in {_TOKENIZER}", other, _MEND)
         return None
-    return _tokenizer(text, _settings(config, directory), directory)
+    return _tokenizer(text, _files(config, directory), directory)
 
 
-def _settings(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Arguments of a tokenizer; null counts as left out."""
-    given = {name: value for name, value in config.items() if name in _SETTINGS and value is not None}
+def _files(config: dict[str, Any], directory: Path) -> dict[str, dict[str, Any]]:
+    """What is read of the files beside tokenizer.json, by their names."""
+    config = {
+        name: value
+        for name, value in config.items()
+        if value is not None or name.endswith(("_token", "_tokens"))  # tokens are numbered by their order
+    }
     template = read_text(directory, "chat_template.jinja", most=_MOST_CONFIG)
     if template is not None:
-        given["chat_template"] = template
-    check_settings(given, _SETTINGS, f"{directory / _CONFIG}: ")
-    for name, rule in _SETTINGS.items():
-        if name in given and rule is _TOKEN:
-            given[name] = _added_token(given[name])
-    given["extra_special_tokens"] = [_added_token(t) for t in given.pop("additional_special_tokens", ())]
-    return given
+        config["chat_template"] = template
+    config = _known(config, _SETTINGS, directory / _CONFIG)
+    files = {_CONFIG: {name: _typed(name, value) for name, value in config.items()}}
+    special = read_object(directory, _SPECIAL, most=_MOST_CONFIG)
+    if special is not None:
+        files[_SPECIAL] = special = _known(special, _SPECIAL_TOKENS, directory / _SPECIAL)
+        for name in special.keys() & {"additional_special_tokens"}:  # transformers itself sees to the others
+            special[name] = _typed(name, special[name])
+    added = read_object(directory, _ADDED, most=_MOST_CONFIG)
+    if added is not None:
+        check_settings(added, dict.fromkeys(added, _ID), f"{directory / _ADDED}: ")
+        files[_ADDED] = added
+    return files
 
 
-def _added_token(token: str | dict[str, Any]) -> "str | AddedToken":
-    from tokenizers import AddedToken
-
-    if isinstance(token, str):
-        return token
-    flags = {flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
-    return AddedToken(token["content"], special=True, **flags)
+def _known(values: dict[str, Any], rules: dict[str, Rule], file: Path) -> dict[str, Any]:
+    check_settings({name: value for name, value in values.items() if value is not None}, rules, f"{file}: ")
+    return {name: value for name, value in values.items() if name in rules or name.endswith("_token")}
 
 
-def _tokenizer(text: str, settings: dict[str, Any], directory: Path) -> "PreTrainedTokenizerBase":
+def _typed(name: str, value: Any) -> Any:
+    """A setting; tokens that are objects are marked as transformers marks those that it saves."""
+    if name.endswith("_tokens") and isinstance(value, list):
+        return [_typed("_token", token) for token in value]
+    if name.endswith("_token") and isinstance(value, dict) and _is_token(value):
+        return value | {"__type": "AddedToken"}
+    return value
+
+
+def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> "PreTrainedTokenizerBase":
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     try:
-        # Not by AutoTokenizer, whose ways lead to code, to files elsewhere and to the network.
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), **settings)
-    except Exception as error:  # tokenizers raises bare `Exception` for a malformed file
-        expected = "a tokenizer that the tokenizers library can read"
+        if '"added_tokens"' not in text:  # which transformers asks for
+            text = Tokenizer.from_str(text).to_str()
+        # Not by AutoTokenizer, whose ways lead to code, and from copies of what was read: transformers opens no file
+        # that a checkpoint names.
+        with TemporaryDirectory() as copies:
+            Path(copies, _TOKENIZER).write_text(text, encoding="utf-8")
+            for name, values in files.items():
+                Path(copies, name).write_text(json.dumps(values), encoding="utf-8")
+            tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+                copies, local_files_only=True
+            )
+    except BaseException as error:  # tokenizers raises bare `Exception` for a malformed file, and panics
+        if not is_request_error(error):
+            raise
+        expected = (
+            "a tokenizer that the tokenizers library can read, with the tokens that files beside it name"
+        )
         raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _MEND) from error
-    tokenizer.name_or_path = str(directory)
+    tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer

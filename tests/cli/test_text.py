@@ -1,6 +1,9 @@
 """`mla_compile.generate` and what it is made of."""
 
+import json
 import random
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,6 +49,37 @@ def test_generate_takes_sampling_for_each_prompt(checkpoint):
 def test_a_bad_prompt_is_named(checkpoint, prompts, message):
     with pytest.raises(MLAError, match=message):
         mla_compile.generate(prompts, model=checkpoint, compile=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tokenizer_whose_regex_gives_up_is_a_mistake_by_name(copy, generate, seed):
+    draw = random.Random(seed)
+    letter, ends = draw.choice("abx"), draw.choice(["$", "c", "(?!.)"])
+    file = copy / "tokenizer.json"
+    content = json.loads(file.read_text())
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": f"({letter}+)+{ends}"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, content["pre_tokenizer"]]}
+    file.write_text(json.dumps(content))
+    prompt = letter * draw.randrange(40, 60) + "!"
+    with pytest.raises(MLAError, match=r"^prompts\[0\]: expected text that the tokenizer takes, got .*over"):
+        mla_compile.generate([prompt], model=copy, compile=False)
+    result = generate("--prompt", prompt, "--model", copy)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+
+
+def test_ids_that_the_tokenizer_cannot_decode_are_a_named_error(loaded):
+    class PanicException(BaseException):
+        """As pyo3's: no `Exception`."""
+
+    for error in (PanicException("gave up"), IndexError("no such id"), KeyboardInterrupt()):
+        tokenizer = type("Tokenizer", (), {"decode": Mock(side_effect=error)})()
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else MLAError):
+            replace(loaded, tokenizer=tokenizer).decode([1])
 
 
 def test_no_prompts_give_no_completions(checkpoint):

@@ -1,6 +1,8 @@
 """A tokenizer is its tokenizer.json: what transformers makes of it too, and never code."""
 
 import json
+import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mla_compile import MLAError, load_tokenizer
 from tests.models.small import v3_config
+from tests.models.tokenizer_files import NAMED, random_text, write_random
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -80,6 +83,86 @@ def test_it_reads_and_writes_as_the_one_of_transformers(tmp_path, name):
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert (ours.chat_template, ours.model_max_length) == (theirs.chat_template, theirs.model_max_length)
     assert len(ours) == len(theirs)
+
+
+def assert_as_transformers_has_it(directory: Path, draw: random.Random) -> None:
+    v3_config().save_pretrained(directory)
+    write_random(directory, draw)
+    try:
+        theirs = AutoTokenizer.from_pretrained(directory)
+    except TypeError:  # an object of special_tokens_map.json that it does not take
+        with pytest.raises(MLAError, match="tokens that files beside it name"):
+            load_tokenizer(directory)
+        return
+    ours = load_tokenizer(directory)
+    assert len(ours) == len(theirs)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.all_special_ids == theirs.all_special_ids
+    for name in NAMED:
+        assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id")
+    for _ in range(6):
+        ids = ours(text := random_text(draw))["input_ids"]
+        assert ids == theirs(text)["input_ids"], text
+        for some in (ids, [draw.randrange(len(ours)) for _ in range(8)]):
+            for skip in (True, False):
+                assert ours.decode(some, skip_special_tokens=skip) == theirs.decode(
+                    some, skip_special_tokens=skip
+                )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tokens_that_other_files_name_are_those_of_transformers(tmp_path, seed):
+    assert_as_transformers_has_it(tmp_path, random.Random(seed))
+
+
+@pytest.mark.long
+def test_many_more_such_files(tmp_path_factory):
+    for seed in range(1000, 1600):
+        assert_as_transformers_has_it(tmp_path_factory.mktemp("tokenizer"), random.Random(seed))
+
+
+def test_a_token_that_only_its_config_names_is_one_token(tmp_path):
+    decoder = {"258": {"content": "<|user|>", "special": True}}
+    write(tmp_path, {"added_tokens_decoder": decoder, "eos_token": "<|user|>"})
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer("<|user|>hi")["input_ids"]
+    assert len(ids) == 4  # the template's <begin> before it
+    assert tokenizer.eos_token_id == ids[1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hi"
+
+
+BAD_FILES = {
+    "special_tokens_map.json": ["[]", "{", '{"eos_token": 3}', '{"a": 1, "a": 2}', '{"extra_special_tokens": [0]}'],
+    "added_tokens.json": ["[]", '{"<a>": -1}', '{"<a>": "1"}', '{"<a>": true}', '{"<a>": 1, "<a>": 2}'],
+    "tokenizer_config.json": [
+        '{"added_tokens_decoder": []}', '{"added_tokens_decoder": {"x": {"content": "a"}}}',
+        '{"added_tokens_decoder": {"1": "a"}}', '{"extra_special_tokens": 3}', '{"eos_token": ["a"]}',
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(n, content) for n, every in BAD_FILES.items() for content in every]
+)
+def test_a_bad_file_of_tokens_is_named(tmp_path, name, content):
+    write(tmp_path, {})
+    (tmp_path / name).write_text(content)
+    with pytest.raises(MLAError, match=re.escape(str(tmp_path / name))):
+        load_tokenizer(tmp_path)
+
+
+def test_a_library_that_panics_is_a_named_error(tmp_path, monkeypatch):
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("it gave up")
+
+    write(tmp_path, {})
+    monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
+    with pytest.raises(MLAError, match=r"tokenizer\.json: .*it gave up"):
+        load_tokenizer(tmp_path)
+
+
+class PanicException(BaseException):
+    """As pyo3's: no `Exception`."""
 
 
 def test_it_is_loaded_where_there_is_one(tmp_path):
@@ -149,6 +232,9 @@ HOSTILE = [
 ]
 
 
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+
+
 def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, item in list(inside)[:8] for place in places(item, (*path, key)))]
@@ -159,7 +245,10 @@ def places(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | 
 def test_whatever_its_files_say_it_loads_or_is_refused_by_name(tmp_path_factory, data, hostile, name):
     directory = tmp_path_factory.mktemp("tokenizer")
     write(directory, PUBLISHED[name])
-    file = directory / data.draw(st.sampled_from(["tokenizer.json", "tokenizer_config.json"]))
+    other = {"eos_token": token("<end>"), "additional_special_tokens": ["<tool>"], "a_token": "<other>"}
+    (directory / "special_tokens_map.json").write_text(json.dumps(other))
+    (directory / "added_tokens.json").write_text(json.dumps({"<new>": 300}))
+    file = directory / data.draw(st.sampled_from(FILES))
     content = json.loads(file.read_text())
     *path, last = data.draw(st.sampled_from(places(content)[1:] or [("eos_token",)]))
     place = content
