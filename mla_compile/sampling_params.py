@@ -117,13 +117,13 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def check_token_ids(name: str, ids: object) -> None:
-    """Raises `MLAError` for what is no list or set of integers that a step can compare tokens with."""
+def check_token_ids(name: str, ids: object, vocab_size: int | None = None) -> None:
+    """Raises `MLAError` for what is no list or set of token ids, of a vocabulary if one is given."""
     if not isinstance(ids, Sequence | Set):
         raise MLAError(name, "a list of token ids", type(ids).__name__)
     for token in ids:
-        if not _is_int(token) or not -(2**63) <= token < 2**63:
-            raise MLAError(name, "integers of 64 bits", repr(token))
+        if not _is_int(token) or not 0 <= token < (vocab_size or 2**63):
+            raise MLAError(name, f"token ids in [0, {vocab_size or '2**63'})", repr(token))
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -124,6 +124,10 @@ def check_batch_invariance(
     asked = [_Asked(list(prompt), sampling[i % len(sampling)]) for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     max_model_len = 2 * longest + max_new_tokens
+    positions = getattr(model, "max_position_embeddings", None) or max_model_len
+    if max_model_len > positions:
+        room = f"two prompts and three times max_new_tokens within the model's {positions} positions"
+        raise MLAError("prompts, max_new_tokens", room, max_model_len)
     pages_per_row = -(-max_model_len // page_size)
 
     def engine_of(k: int) -> Engine:

@@ -24,7 +24,7 @@ class EngineSettings(TypedDict, total=False):
     drafter: DrafterName | DrafterKind | None
     adaptive_draft_length: bool
     max_rows: int
-    max_model_len: int
+    max_model_len: int | None
     page_size: int
     num_pages: int | None
     max_tokens_per_step: int | None
@@ -51,7 +51,8 @@ class EngineConfig:
             not depend on it. Each number of drafts is a step of its own, compiled and captured when it is first tried,
             or by `warm_up`.
         max_rows: requests that run at once; others wait.
-        max_model_len: tokens of a request at most, prompt included.
+        max_model_len: tokens of a request at most, prompt included; no more than the model has positions, where it
+            says how many (see `ServedModel`). None: 2048, or as many as those.
         page_size: tokens per cache page.
         num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
             `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
@@ -88,7 +89,7 @@ class EngineConfig:
     drafter: DrafterName | DrafterKind | None = None
     adaptive_draft_length: bool = False
     max_rows: int = DEFAULT_MAX_ROWS
-    max_model_len: int = DEFAULT_MAX_MODEL_LEN
+    max_model_len: int | None = None
     page_size: int = DEFAULT_PAGE_SIZE
     num_pages: int | None = None
     max_tokens_per_step: int | None = None
@@ -103,15 +104,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_num_drafts(self.num_speculative_tokens)
         known_drafter(self.drafter)
-        for name in ("max_rows", "max_model_len", "page_size"):
+        for name in ("max_rows", "page_size"):
             _check_size(name, getattr(self, name))
-        if self.max_model_len < 2:
-            raise MLAError(
-                "max_model_len", "at least 2, a token of a prompt and a new one", self.max_model_len
-            )
-        for name in ("num_pages", "max_tokens_per_step", "shadow_check_every"):
+        for name in ("max_model_len", "num_pages", "max_tokens_per_step", "shadow_check_every"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
+        if self.max_model_len == 1:
+            raise MLAError("max_model_len", "at least 2, a token of a prompt and a new one", 1)
         for name in ("adaptive_draft_length", "prefix_caching", "compile", "batch_invariant"):
             check_boolean(name, getattr(self, name))
         budget = self.capture_budget
@@ -137,11 +136,6 @@ class EngineConfig:
             return {"mode": self.mode}
         return {"options": resolve_settings(self.mode, self._options)}
 
-    @property
-    def pages_per_row(self) -> int:
-        """Cache pages of a request of `max_model_len` tokens."""
-        return -(-self.max_model_len // self.page_size)
-
     def fitted_to(self, model: ServedModel) -> "FittedConfig":
         """These settings for one model, with numbers for what was left open.
 
@@ -149,16 +143,18 @@ class EngineConfig:
             MLAError: a setting that the model or its device rules out, named.
         """
         _check_model(model)
+        longest = max_model_len_of(self.max_model_len, getattr(model, "max_position_embeddings", None))
+        pages_per_row = -(-longest // self.page_size)
         k, given = self.num_speculative_tokens, self
         if model.is_recurrent:
-            given = self._fitted_to_recurrent()
+            given = self._fitted_to_recurrent(longest)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         call = DecodeCall(*device, captured=self.compile, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
         tuned.table_of(model.device)  # a file that is wrong is refused now, not while a step is recorded
-        num_pages = given.num_pages or 1 + self.max_rows * self.pages_per_row
-        if num_pages < 1 + self.pages_per_row:
-            expected = f"at least {1 + self.pages_per_row}, for one row of max_model_len = {self.max_model_len} tokens"
+        num_pages = given.num_pages or 1 + self.max_rows * pages_per_row
+        if num_pages < 1 + pages_per_row:
+            expected = f"at least {1 + pages_per_row}, for one row of max_model_len = {longest} tokens"
             raise MLAError("num_pages", expected, num_pages)
         if given.num_pages is None and num_pages >= 2**31:
             raise MLAError("max_rows, max_model_len, page_size", "fewer than 2**31 pages in all", num_pages)
@@ -173,13 +169,14 @@ class EngineConfig:
             | {
                 # Where nothing drafts, nothing is asked of the model.
                 "drafter": select_drafter(self.drafter if k > 0 else None, has_mtp=model.has_mtp),
+                "max_model_len": longest,
                 "num_pages": num_pages,
                 "max_tokens_per_step": tokens,
             },
-            pages_per_grant=self.pages_per_row if model.is_recurrent else 1,
+            pages_per_grant=pages_per_row if model.is_recurrent else 1,
         )
 
-    def _fitted_to_recurrent(self) -> "EngineConfig":
+    def _fitted_to_recurrent(self, longest: int) -> "EngineConfig":
         """A row keeps one block of pages, by which its state is found, and its prompt runs in one piece."""
         if self.batch_invariant:
             expected = "False for a model with recurrent layers, whose kernels promise no such thing"
@@ -192,9 +189,7 @@ class EngineConfig:
         for name in ("num_pages", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 raise MLAError(name, "None for a model with recurrent layers", getattr(self, name))
-        return replace(
-            self, prefix_caching=False, max_tokens_per_step=self.max_rows * (1 + self.max_model_len)
-        )
+        return replace(self, prefix_caching=False, max_tokens_per_step=self.max_rows * (1 + longest))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +200,15 @@ class FittedConfig(EngineConfig):
     """
 
     drafter: DrafterKind
+    max_model_len: int
     num_pages: int
     max_tokens_per_step: int
     pages_per_grant: int
+
+    @property
+    def pages_per_row(self) -> int:
+        """Cache pages of a request of `max_model_len` tokens."""
+        return -(-self.max_model_len // self.page_size)
 
     @property
     def max_keys_per_step(self) -> int | None:
@@ -220,15 +221,17 @@ class FittedConfig(EngineConfig):
         return self.max_tokens_per_step - self.max_rows * (1 + self.num_speculative_tokens)
 
 
-def max_model_len_of(given: int | None, positions: int) -> int:
-    """The `max_model_len` of a model with so many positions; by default as many as it has, 2048 at most.
+def max_model_len_of(given: int | None, positions: int | None, default: int = DEFAULT_MAX_MODEL_LEN) -> int:
+    """The `max_model_len` of a model with so many positions; by default as many as it has, `default` at most.
+
+    positions: None for no limit.
 
     Raises:
         MLAError: more than it has.
     """
     if given is None:
-        return min(DEFAULT_MAX_MODEL_LEN, positions)
-    if given > positions:
+        return default if positions is None else min(default, positions)
+    if positions is not None and given > positions:
         raise MLAError("max_model_len", f"at most the model's {positions} positions", given)
     return given
 

@@ -370,7 +370,7 @@ class Engine:
             MLAError: a bad argument, named; requests are under way.
         """
         params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
-        check_token_ids("stop_ids", stop_ids)
+        check_token_ids("stop_ids", stop_ids, self.model.vocab_size)
         check_boolean("prompts", prompts)
         with self._turn:
             self._check_idle("warm_up")

@@ -127,7 +127,8 @@ class Intake:
         vocab_size, longest = self._vocab_size, self._config.max_model_len
         name = f"prompts[{place[0]}]" if progress is not None else "prompt"
         check_prompt(name, prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
-        check_token_ids("stop_ids", stop_ids)
+        check_token_ids("stop_ids", stop_ids, vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         if choose is not None and params.logprobs is not None:
             raise MLAError("logprobs", "None where `choose` picks the tokens", "a number")
         if params.stop_strings and self._tokenizer is None:

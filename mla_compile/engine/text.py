@@ -1,5 +1,6 @@
 """Text in, text out: a checkpoint's tokenizer and stop ids around the engine."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from mla_compile.speculate.drafter import loads_mtp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
 
 
@@ -44,7 +47,7 @@ class Checkpoint:
     """A model with what turns text into its token ids and back.
 
     tokenizer: None where there is none; prompts are token ids then.
-    stop_ids: the end-of-sequence ids that the checkpoint names.
+    stop_ids: the end-of-sequence ids that the checkpoint names, those that are in its vocabulary.
     """
 
     model: MLAForCausalLM
@@ -89,7 +92,7 @@ class Checkpoint:
             raise MLAError("expert_parallel", "more than one process", size, mend)
         directory = directory_of(path)
         config, _ = read_config(directory)
-        stop_ids = _stop_ids(directory, config.eos_token_id)
+        stop_ids = _stop_ids(directory, config.eos_token_id, config.vocab_size)
         found = _tokenizer(path, tokenizer, text=text)
         settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
         parallel = None
@@ -160,15 +163,21 @@ def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "Pr
         return None
 
 
-def _stop_ids(directory: Path, of_config: int | list[int] | None) -> list[int]:
-    """End-of-sequence ids: those of generation_config.json where it names any, else the config's."""
+def _stop_ids(directory: Path, of_config: int | list[int] | None, vocab_size: int) -> list[int]:
+    """End-of-sequence ids: those of generation_config.json where it names any, else the config's.
+
+    Those outside of the vocabulary, which no token can be, are left out.
+    """
     name = "generation_config.json"
     generation = read_object(directory, name, most=MOST_CONFIG) or {}
     check_settings(generation, {"eos_token_id": SETTINGS["eos_token_id"]}, f"{directory / name}: ")
     found = generation.get("eos_token_id")
     if found is None:
         found = of_config
-    return found if isinstance(found, list) else [] if found is None else [found]
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if outside := [id for id in ids if id >= vocab_size]:
+        log.warning("%s: eos_token_id %s is outside of the vocabulary of %d", directory, outside, vocab_size)
+    return [id for id in ids if id < vocab_size]
 
 
 def fitting_engine(

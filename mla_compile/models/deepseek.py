@@ -49,6 +49,12 @@ class MLAForCausalLM(nn.Module):
         return self.arch.vocab_size
 
     @property
+    def max_position_embeddings(self) -> int:
+        """Positions that it was made for."""
+        positions: int = self.config.max_position_embeddings
+        return positions
+
+    @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 

@@ -24,7 +24,11 @@ class Target(Protocol):
 
 
 class ServedModel(Target, Protocol):
-    """A `Target` that an engine can serve: it owns the caches, which the engine allocates."""
+    """A `Target` that an engine can serve: it owns the caches, which the engine allocates.
+
+    A model may have one more attribute, `max_position_embeddings`: the tokens of its longest text. `max_model_len` is
+    no more than that.
+    """
 
     @property
     def vocab_size(self) -> int: ...

@@ -82,6 +82,16 @@ def test_ids_that_the_tokenizer_cannot_decode_are_a_named_error(loaded):
             replace(loaded, tokenizer=tokenizer).decode([1])
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_outside_of_the_vocabulary_is_left_out_and_named(copy, caplog, file):
+    content = json.loads((copy / file).read_text())
+    (copy / file).write_text(json.dumps(content | {"eos_token_id": [257, 3, 100_001]}))
+    if file == "config.json":
+        (copy / "generation_config.json").unlink()
+    assert Checkpoint.load(copy).stop_ids == [3]
+    assert "eos_token_id [257, 100001] is outside of the vocabulary of 257" in caplog.text
+
+
 def test_no_prompts_give_no_completions(checkpoint):
     assert mla_compile.generate([], model=checkpoint, compile=False) == []
 

@@ -304,7 +304,9 @@ def test_an_engine_first_used_in_inference_mode_works_outside_it_too() -> None:
 @pytest.mark.parametrize("count", [1, 8, 9, 20])
 def test_any_number_of_stop_ids_may_be_given(count: int) -> None:
     plain = tokens(engine())
-    stop_ids = [plain[0][5], *range(1000, 1000 + count - 1)]
+    others = [token for token in range(40) if token not in plain[0]]
+    stop_ids = [plain[0][5], *others[: count - 1]]
+    assert len(stop_ids) == count
     ended = engine().generate(PROMPTS, max_new_tokens=20, stop_ids=stop_ids)
     assert ended[0].token_ids == plain[0][: plain[0].index(stop_ids[0]) + 1]
     assert ended[0].finish_reason == "stop"
@@ -322,6 +324,8 @@ def test_any_number_of_stop_ids_may_be_given(count: int) -> None:
         ([[1] * 64], {}, r"prompts\[0\]: expected fewer tokens than max_model_len = 64"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),
         ([[1]], {"stop_ids": [5.5]}, "stop_ids"),
+        ([[1]], {"stop_ids": [39, 40]}, r"stop_ids: expected token ids in \[0, 40\), got 40"),
+        ([[1]], {"sampling": SamplingParams(stop_token_ids=[40])}, r"stop_token_ids: .*, got 40"),
         ([[1]], {"sampling": [SamplingParams()] * 2}, "sampling"),
     ],
 )

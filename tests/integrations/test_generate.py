@@ -492,6 +492,26 @@ def test_a_model_that_is_converted_gets_new_caches(family: str, changes: dict[st
         accelerate(model, compile=False, **drafts)
 
 
+def test_the_models_positions_bound_it() -> None:
+    model: Any = stock_model("youtu", max_position_embeddings=40)
+    with pytest.raises(MLAError, match="max_model_len: expected at most the model's 40 positions, got 64"):
+        accelerate(model, compile=False, max_model_len=64)
+    accelerate(model, compile=False, max_model_len=24)
+    width = IDS.shape[1]
+    with pytest.raises(MLAError, match="max_length: expected at most the model's 40 positions, got 41"):
+        generate(model, max_new_tokens=41 - width)
+    got = generate(model, max_new_tokens=40 - width)
+    restore(model)
+    assert torch.equal(got, generate(model, max_new_tokens=40 - width))
+
+
+def test_an_end_that_no_token_is_ends_nothing(model: Any) -> None:
+    ends = [-1, 10**6]
+    expected = generate(model, eos_token_id=ends)
+    accelerate(model, compile=False)
+    assert torch.equal(generate(model, eos_token_id=ends), expected)
+
+
 def test_no_memory_for_more_room_is_no_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(model)
     accelerate(model, compile=False)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 import pyarrow as pa
 import torch
 
-from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_TOKENS, SHIPPED_MODEL, default_drafts
+from mla_compile.defaults import DEFAULT_MAX_TOKENS, SHIPPED_MODEL, default_drafts
 from mla_compile.engine import Checkpoint, Completion, Engine, EngineConfig
 from mla_compile.engine.config import EngineSettings, check_positive
 from mla_compile.engine.intake import checked_sampling
@@ -109,8 +109,8 @@ class EngineActor:
         served = self._checkpoint.model
         if drafts is None:
             settings["num_speculative_tokens"] = default_drafts(served.has_mtp, drafter)
-        longest = served.config.max_position_embeddings
-        settings["max_model_len"] = min(settings.get("max_model_len", DEFAULT_MAX_MODEL_LEN), longest)
+        if (longest := settings.get("max_model_len")) is not None:
+            settings["max_model_len"] = min(longest, served.max_position_embeddings)
         self._engine = Engine(served, tokenizer=self._checkpoint.tokenizer, **settings)
 
     def __call__(self, batch: pa.Table) -> pa.Table:

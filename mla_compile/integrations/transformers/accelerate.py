@@ -1,6 +1,7 @@
 """`accelerate`: a transformers model whose `generate` runs on our engine."""
 
 import logging
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import nn
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import EngineConfig
+from mla_compile.engine.config import max_model_len_of
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
@@ -27,7 +29,7 @@ def accelerate(
     drafter: DrafterName | DrafterKind | None = None,
     mtp: nn.Module | None = None,
     max_rows: int = 1,
-    max_model_len: int = 512,
+    max_model_len: int | None = None,
     page_size: int = 64,
     compile: bool = True,
     mode: str | None = "reduce-overhead",
@@ -51,7 +53,8 @@ def accelerate(
         mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
             checkpoint that the model came from.
         max_rows, max_model_len: sequences at once, and tokens of one, prompt included, that there is room for at first.
-            A larger call makes more room, and compiles anew: set them if you know.
+            A larger call makes more room, and compiles anew: set them if you know. None: 512 tokens, or as many as the
+            model has positions; more than those are refused, in a call too.
         page_size: tokens per cache page.
         compile: False runs everything eagerly.
         mode: the mode of `torch.compile`; "reduce-overhead" replays one CUDA graph per step.
@@ -85,7 +88,9 @@ def accelerate(
             if kind is not None:
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
-    accelerated = Accelerated(TransformersTarget(model, layer), config)
+    target = TransformersTarget(model, layer)
+    room = max_model_len_of(max_model_len, target.max_position_embeddings, default=512)
+    accelerated = Accelerated(target, replace(config, max_model_len=room))
     earlier = _take_off(model)
     if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
         lay_apart(earlier.target)  # an MTP layer that serves no more among them

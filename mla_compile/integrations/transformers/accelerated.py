@@ -35,17 +35,22 @@ class Accelerated:
         """The engine, a roomier one if it must be.
 
         Raises:
-            MLAError: the MTP layer is asked for, and there is none.
+            MLAError: the MTP layer is asked for, and there is none; a longer text than the model has positions for.
         """
         use_mtp = call.config.use_mtp
         if use_mtp and not self.target.has_mtp:
             expected = "accelerate(model, num_speculative_tokens=...) first, with an MTP layer"
             raise MLAError("use_mtp", expected, use_mtp)
+        positions = self.target.max_position_embeddings
+        if positions is not None and call.longest > positions:
+            raise MLAError("max_length", f"at most the model's {positions} positions", call.longest)
         rows, length = self._config.max_rows, self._config.max_model_len
+        assert length is not None
         while rows < len(call.prompts):
             rows *= 2
         while length < call.longest:
             length *= 2
+        length = min(length, positions or length)
         drafts = 0 if use_mtp is False else self._drafts
         config = replace(self._config, num_speculative_tokens=drafts, max_rows=rows, max_model_len=length)
         if self._engine is None or config != self._config or not self.target.fits_its_caches():

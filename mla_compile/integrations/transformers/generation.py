@@ -84,7 +84,8 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
             call.prompts,
             max_new_tokens=call.max_new_tokens,
             sampling=call.sampling,
-            stop_ids=call.stop_ids,
+            # No token is one of the others; -1 stands for none in some configs.
+            stop_ids=[id for id in call.stop_ids if 0 <= id < engine.model.vocab_size],
             choose=choice,
         ):
             accelerated.completions = completions

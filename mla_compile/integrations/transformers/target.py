@@ -59,6 +59,11 @@ class TransformersTarget(nn.Module):
         return size
 
     @property
+    def max_position_embeddings(self) -> int | None:
+        """Positions that the model was made for, as its config has them."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
