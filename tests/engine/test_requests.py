@@ -311,7 +311,7 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
         (lambda e: e.add([1], SamplingParams(max_tokens=0)), "^max_tokens: "),
         (lambda e: e.add([1], SamplingParams(stop="")), "^stop: expected strings that are not empty"),
         (lambda e: e.add([1], SamplingParams(stop="a")), "^stop: expected none in an engine without"),
-        (lambda e: e.add([1], SamplingParams(stop_token_ids=[1.5])), "^stop_token_ids: expected integers"),
+        (lambda e: e.add([1], SamplingParams(stop_token_ids=[1.5])), "^stop_token_ids: expected token ids"),
         (lambda e: e.add([1], SamplingParams(n=0)), r"^n: expected an integer in \[1, 16384\]"),
         (lambda e: e.add([1], SamplingParams(n=2)), "^n: expected 1, got 2; add a request for each"),
         (lambda e: e.add([1], max_new_tokens=0), "^max_new_tokens: "),
