@@ -30,6 +30,7 @@ from mla_compile.engine.scheduler import Chunk, Grant, Plan, Scheduler
 from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
+from mla_compile.engine.weights import Weights
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.ranks import Ranks
@@ -91,6 +92,7 @@ class Engine:
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             model.allocate_cache(self.config.num_pages, self.config.page_size)
         self._caches = model.caches()
+        self._weights = Weights(model if self.config.prefix_caching else None)
 
     def _begin_anew(self) -> None:
         """With no request, and nothing known of what the caches hold, on the other ranks too."""
@@ -200,6 +202,9 @@ class Engine:
 
     def _step(self) -> None:
         start = time.perf_counter()
+        may_admit = self._scheduler.num_waiting and self._scheduler.num_running < self.config.max_rows
+        if may_admit and self._weights.have_changed():
+            self._scheduler.forget_prefixes()
         plan, lag = self._scheduler.plan(), 0
         # Where the host chooses tokens it must have those before them.
         if plan and not self._launch(plan).on_host:
@@ -393,7 +398,7 @@ class Engine:
             return self._launcher.capture_report()
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the caches hold: after the model's weights have changed, say.
+        """Forget what the caches hold, after the model's weights have changed in a way that `Weights` does not notice.
 
         Raises `MLAError` while requests are under way.
         """

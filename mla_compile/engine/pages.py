@@ -151,6 +151,14 @@ class PagePool:
                 else:
                     self._reusable[page] = None
 
+    def forget(self) -> None:
+        """Let `match` find nothing that was registered by now. Pages that are held stay so."""
+        self._blank += self._reusable
+        self._reusable.clear()
+        self._page_of.clear()
+        self._key_of = [None] * self.num_pages
+        self._prefix = [NO_PREFIX] * self.num_pages
+
     def _evict(self) -> int:
         page, _ = self._reusable.popitem(last=False)
         key = self._key_of[page]

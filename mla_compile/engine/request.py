@@ -82,6 +82,7 @@ class Request:
     rank: priority, whether it has never run, and the number of its first admission, or before that of its arrival;
         None until it waits or runs.
     is_running: it holds pages and has a row in every step that it is in.
+    is_outdated: the weights have changed since it last began to run: its latents are of both.
     pages: that it holds, in order.
     num_reused_tokens: that were found in the cache when it last began to run.
     num_cached: once all launched steps have run, at most so many of its tokens are in the cache; while it prefills,
@@ -109,6 +110,7 @@ class Request:
     said: Completion = field(init=False)
     rank: tuple[int, bool, int] | None = None
     is_running: bool = False
+    is_outdated: bool = False
     pages: list[int] = field(default_factory=list)
     num_reused_tokens: int = 0
     num_cached: int = 0

@@ -211,6 +211,12 @@ class Scheduler:
             if request.rank is not None:
                 self._stop(request)
 
+    def forget_prefixes(self) -> None:
+        """Share nothing that is cached by now, and nothing that requests which run by now will have cached."""
+        self.pool.forget()
+        for request in self._running:
+            request.is_outdated = True
+
     def plan(self) -> Plan:
         """What the next step runs; to be launched if it is not empty."""
         plan = Plan(removed=self._removed)  # the list itself: preemptions add to it
@@ -257,7 +263,7 @@ class Scheduler:
 
     def _commit(self, request: Request, num_cached: int) -> None:
         # One that does not run has lost its pages. One that runs has not lost any since, as it waits for reports.
-        if request.is_running:
+        if request.is_running and not request.is_outdated:
             if self._batch_invariant:
                 num_cached = min(num_cached, len(request.prompt))
             self.pool.commit(request.pages, request.tokens, num_cached)
@@ -341,7 +347,7 @@ class Scheduler:
         if is_new:
             request.rank = priority, False, next(self._numbers)
         insort(self._running, request, key=_rank)
-        request.is_running = True
+        request.is_running, request.is_outdated = True, False
         request.num_cached = request.num_reused_tokens = len(pages) * self.pool.page_size
         plan.admitted.append(request)
         self._grant(plan, request, [*pages, *more])
