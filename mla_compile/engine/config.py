@@ -1,6 +1,7 @@
 """What an engine is set to: one frozen object that the engine, the command and integrations share."""
 
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from mla_compile.backend import resolve_settings
@@ -240,8 +241,13 @@ def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineCo
     """What a caller has given: a config, or its keyword arguments.
 
     Raises:
-        MLAError: both, or something else.
+        MLAError: both, or something else; an unknown name, with those near it.
     """
+    names = [field.name for field in fields(EngineConfig)]
+    for name in settings:
+        if name not in names:
+            near = get_close_matches(name, names, n=3) or names
+            raise MLAError(name, "a setting of an engine", "an unknown name", "near it: " + ", ".join(near))
     if config is None:
         return EngineConfig(**settings)
     if not isinstance(config, EngineConfig):

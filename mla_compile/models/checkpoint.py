@@ -22,11 +22,12 @@ from mla_compile.models.names import (
     layers_past_trunk,
     num_separate_experts,
     parts,
+    prefix_of_layers,
     shared_copies,
 )
 from mla_compile.models.parallel import Parallel, check_parallel
 from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
-from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
+from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, SIZES, check_settings
 from mla_compile.models.sharding import check_divisible, divide
 from mla_compile.ops.fp8 import BLOCK, scale_shape
 from mla_compile.ops.peers import connect
@@ -191,9 +192,32 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
     known = {name: raw[name] for name in SETTINGS if name in raw} | _rope(raw, prefix)
     # transformers asks for Python's float, and JSON writes some as 1.
     known |= {name: float(known[name]) for name in ("rms_norm_eps", "routed_scaling_factor") if name in known}
+    if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
+        known["num_key_value_heads"] = known[
+            "num_attention_heads"
+        ]  # as MLA has them; transformers' value is another
     config = _config(SAME_AS[model_type], known, file)
-    Architecture.from_config(config, prefix)
+    try:
+        Architecture.from_config(config, prefix)
+    except MLAError as error:
+        value = _got(directory, error.name.removeprefix(prefix), error.got)
+        raise MLAError(error.name, error.expected, value, error.mend or _unsaid(directory, config)) from None
     return config, block
+
+
+def _got(directory: Path, setting: str, value: object) -> object:
+    """A setting's value, for an error about it."""
+    raw = read_object(directory, CONFIG, most=MOST_CONFIG) or {}
+    return (
+        value if setting in raw or setting not in SETTINGS else f"none, for which transformers takes {value}"
+    )
+
+
+def _unsaid(directory: Path, config: "PreTrainedConfig") -> str:
+    """A hint to sizes that a checkpoint's config leaves to transformers; empty where there are none."""
+    raw = read_object(directory, CONFIG, most=MOST_CONFIG) or {}
+    names = ", ".join(name for name in SIZES if name not in raw and hasattr(config, name))
+    return f"{CONFIG} does not say {names}: transformers' values count" if names else ""
 
 
 def names_mtp(config: "PreTrainedConfig") -> bool:
@@ -253,12 +277,16 @@ def check_quantize(quantize: object, dequantize: object, block: tuple[int, int] 
 def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory: Path) -> None:
     """Before a layer is built: that the files have tensors of each."""
     held = layers_of(files.entries)
+    if not held and (prefix := prefix_of_layers(files.entries)) is not None:
+        mend = "save the language model alone, or load it with transformers and `accelerate` it"
+        raise MLAError(str(directory), "tensors named model.layers.0. and so on", f"{prefix}layers.", mend)
     missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
     if missing is not None:
         expected = (
             f"a number of layers that the safetensors files hold, and they hold none of layer {missing}"
         )
-        raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, config.num_hidden_layers)
+        got = _got(directory, "num_hidden_layers", config.num_hidden_layers)
+        raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, got)
 
 
 def _has_mtp(
@@ -283,7 +311,7 @@ def _check(
         files.entries
     ):  # each has three tensors: listing those would take as long as a config likes
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
-        got = f"{model.arch.routing.num_experts} in each of its layers"
+        got = _got(directory, "n_routed_experts", f"{model.arch.routing.num_experts} in each of its layers")
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
     required = {
         name: tuple(destination.shape) for name, destination in destinations(model, files.entries).items()
@@ -318,9 +346,8 @@ def _check(
         if names
     ]
     if mistakes:
-        raise MLAError(
-            str(directory), f"the tensors of its {model.config.model_type} config", "; ".join(mistakes)
-        )
+        expected = f"the tensors of its {model.config.model_type} config"
+        raise MLAError(str(directory), expected, "; ".join(mistakes), _unsaid(directory, model.config))
 
 
 def _accepted_dtypes(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What a model has room for bounds an engine, whatever it is that the engine serves."""
 
 import random
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -57,6 +58,22 @@ def test_the_length_and_the_ids_of_requests_are_those_of_the_model(seed: int) ->
                 call()
     else:
         engine.add([0], max_new_tokens=1, stop_ids=ids)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_name_that_is_no_setting_is_refused_with_those_near_it(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [field.name for field in fields(EngineConfig)]
+    name = draw.choice(names)
+    at = draw.randrange(len(name))
+    wrong = draw.choice([name[:at] + name[at + 1 :], name[:at] + "x" + name[at:], name.upper(), name + "s"])
+    if wrong in names:
+        return
+    with torch.device("meta"):
+        model = MLAForCausalLM(v3_config(), mtp=False)
+    settings: dict[str, Any] = {"compile": False, wrong: 1}
+    with pytest.raises(MLAError, match=rf"^{wrong}: expected a setting of an engine.*\b{name}\b"):
+        Engine(model, **settings)
 
 
 def test_a_model_that_names_no_limit_has_none() -> None:

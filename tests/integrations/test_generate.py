@@ -33,7 +33,7 @@ from mla_compile.engine import Engine
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers import accelerate, generation, restore
 from mla_compile.integrations.transformers.target import TransformersTarget
-from tests.integrations.families import prompts, stock_model
+from tests.integrations.families import FAMILIES, prompts, stock_model
 from tests.integrations.mtp import MTP_FAMILIES, random_mtp, with_mtp
 from tests.integrations.stock import greedy, left_padded
 
@@ -490,6 +490,13 @@ def test_a_model_that_is_converted_gets_new_caches(family: str, changes: dict[st
         restore(model)
         assert torch.equal(got, generate(model))
         accelerate(model, compile=False, **drafts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_a_head_is_refused_with_the_class_that_has_one(family: str) -> None:
+    body = stock_model(family).base_model
+    with pytest.raises(MLAError, match=r"a head that gives logits, got \w+Model; .*AutoModelForCausalLM"):
+        accelerate(body)
 
 
 def test_the_models_positions_bound_it() -> None:

@@ -1,6 +1,8 @@
 """What is wrong with a checkpoint is said in one named error."""
 
 import json
+import random
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM, load_model
+from mla_compile.models.settings import SETTINGS
 from tests.models.small import add_shard
 
 MTP = "model.layers.3."  # the trunk has layers 0 to 2
@@ -192,3 +195,59 @@ def test_an_unreadable_checkpoint_is_one_named_error(spoil, copy, monkeypatch):
     assert expected in message
     assert str(copy) in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_value_that_the_config_does_not_have_is_not_said_to_be_in_it(copy, seed):
+    draw = random.Random(seed)
+    file = copy / "config.json"
+    content = json.loads(file.read_text())
+    for name in draw.sample(sorted(content.keys() & SETTINGS.keys()), draw.randrange(1, 4)):
+        del content[name]
+    file.write_text(json.dumps(content))
+    error = None
+    try:
+        load_model(copy)
+    except MLAError as raised:
+        error = raised
+    if error is not None:
+        setting = error.name.partition("config.json: ")[2]
+        is_named = "none, for which transformers takes" in str(error)
+        assert is_named == bool(setting and setting not in content), error
+        assert is_named or "config.json does not say" in str(error)
+
+
+def test_a_config_without_a_number_of_key_heads_has_those_of_mla(copy):
+    expected = load_model(copy).state_dict()
+    file = copy / "config.json"
+    for value in ({}, {"num_key_value_heads": None}):
+        content = json.loads(file.read_text())
+        content.pop("num_key_value_heads", None)
+        file.write_text(json.dumps(content | value))
+        assert all(
+            torch.equal(expected[name], tensor) for name, tensor in load_model(copy).state_dict().items()
+        )
+
+
+PREFIXES = [
+    "language_model.",
+    "model.language_model.",
+    "module.",
+    "_orig_mod.",
+    "base_model.model.",
+    "a.b_2.c.",
+]
+
+
+@pytest.mark.parametrize("prefix", [*PREFIXES, ""])
+@pytest.mark.parametrize("inner", ["model.", ""])
+def test_names_of_a_larger_model_are_refused_by_their_prefix(checkpoint, tmp_path, prefix, inner):
+    if prefix + inner == "model.":
+        return
+    names = ["embed_tokens.weight", "layers.0.input_layernorm.weight", "layers.11.mlp.gate.weight"]
+    save_file({f"{prefix}{inner}{name}": torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    with pytest.raises(
+        MLAError, match=rf"named model\.layers\.0\..*, got {re.escape(prefix + inner)}layers\.;"
+    ):
+        load_model(tmp_path)

@@ -12,8 +12,8 @@ import pyarrow as pa
 import torch
 
 from mla_compile.defaults import DEFAULT_MAX_TOKENS, SHIPPED_MODEL, default_drafts
-from mla_compile.engine import Checkpoint, Completion, Engine, EngineConfig
-from mla_compile.engine.config import EngineSettings, check_positive
+from mla_compile.engine import Checkpoint, Completion, Engine
+from mla_compile.engine.config import EngineSettings, check_positive, config_of
 from mla_compile.engine.intake import checked_sampling
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
@@ -94,7 +94,7 @@ class EngineActor:
         self._sampling = checked_sampling("sampling", SamplingParams() if sampling is None else sampling)
         check_positive("max_new_tokens", max_new_tokens)
         self._max_new_tokens = max_new_tokens
-        EngineConfig(**settings)  # a mistake is told before the checkpoint is read
+        config_of(None, settings)  # a mistake is told before the checkpoint is read
         drafts, drafter = settings.get("num_speculative_tokens"), settings.get("drafter")
         self._checkpoint = Checkpoint.load(
             model,

@@ -183,6 +183,9 @@ def check_model(model: Any) -> None:
     if not layers or not hasattr(model, "get_decoder"):
         mend = "docs/transformers.md has the families"
         raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, mend)
+    if model.get_output_embeddings() is None:
+        mend = "load it with AutoModelForCausalLM"
+        raise MLAError("model", "a model with a head that gives logits", type(model).__name__, mend)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise MLAError("model", "all parameters on one device", ", ".join(sorted(devices)))
