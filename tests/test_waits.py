@@ -84,6 +84,31 @@ def test_a_terminal_gets_one_line_that_counts(monkeypatch):
     assert text.endswith("\n") and text.count("\n") == 1
 
 
+def test_a_brief_line_is_for_a_terminal_alone_and_does_not_stay(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.1)
+    with progress.importing():
+        time.sleep(0.4)
+    assert capsys.readouterr() == ("", "")
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    with progress.importing():
+        pass
+    assert not err.getvalue(), "it was quick"
+    with progress.importing():
+        wait_for(err.getvalue)
+    text = err.getvalue()
+    assert "importing torch ... 0 s" in text and "\n" not in text
+    assert text.endswith("\r\x1b[K"), "erased"
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_without_stderr_nothing_is_shown(impatient, monkeypatch, brief):
+    """As where a shell closed it: `2>&-`."""
+    monkeypatch.setattr("sys.stderr", None)
+    with progress.progress("working", brief=brief):
+        time.sleep(0.1)
+
+
 def test_of_waits_inside_each_other_the_innermost_is_shown(impatient, monkeypatch, capsys):
     monkeypatch.setattr(progress, "INTERVAL", 0.05)
     with progress.progress("all of it"):

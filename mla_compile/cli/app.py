@@ -1,9 +1,11 @@
 """The commands, and what becomes of a user's mistake: one line on stderr and exit code 2, never a traceback."""
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -13,11 +15,12 @@ import mla_compile
 from mla_compile.cli import streams
 from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve, tune
 from mla_compile.cli.progress import progress
+from mla_compile.cli.suggest import did_you_mean
 from mla_compile.errors import MLAError
 from mla_compile.waits import shown_by
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.
-_UsageError: type[BaseException] = typer.BadParameter.__mro__[1]
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 _OUT_OF_MEMORY = (
@@ -38,7 +41,7 @@ class OneLineErrors(TyperGroup):
             with shown_by(progress):
                 sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
         except _UsageError as error:
-            _fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
+            _fail(f"{error.format_message()} (see --help)")
         except MLAError as error:
             _fail(str(error))
         except streams.StdoutError as error:
@@ -51,6 +54,26 @@ class OneLineErrors(TyperGroup):
             first_line = str(error).partition("\n")[0] or "MemoryError"
             _fail(f"{_OUT_OF_MEMORY}; {first_line}")
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            _add_suggestion(error, words, _names(self, ctx))
+            unknown = getattr(error, "option_name", "")
+            having = [name for name, command in self.commands.items() if unknown in _names(command, ctx)]
+            if having:
+                error.message = f"{unknown} goes behind a command ({', '.join(having)})"
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            hint = did_you_mean(args[0], self.commands)
+            error.message = error.message.rstrip(".") + hint
+            raise
+
 
 _OTHER_NAMES = {"request_seconds": "--request-timeout", "shutdown_seconds": "--shutdown-timeout"}
 """Flags of arguments that the library calls otherwise."""
@@ -59,6 +82,20 @@ _OTHER_NAMES = {"request_seconds": "--request-timeout", "shutdown_seconds": "--s
 class InFlags(TyperCommand):
     """A command whose mistakes are named by its flags, where the library names its own arguments."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words, names = [*args], _names(self, ctx)
+        ctx.allow_extra_args = True
+        try:
+            extra = super().parse_args(ctx, args)
+        except _UsageError as error:
+            _add_suggestion(error, words, names)
+            raise
+        if extra:
+            flag = "--prompt" if "--prompt" in names and not Path(extra[0]).exists() else "--model"
+            hint = f". Did you mean {flag} {shlex.quote(extra[0])}?" if flag in names else ""
+            ctx.fail(f"Unexpected argument: {extra[0]}{hint}")
+        return extra
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -66,6 +103,24 @@ class InFlags(TyperCommand):
             options = (each for each in self.params if each.param_type_name == "option")
             flags = {str(option.name): option.opts[0] for option in options}
             raise _in_flags(error, flags | _OTHER_NAMES) from error
+
+
+def _names(command: Any, ctx: Any) -> list[str]:
+    """The flags of a command, and the placeholders of its arguments."""
+    found = []
+    for each in command.get_params(ctx):
+        found += [each.metavar] if each.param_type_name == "argument" else [*each.opts, *each.secondary_opts]
+    return found
+
+
+def _add_suggestion(error: Any, words: list[str], names: list[str]) -> None:
+    """Name the unknown flag as one of the `words` gave it, with those of the command's `names` that may be meant."""
+    if not hasattr(error, "possibilities"):  # which typer's error of an unknown flag alone has
+        return
+    given = next((word for word in words if word.startswith(error.option_name)), error.option_name)
+    name = given.partition("=")[0]
+    error.message = f"No such option: {name}{did_you_mean(name, names)}"
+    error.possibilities = None  # typer's own
 
 
 def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:
@@ -106,6 +161,7 @@ app = typer.Typer(
     help="MLA attention and MTP speculative decoding, native to torch.compile.",
     rich_markup_mode=None,
     add_completion=False,
+    suggest_commands=False,  # `resolve_command` does
     pretty_exceptions_enable=False,  # a traceback is a bug of ours: the plain one is what a report needs
 )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option
 
-from mla_compile.cli.progress import progress
+from mla_compile.cli.progress import importing
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
 from mla_compile.defaults import (
     DEFAULT_DRAFTS,
@@ -21,7 +21,6 @@ from mla_compile.defaults import (
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 
-IMPORTING = "importing torch"
 DRAFTS = f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0"
 
 Model = Annotated[
@@ -98,7 +97,8 @@ def generate(
             "--input",
             metavar="FILE",
             help='Prompts, one a line: {"prompt": TEXT} or {"prompt_token_ids": [ID, ...]}, with settings of its own '
-            'or without: {"prompt": TEXT, "max_tokens": 3, "temperature": 0.7}. "-" reads stdin.',
+            'or without: {"prompt": TEXT, "max_tokens": 3, "temperature": 0.7}. Blank lines are skipped. '
+            '"-" reads stdin.',
         ),
     ] = None,
     output_file: Annotated[
@@ -194,10 +194,11 @@ def generate(
     """Complete prompts with a checkpoint.
 
     The completion of a --prompt is streamed to stdout. The prompts of --input are completed together and give one JSON
-    line each, in order: token_ids, text, finish_reason ("stop" or "length"), acceptance_length and, with --logprobs,
-    logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. A line of --n 2 or more is {"completions":
-    [...]}, with these keys in each. Where a grammar comes to a dead end, or the model's logits are NaN or infinite,
-    finish_reason is "error", and error says why.
+    line each, in order: line (the prompt's, from 1), token_ids, text, finish_reason ("stop" or "length"),
+    acceptance_length and, with --logprobs, logprobs: for each token, {ID: {"logprob": ..., "rank": ...}, ...}. A line
+    of --n 2 or more is {"line": ..., "completions": [...]}, with the other keys in each. Where a grammar comes to a
+    dead end, or the model's logits are NaN or infinite, finish_reason is "error", and error says why. A line that is no
+    prompt is named before anything runs.
 
     A line of --input may have settings of its own, by the names of SamplingParams, which override the flags:
     max_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
@@ -225,7 +226,7 @@ def generate(
         expected = "a file that JSON lines go to"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
     with result_writer(output_file, input_file, streamed=prompt is not None) as write:
-        with progress(IMPORTING):
+        with importing():
             from mla_compile.cli.generate import complete
         complete(
             prompts,
@@ -278,7 +279,7 @@ def inspect(
     if output is not None and output.suffix.lower() != ".svg":
         raise MLAError("--output", "a file name that ends in .svg", output)
     _check_directory(model)
-    with progress(IMPORTING):
+    with importing():
         from mla_compile.cli.inspect import explain_checkpoint
     explain_checkpoint(
         model,
@@ -290,14 +291,20 @@ def inspect(
     )
 
 
-def env() -> None:
-    """Print versions, devices and which backends work here.
+def env(
+    *,
+    verbose: Annotated[
+        bool,
+        Option("--verbose", help="Every implementation of every op, what it takes and why it does not work."),
+    ] = False,
+) -> None:
+    """Print versions, devices, and what serves each op here.
 
     It is what a bug report needs.
     """
-    with progress(IMPORTING):
+    with importing():
         from mla_compile.cli.environment import print_environment
-    print_environment()
+    print_environment(verbose=verbose)
 
 
 def tune(
@@ -329,7 +336,7 @@ def tune(
         raise MLAError("--tokens", "numbers from 1 to 99999, as 1,2,4", repr(tokens))
     for model in models or ():
         _check_directory(model, "DIR")
-    with progress(IMPORTING):
+    with importing():
         from mla_compile.cli.tune import tune
     tune(models or [SHIPPED_MODEL], tokens=sorted(set(map(int, counts))), output=output)
 
@@ -347,7 +354,7 @@ def demo(
     Exit code 1 if the tokens differ.
     """
     _check_directory(model)
-    with progress(IMPORTING):
+    with importing():
         from mla_compile.cli.demo import compare
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
 
@@ -489,7 +496,7 @@ def serve(
     Needs `pip install 'mla-compile[serve]'`.
     """
     _check_directory(model)
-    with progress(IMPORTING):
+    with importing():
         from mla_compile.cli.serve import serve_checkpoint
     serve_checkpoint(
         host=host,
@@ -578,7 +585,7 @@ def plan(
     Exit code 1 if it does not fit.
     """
     _check_directory(model, "MODEL_DIR")
-    with progress(IMPORTING):
+    with importing():
         from mla_compile.cli.plan import Wish, print_plan
     wish = Wish(
         model=model,

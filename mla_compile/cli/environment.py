@@ -4,8 +4,9 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
 import typer
@@ -13,89 +14,101 @@ import typer
 import mla_compile
 from mla_compile.cli.machine import cannot_compile, cpp_compiler
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import DECODE_BACKENDS
-from mla_compile.ops.implementations import ANY, SOME, Call, Implementation, describe_device, in_words
+from mla_compile.ops.backends import DecodeBackend, QueryLenSupport
+from mla_compile.ops.implementations import SOME, Call, Implementation, describe_device, in_words
 from mla_compile.ops.library import flagged, tables
 from mla_compile.ops.tuned import table_of
 
+_WIDTH = 80
+_OPTIONAL = {
+    "flash_attn": ("flash-attn", "prompts by FlashAttention 4"),
+    "flashinfer": ("flashinfer", "decode backend of eager calls"),
+    "llguidance": ("grammar", "--regex, --json-schema, --grammar"),
+    "ray": ("ray", "serve --replicas, Ray Data"),
+    "triton": ("gpu", "GPU kernels"),
+    "uvicorn": ("serve", "mla-compile serve"),
+}
+"""Packages, as they are imported, that one may do without: the extra that brings them, and what they are for."""
 
-def print_environment() -> None:
-    """Print versions, devices and which backends work here."""
-    _print_rows(
-        {
-            "mla_compile": mla_compile.__version__,
-            "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
-            "torch": torch.__version__,
-            "triton": _version("triton"),
-            "transformers": _version("transformers"),
-            "devices": ", ".join(_devices()),
-            "C++ compiler": _compiler(),
-            "tuned table": _tuned(),
-            "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
-        }
-    )
+
+def print_environment(*, verbose: bool) -> None:
+    """Print versions, devices and what serves each op here; `verbose`: every implementation and its limits."""
+    rows = {
+        "mla-compile": mla_compile.__version__,
+        "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "devices": ", ".join(_devices()),
+        "C++ compiler": _compiler(),
+        "tuned table": _tuned(),
+        "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
+    }
+    for name, value in rows.items():
+        _print_wrapped(f"{name:<15}", value)
     # The first GPU decides where there is one.
     here = Call(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
-    typer.echo("\ndecode backends, fastest first")
-    _print_table(list(_decode_backends(here)))
-    typer.echo("\nimplementations of the other ops, fastest first")
-    _print_table(list(_implementations(here)))
-
-
-def _implementations(here: Call) -> Iterator[tuple[str, ...]]:
-    """The lines of the table, its header first. What a row does not take, the next one serves.
-
-    An op that cannot be asked for a batch-invariant row has "-" there.
-    """
-    yield "op", "name", "batch-invariant", f"on {here.device_type}", "takes"
-    for op, table in tables.items():
-        for row in table if op != "mla_decode" else ():
-            invariant = _yes(row.batch_invariant) if op in flagged else "-"
-            limits = "; ".join(f"{fact}: {in_words(x)}" for fact, x in row.takes.items() if x != SOME)
-            yield op if row is table[0] else "", row.name, invariant, _works(row, here), limits or "all"
-
-
-def _decode_backends(here: Call) -> Iterator[tuple[str, ...]]:
-    """The lines of the table, its header first."""
-    yield (
-        "name",
-        "query tokens",
-        "captured",
-        "batch-invariant",
-        "kv_lora_rank + qk_rope_head_dim",
-        "dtypes",
-        f"on {here.device_type}",
+    ops = {op: table for op, table in tables.items() if table}
+    missing = _missing([row for table in ops.values() for row in table], here)
+    if missing:
+        typer.echo("\nnot installed")
+    for package in missing:
+        extra, purpose = _OPTIONAL[package]
+        typer.echo(f"  {purpose:<34}pip install 'mla-compile[{extra}]'")
+    what = "all implementations" if verbose else "the implementations that work"
+    typer.echo(
+        f"\nops on {here.device_type}: {what}, fastest first" + (" (--verbose: all)" if not verbose else "")
     )
-    for backend in DECODE_BACKENDS:
-        yield (
-            backend.name,
-            backend.query_len_support.name,
-            _yes(backend.capturable),
-            _yes(backend.batch_invariant),
-            backend.widths(),
-            in_words(backend.takes.get("dtype", ANY)),
-            _works(backend, here),
+    for op, table in ops.items():
+        if verbose:
+            typer.echo(op)
+            for row in table:
+                _print_wrapped(f"  {row.name:<22}", _describe(op, row, here))
+        else:
+            _print_wrapped(f"  {op:<25}", ", ".join(row.name for row in table if row.why_not(here) is None))
+
+
+def _missing(rows: list[Implementation], here: Call) -> list[str]:
+    """The optional packages that are not installed; those of implementations where they alone are lacking."""
+    of_rows = {package.partition(".")[0] for row in rows for package in row.packages}
+    lacking = " ".join(row.why_not(here) or "" for row in rows)
+    return [
+        package
+        for package in _OPTIONAL
+        if (
+            f"needs the Python package {package}" in lacking
+            if package in of_rows
+            else find_spec(package) is None
         )
+    ]
 
 
-def _yes(fact: bool) -> str:
-    return "yes" if fact else "no"
-
-
-def _works(row: Implementation, here: Call) -> str:
+def _describe(op: str, row: Implementation, here: Call) -> str:
+    """Whether a row of an op's table works, and what it takes."""
     why_not = row.why_not(here)
-    return "works" if why_not is None else f"does not work: {why_not}"
+    facts = []
+    if op in flagged and row.batch_invariant:
+        facts.append("batch-invariant")
+    if not row.capturable:
+        facts.append("not captured")
+    if isinstance(row, DecodeBackend) and row.query_len_support is not QueryLenSupport.VARLEN:
+        facts.append(f"query tokens: {row.query_len_support.value}")
+    facts.append("works" if why_not is None else f"does not work: {why_not}")
+    limits = "; ".join(f"{fact}: {in_words(taken)}" for fact, taken in row.takes.items() if taken != SOME)
+    return "; ".join(facts) + (limits and f". Takes {limits}")
 
 
-def _print_table(lines: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        typer.echo("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip())
-
-
-def _print_rows(rows: dict[str, str]) -> None:
-    for name, value in rows.items():
-        typer.echo(f"{name:<14} {value}")
+def _print_wrapped(head: str, text: str) -> None:
+    typer.echo(
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=head,
+            subsequent_indent=" " * len(head),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
 def _version(package: str) -> str:

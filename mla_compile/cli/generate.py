@@ -100,7 +100,7 @@ def complete(
     by_prompt: defaultdict[int, list[Completion]] = defaultdict(list)
     for completion in completions:
         by_prompt[completion.prompt_index].append(completion)
-    write(result_line(by_prompt[i]) for i in range(len(prompts)))
+    write(result_line(each, by_prompt[i]) for i, each in enumerate(given))
 
 
 def _grammar(flag: str, text: str, checkpoint: Checkpoint) -> Grammar:

@@ -32,15 +32,21 @@ Write = Callable[[Iterable[str]], None]
 
 @dataclass(frozen=True)
 class GivenPrompt:
-    """A prompt, how its completions are sampled, and what to call it in an error: "prompts.jsonl, line 3"."""
+    """A prompt, how its completions are sampled, and what to call it in an error: "prompts.jsonl, line 3".
+
+    line: its number in the file; None if it is of no file.
+    """
 
     prompt: str | list[int]
     sampling: SamplingParams
     name: str
+    line: int | None = None
 
 
 def read_prompts(prompt: str | None, input_file: Path | None, sampling: SamplingParams) -> list[GivenPrompt]:
-    """The prompt, or every line of the file ("-" is standard input); a line's settings override those of `sampling`.
+    """The prompt, or every line of the file ("-" is standard input) that is not blank.
+
+    A line's settings override those of `sampling`.
 
     Raises:
         MLAError: not one of the two; the first malformed line, named with its file and key.
@@ -52,11 +58,10 @@ def read_prompts(prompt: str | None, input_file: Path | None, sampling: Sampling
         raise MLAError("--prompt, --input", "one of them", "neither" if prompt is None else "both")
     file = "stdin" if input_file == STDIN else str(input_file)
     text = _read_text(f"--input {input_file}", input_file)
-    lines = text.rstrip().split("\n")
-    if lines == [""]:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
         raise MLAError(f"--input {input_file}", "at least one line", "an empty file")
-    # An empty line inside is a mistake: skipped, it would shift the output's lines against the input's.
-    return [_parse(line, f"{file}, line {number}", sampling) for number, line in enumerate(lines, start=1)]
+    return [_parse(line, f"{file}, line {number}", number, sampling) for number, line in lines]
 
 
 def _read_text(name: str, file: Path) -> str:
@@ -67,7 +72,7 @@ def _read_text(name: str, file: Path) -> str:
         raise MLAError(name, "a readable file in UTF-8", error) from error
 
 
-def _parse(line: str, name: str, sampling: SamplingParams) -> GivenPrompt:
+def _parse(line: str, name: str, number: int, sampling: SamplingParams) -> GivenPrompt:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         for key in keys:
@@ -80,7 +85,8 @@ def _parse(line: str, name: str, sampling: SamplingParams) -> GivenPrompt:
     except MLAError:
         raise
     except (ValueError, RecursionError) as error:
-        raise MLAError(name, "a JSON object", error if line.strip() else "an empty line") from error
+        why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise MLAError(name, 'a JSON object, {"prompt": TEXT} say', f"{_shorten(line)} ({why})") from error
     if not isinstance(value, dict) or sum(key in value for key in _PROMPTS) != 1:
         raise MLAError(name, _LINE, _shorten(value))
     (key,) = value.keys() & set(_PROMPTS)
@@ -89,7 +95,7 @@ def _parse(line: str, name: str, sampling: SamplingParams) -> GivenPrompt:
         check_text(prompt, name)
     elif not _fits(prompt, Sequence[int]):
         raise MLAError(f"{name}: prompt_token_ids", _described(Sequence[int]), _shorten(prompt))
-    return GivenPrompt(prompt, _with_settings(sampling, value, name), name)
+    return GivenPrompt(prompt, _with_settings(sampling, value, name), name, number)
 
 
 def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str) -> SamplingParams:
@@ -155,13 +161,14 @@ def read_grammar(files: dict[str, Path | None], regex: str | None) -> tuple[str,
     return None
 
 
-def result_line(completions: Sequence["Completion"]) -> str:
+def result_line(given: GivenPrompt, completions: Sequence["Completion"]) -> str:
     """A prompt's completions as an output line: an object with the keys of the only one, or with "completions".
 
-    JSON's escapes keep it one line for every reader, U+2028 and all.
+    Of a file's prompt it begins with "line". JSON's escapes keep it one line for every reader, U+2028 and all.
     """
     results = [_result(completion) for completion in completions]
-    return json.dumps(results[0] if len(results) == 1 else {"completions": results})
+    origin = {} if given.line is None else {"line": given.line}
+    return json.dumps(origin | (results[0] if len(results) == 1 else {"completions": results}))
 
 
 def _result(completion: "Completion") -> dict[str, Any]:

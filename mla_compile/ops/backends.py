@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops.implementations import (
-    ANY,
     FLOATS,
     HALF,
     Call,
@@ -24,7 +23,6 @@ from mla_compile.ops.implementations import (
     Selection,
     check_takes,
     describe_device,
-    in_words,
     select,
 )
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
@@ -74,12 +72,6 @@ class DecodeBackend(Implementation):
 
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN
     multi_token_heads: tuple[int, ...] | None = None
-
-    def widths(self) -> str:
-        """Its kv_lora_rank + qk_rope_head_dim, in words."""
-        return " + ".join(
-            in_words(self.takes.get(width, ANY)) for width in ("kv_lora_rank", "qk_rope_head_dim")
-        )
 
     def flattens(self, call: DecodeCall) -> bool:
         """Whether it gets the query tokens of a call as rows of one token each."""

@@ -2,8 +2,8 @@
 
 Each op's file has its table, fastest first (decode's is `backends.py`). The last row, plain torch, serves every call.
 Where that row's bits depend on the batch, one more, slower, serves the calls that must not (`batch_invariant`).
-To add an implementation, add a row and the function that it names. `mla-compile env` prints all tables, and
-`TORCH_LOGS="+mla_compile"` says of each kind of call who serves it and why the faster ones do not.
+To add an implementation, add a row and the function that it names. `mla-compile env --verbose` prints all tables,
+and `TORCH_LOGS="+mla_compile"` says of each kind of call who serves it and why the faster ones do not.
 """
 
 import functools

@@ -97,13 +97,15 @@ def generate(run: Run, checkpoint: Path) -> Run:
 
 @pytest.fixture
 def complete(generate: Run, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """The output lines for these input lines."""
+    """The output lines for these input lines, each without the number of its line."""
 
     def complete(lines: list[dict[str, Any]], *args: object) -> list[dict[str, Any]]:
         prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
         prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
         result = generate("--input", prompts, "--output", output, *args)
         assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
-        return [json.loads(line) for line in output.read_text().splitlines()]
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [line.pop("line") for line in found] == list(range(1, len(lines) + 1))
+        return found
 
     return complete

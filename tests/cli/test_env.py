@@ -4,97 +4,134 @@ import importlib
 import pkgutil
 import platform
 import re
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import mla_compile
 from mla_compile.cli import environment
+from mla_compile.ops import implementations as implementations_module
 from mla_compile.ops import library
 from mla_compile.ops.backends import DECODE_BACKENDS
+from mla_compile.ops.implementations import Call, describe_device
 from tests.kernel_cases import BACKENDS
+
+ROOT = Path(__file__).parents[2]
 
 
 def rows(text):
-    return {line[:14].strip(): line[15:] for line in text.partition("\n\n")[0].splitlines()}
+    """The values of the first part, by name, each on one line."""
+    first = text.partition("\n\n")[0].replace("\n" + " " * 15, " ")
+    return {line[:15].strip(): line[15:] for line in first.splitlines()}
 
 
-def row_of(op, lines):
-    """The first line of an op's implementations."""
-    return next(line for line in lines if line[0] == op)
+def ops(text):
+    """What `env` says of each op."""
+    text = text[text.index("\nops on ") :].partition("fastest first")[2].replace("\n" + " " * 27, " ")
+    return {line[2:27].strip(): line[27:].split(", ") for line in text.splitlines()[1:]}
+
+
+def implementations(text):
+    """What `env --verbose` says of each implementation, by op and name."""
+    text = text[text.index("\nops on ") :].partition("fastest first\n")[2].replace("\n" + " " * 24, " ")
+    found = {}
+    for line in text.splitlines():
+        if line[0] != " ":
+            op = line
+        else:
+            found[op, line[2:24].strip()] = line[24:]
+    return found
 
 
 def test_env_names_versions_and_devices(run):
     result = run("env")
     assert (result.exit_code, result.stderr) == (0, "")
     found = rows(result.stdout)
-    assert found["mla_compile"] == mla_compile.__version__
+    assert found["mla-compile"] == mla_compile.__version__
     assert found["torch"] == torch.__version__
     assert platform.python_version() in found["python"]
     assert found["devices"].startswith("cpu (")
     assert found.keys() >= {"triton", "transformers", "C++ compiler", "CUDA graphs"}
 
 
-def test_env_prints_the_table_of_decode_backends(run, monkeypatch):
-    newer = replace(BACKENDS["by_token"], name="newer", packages=("no_such_package",))
-    monkeypatch.setattr(environment, "DECODE_BACKENDS", (newer, *DECODE_BACKENDS))
-    text = run("env").stdout.partition("decode backends, fastest first\n")[2]
-    header, *lines = text.partition("\n\n")[0].splitlines()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert re.split(r"  +", header.strip()) == [
-        "name",
-        "query tokens",
-        "captured",
-        "batch-invariant",
-        "kv_lora_rank + qk_rope_head_dim",
-        "dtypes",
-        f"on {device}",
-    ]
-    table = {name: cells for name, *cells in (re.split(r"  +", line.strip()) for line in lines)}
-    assert list(table) == ["newer", *(backend.name for backend in DECODE_BACKENDS)]
-    lacking = "does not work: needs the Python package no_such_package, which is not installed"
-    dtypes = "float16, bfloat16, float32, float64"
-    assert table["newer"] == ["VARLEN", "yes", "yes", "any + any", dtypes, lacking]
-    assert table["by_token"] == ["VARLEN", "yes", "yes", "any + any", dtypes, "works"]
-    assert table["reference"] == ["VARLEN", "yes", "no", "any + any", dtypes, "works"]
-    assert table["flashinfer"][:5] == ["UNIFORM", "no", "no", "512 + 64", "float16, bfloat16"]
-    if device == "cpu":
-        assert table["triton"][-1] == "does not work: runs on cuda, got cpu"
+def fits_a_terminal(result):
+    return all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
-def test_env_says_of_every_op_who_serves_it_here_and_why_the_faster_ones_do_not(run):
-    text = run("env").stdout.partition("implementations of the other ops, fastest first\n")[2]
-    header, *lines = (re.split(r"  +", line.strip()) for line in text.splitlines())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert header == ["op", "name", "batch-invariant", f"on {device}", "takes"]
-    first = [line[0] for line in lines if len(line) == len(header)]
-    assert first == [op for op, table in library.tables.items() if table and op != "mla_decode"]
-    everywhere = {row.name for table in library.tables.values() for row in table if row.device_types is None}
-    plain = [line for line in lines if line[-4] in everywhere]
-    assert len(plain) >= len(first)
-    assert all(rest[-2:] == ["works", "all"] for rest in plain)
-    kernels = [line for line in lines if line not in plain]
-    start = lines.index(row_of("mla_prefill", lines))
-    prefill = {line[-4]: (line[-3], line[-1]) for line in lines[start : start + 5]}
-    assert {name: invariant for name, (invariant, _) in prefill.items()} == {
-        "absorbed": "no",
-        "flash_attn": "yes",
-        "triton": "yes",
-        "reference": "no",
-        "by_token": "yes",
+def test_env_is_a_page_that_says_what_serves_each_op_here(run):
+    result = run("env")
+    assert fits_a_terminal(result) and len(result.stdout.splitlines()) < 50
+    assert "does not work" not in result.stdout
+    here = Call(*describe_device(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    assert ops(result.stdout) == {
+        op: [row.name for row in table if row.why_not(here) is None]
+        for op, table in library.tables.items()
+        if table
     }
-    assert row_of("mla_append", lines)[-3] == "-", "it cannot be asked for such a row"
-    if device == "cpu":
-        assert {row[-2] for row in kernels} == {"does not work: runs on cuda, got cpu"}
-    limits = {name: takes for name, (_, takes) in prefill.items()}
+
+
+def test_verbose_says_of_every_implementation_what_it_takes_and_why_it_does_not_work(run, monkeypatch):
+    newer = replace(BACKENDS["by_token"], name="newer", packages=("no_such_package",))
+    monkeypatch.setitem(library.tables, "mla_decode", (newer, *DECODE_BACKENDS))
+    result = run("env", "--verbose")
+    assert fits_a_terminal(result)
+    found = implementations(result.stdout)
+    assert list(found) == [(op, row.name) for op, table in library.tables.items() for row in table]
+    dtypes = ". Takes dtype: float16, bfloat16, float32, float64"
+    lacking = "does not work: needs the Python package no_such_package, which is not installed"
+    assert found["mla_decode", "newer"] == f"batch-invariant; {lacking}{dtypes}"
+    assert found["mla_decode", "by_token"] == f"batch-invariant; works{dtypes}"
+    assert found["mla_decode", "reference"] == f"works{dtypes}"
+    uniform = "not captured; query tokens: the same number in every row; "
+    assert found["mla_decode", "flashinfer"].startswith(uniform)
+    assert found["mla_append", "reference"] == "works", "it cannot be asked for a batch-invariant one"
+    assert found["mla_prefill", "by_token"] == "batch-invariant; works"
     widths = "qk_head_dim: 8..256 by 8; v_head_dim: 8..256 by 8"
-    absorbed = limits["absorbed"].split("; ")
+    assert found["mla_prefill", "flash_attn"].endswith(f"Takes dtype: float16, bfloat16; {widths}")
+    absorbed = found["mla_prefill", "absorbed"].partition("Takes ")[2].split("; ")
     assert [limit.partition(": ")[0] for limit in absorbed[:3]] == ["dtype", "tokens", "keys per token"]
     assert absorbed[2].endswith(" or more")
     assert absorbed[3:] == ["kv_lora_rank: 1..512", "qk_rope_head_dim: 1..128"]
-    assert limits["flash_attn"] == f"dtype: float16, bfloat16; {widths}"
-    assert limits["triton"] == "dtype: float16, bfloat16, float32; qk_head_dim: 1..384; v_head_dim: 1..256"
+    if not torch.cuda.is_available():
+        kernels = [text for (op, name), text in found.items() if name not in SERVES_ANYWHERE]
+        assert kernels and all("does not work: " in text for text in kernels)
+        assert "does not work: runs on cuda, got cpu" in found["mla_decode", "triton"]
+
+
+SERVES_ANYWHERE = {row.name for table in library.tables.values() for row in table if row.device_types is None}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_env_says_what_is_not_installed_and_how_to_install_it(run, monkeypatch, installed):
+    monkeypatch.setattr(environment, "find_spec", lambda name: object() if installed else None)
+    extras = re.findall(r"pip install 'mla-compile\[([\w-]+)\]'", run("env").stdout)
+    assert extras == ([] if installed else ["grammar", "ray", "serve"])
+
+
+def test_a_kernels_package_is_missing_only_where_it_would_serve(monkeypatch):
+    table = [row for table in library.tables.values() for row in table]
+    monkeypatch.setattr(implementations_module, "_installed", lambda name: name == "triton")
+    monkeypatch.setattr(environment, "find_spec", lambda name: object())
+    for call, expected in {
+        Call("cpu"): set(),
+        Call("cuda", (7, 0)): set(),
+        Call("cuda", (8, 0)): {"flashinfer"},
+        Call("cuda", (9, 0)): {"flash_attn", "flashinfer"},
+    }.items():
+        assert {*environment._missing(table, call)} == expected
+
+
+def test_every_package_of_env_is_of_an_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, (extra, _) in environment._OPTIONAL.items():
+        assert any(package.replace("_", "-") in requirement for requirement in extras[extra])
+    packages = {
+        p.partition(".")[0] for table in library.tables.values() for row in table for p in row.packages
+    }
+    assert packages <= environment._OPTIONAL.keys()
 
 
 def test_every_op_that_env_tells_of_comes_with_the_package():

@@ -42,7 +42,8 @@ def test_text_and_its_token_ids_give_the_same_completion(complete):
 def test_without_output_the_lines_go_to_stdout(complete, generate, tmp_path):
     lines = complete(MIXED)
     result = generate("--input", tmp_path / "prompts.jsonl")
-    assert [json.loads(line) for line in result.stdout.splitlines()] == lines
+    numbered = [{"line": number} | line for number, line in enumerate(lines, start=1)]
+    assert [json.loads(line) for line in result.stdout.splitlines()] == numbered
 
 
 def test_a_prompt_is_streamed_to_stdout(complete, generate):

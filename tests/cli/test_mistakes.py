@@ -3,15 +3,18 @@
 import errno
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from typer.main import get_command
 
 from mla_compile import MLAError
+from mla_compile.cli.app import app
 from mla_compile.cli.commands import demo, env, generate, inspect, serve, tune
 from mla_compile.engine import Engine
 
@@ -20,7 +23,7 @@ MALFORMED = {
     "not json": "expected a JSON object",
     '{"prompt": "a"': "expected a JSON object",
     "[" * 100_000: "expected a JSON object",
-    "": "got an empty line",
+    "Once upon a time": 'expected a JSON object, {"prompt": TEXT} say, got "Once upon a time" (Expecting',
     "[1, 2]": "expected one of",
     '"hello"': "expected one of",
     "{}": "expected one of",
@@ -46,6 +49,9 @@ MALFORMED = {
     '{"prompt_token_ids": [-1]}': "expected token ids in [0, 257), got -1",
     json.dumps({"prompt": "x" * 256}): "fewer tokens than the model's max_position_embeddings = 256, got 256",
 }
+
+
+COMMANDS = get_command(app).commands
 
 
 def assert_one_line(result, *parts):
@@ -291,3 +297,33 @@ def test_no_placeholder_is_the_name_of_its_flag_which_typer_0_27_would_spell_lik
         for option in getattr(hint, "__metadata__", ()):
             spelled = str(option.default).startswith("--")  # by the author: typer makes no name of its own
             assert spelled or (option.metavar or "").lower() != name
+
+
+BAD_VALUES = {
+    int: ["x", "1.5", "", "1e3", "0x10", "nan"],
+    float: ["x", "", "1,5", "0x10"],
+    Literal: ["x", "", "FLOAT32x"],
+    bool: ["1"],
+}
+"""What a flag refuses by its type."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_random_mistakes_in_any_flag_are_one_line_that_names_it(run, tmp_path, name):
+    """What else the line has is right, and comes in any order."""
+    rng, command = random.Random(name), COMMANDS[name]
+    hints = get_type_hints(command.callback)
+    options = [each for each in command.params if each.param_type_name == "option"]
+    switches = [each.opts[0] for each in options if hints[each.name] is bool]
+    for option in options:
+        kinds = {get_origin(kind) or kind for kind in (hints[option.name], *get_args(hints[option.name]))}
+        flags = [*option.opts, *option.secondary_opts]
+        mistakes = [
+            f"{flag}={value}" for flag in flags for kind in kinds for value in BAD_VALUES.get(kind, ())
+        ]
+        mistakes += [] if option.opts[0] in switches else flags  # without a value, at the end
+        for mistake in mistakes:
+            others = [switch for switch in switches if switch not in flags]
+            words = [str(tmp_path)] * (name == "plan") + rng.sample(others, rng.randint(0, len(others)))
+            words.insert(len(words) if mistake in flags else rng.randint(0, len(words)), mistake)
+            assert_one_line(run(name, *words), mistake.partition("=")[0])

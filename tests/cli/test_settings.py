@@ -137,9 +137,43 @@ def test_several_completions_of_a_prompt_are_one_line(complete, generate):
 def test_prompts_come_from_standard_input(complete, generate):
     lines = complete([HELLO, {"prompt": "to be"}])
     result = generate("--input", "-", input='{"prompt": "hello"}\n{"prompt": "to be"}\n')
-    assert [json.loads(line) for line in result.stdout.splitlines()] == lines
+    numbered = [{"line": number} | line for number, line in enumerate(lines, start=1)]
+    assert [json.loads(line) for line in result.stdout.splitlines()] == numbered
     result = generate("--input", "-", input='{"prompt": "a"}\n{"prompt": 1}\n')
     assert result.exit_code == 2 and result.stderr.startswith("mla-compile: stdin, line 2: prompt: ")
+
+
+BLANK = st.sampled_from(["", " ", "\t", "\r", "  \r"])
+LINES = st.lists(st.builds(str.__add__, st.just(json.dumps(HELLO)), BLANK) | BLANK, max_size=12)
+
+
+@given(lines=LINES, last=st.sampled_from(["", "\n", "\r\n"]), data=st.data())
+def test_blank_lines_are_skipped_and_each_other_line_keeps_its_number(tmp_path_factory, lines, last, data):
+    file = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    file.write_bytes(("\n".join(lines) + last).encode())
+    numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbers:
+        with pytest.raises(MLAError, match="expected at least one line, got an empty file"):
+            read_prompts(None, file, SamplingParams())
+        return
+    found = read_prompts(None, file, SamplingParams())
+    assert [each.line for each in found] == numbers
+    assert [each.name for each in found] == [f"{file}, line {number}" for number in numbers]
+    bad = data.draw(st.sampled_from(numbers))
+    lines[bad - 1] = data.draw(
+        st.sampled_from(["Once", "{", "[]", '{"prompt": 1}', '{"prompt": "a", "seed": ""}'])
+    )
+    file.write_bytes(("\n".join(lines) + last).encode())
+    with pytest.raises(MLAError, match=rf"lines.jsonl, line {bad}\b"):
+        read_prompts(None, file, SamplingParams())
+
+
+def test_an_output_line_says_which_line_it_belongs_to(generate, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\n{"prompt": "hello"}\n\n   \n{"prompt": "hello", "n": 2}\n\n')
+    one, two = map(json.loads, generate("--input", file).stdout.splitlines())
+    assert next(iter(one)) == "line"
+    assert (one["line"], two["line"], list(two)) == (2, 5, ["line", "completions"])
 
 
 def test_a_grammar_comes_from_a_file(complete, tmp_path):

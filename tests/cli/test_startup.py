@@ -171,11 +171,13 @@ def test_a_reader_who_has_gone_ends_it_quietly():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_closed_streams_are_no_traceback():
+@pytest.mark.parametrize("args", ["--version >&-", "--version 2>&-"])
+def test_closed_streams_are_no_traceback(args):
     done = subprocess.run(
-        ["sh", "-c", '"$0" -c "$1" --version >&-', COMMAND[0], COMMAND[2]],
+        ["sh", "-c", f'"$0" -c "$1" {args}', COMMAND[0], COMMAND[2]],
         cwd=ROOT,
         stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         text=True,
         check=False,
     )

@@ -191,7 +191,8 @@ def test_a_gpu_without_a_choice_is_told_so(run, gpu, monkeypatch) -> None:
 
 def test_env_names_the_table_and_says_what_is_wrong_with_it(run, monkeypatch, tmp_path) -> None:
     def shown() -> str:
-        return next(line for line in run("env").stdout.splitlines() if line.startswith("tuned table"))[15:]
+        lines = run("env").stdout.replace("\n" + " " * 15, " ").splitlines()
+        return next(line for line in lines if line.startswith("tuned table"))[15:]
 
     monkeypatch.delenv(tuned.VARIABLE, raising=False)
     if not torch.cuda.is_available():
