@@ -160,6 +160,7 @@ def test_stacked_experts_stay_in_fp8_unless_a_block_has_rows_of_gate_and_up(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("lowering")  # the next test has Inductor's code
 @pytest.mark.parametrize("k", [0, 3])
 def test_an_engines_tokens_are_those_of_the_dequantised_model(checkpoint: Path, k: int) -> None:
     engine = Engine(load_model(checkpoint), num_speculative_tokens=k, max_rows=2, max_model_len=64)

@@ -32,18 +32,32 @@ def check_resources(decode: "Compiled", join: "Compiled", page_size: int) -> Non
     assert "ld.global" not in join.text[:wait] and "st.global" not in join.text[:wait]
 
 
+def uniform_and_ragged(*calls: tuple[object, ...], ragged: int) -> list[object]:
+    """Each call with `q_lens` and without; with them all but the call at one place are for `make test-all`."""
+    with_lens = [
+        pytest.param(*call, True, marks=() if i == ragged else pytest.mark.slow)
+        for i, call in enumerate(calls)
+    ]
+    return [*((*call, False) for call in calls), *with_lens]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "q_lens"])
 @pytest.mark.parametrize(
-    ("rows", "heads", "q_len", "page_size", "name"),
+    ("rows", "heads", "q_len", "page_size", "name", "ragged"),
     [
-        (2, 16, 1, 64, "narrow_kernel"),
-        (2, 20, 1, 1, "narrow_kernel"),
-        (1024, 16, 1, 64, "narrow_kernel"),
-        (2, 16, 4, 64, "wide_kernel"),
-        (2, 20, 4, 16, "wide_kernel"),
-        (2, 128, 1, 1, "wide_kernel"),
-        (128, 128, 4, 64, "wide_kernel"),
+        *uniform_and_ragged(
+            (2, 16, 1, 64, "narrow_kernel"),
+            (2, 20, 1, 1, "narrow_kernel"),
+            (1024, 16, 1, 64, "narrow_kernel"),
+            ragged=1,
+        ),
+        *uniform_and_ragged(
+            (2, 16, 4, 64, "wide_kernel"),
+            (2, 20, 4, 16, "wide_kernel"),
+            (2, 128, 1, 1, "wide_kernel"),
+            (128, 128, 4, 64, "wide_kernel"),
+            ragged=3,
+        ),
     ],
 )
 def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
@@ -55,10 +69,15 @@ def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ragged", [False, True], ids=["uniform", "q_lens"])
 @pytest.mark.parametrize(
-    ("heads", "q_len", "name"),
-    [(16, 1, "narrow_kernel"), (20, 1, "narrow_kernel"), (20, 6, "narrow_kernel"), (128, 4, "wide_kernel")],
+    ("heads", "q_len", "name", "ragged"),
+    uniform_and_ragged(
+        (16, 1, "narrow_kernel"),
+        (20, 1, "narrow_kernel"),
+        (20, 6, "narrow_kernel"),
+        (128, 4, "wide_kernel"),
+        ragged=2,
+    ),
 )
 def test_compiled_code_over_fixed_splits_fits_too(heads: int, q_len: int, name: str, ragged: bool) -> None:
     """Of few heads the narrow kernel, however many query tokens: the wide one adds in another order."""

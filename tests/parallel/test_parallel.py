@@ -45,6 +45,9 @@ WIDE = {
     "kv_lora_rank": 128,
 }
 """FP8 blocks end where the parts of two processes do."""
+SMALL = v3_config(vocab_size=96, num_hidden_layers=2, first_k_dense_replace=1)
+"""A layer of each kind: each process compiles all of them."""
+EXACT = {"engine": {"batch_invariant": True, "compile": True}, "k": [0], "greedy": True}
 
 
 def checkpoint(folder: Path, config: Any, *, mtp: bool = True) -> Path:
@@ -83,25 +86,10 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
             v3_config(vocab_size=96), 2, {"engine": {"adaptive_draft_length": True}, "k": [2]}, id="adaptive"
         ),
         pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
-        pytest.param(
-            v3_config(vocab_size=96),
-            2,
-            {"engine": {"batch_invariant": True, "compile": True}, "k": [0], "greedy": True},
-            id="exact",
-        ),
-        pytest.param(
-            v3_config(vocab_size=96),
-            4,
-            {"engine": {"batch_invariant": True, "compile": True}, "k": [0], "greedy": True},
-            id="exact, 4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            v3_config(vocab_size=96),
-            2,
-            {"engine": {"compile": True}, "k": [0], "greedy": True},
-            id="compiled",
-        ),
+        pytest.param(SMALL, 2, EXACT | {"lowering": "aot_eager"}, id="exact"),
+        pytest.param(SMALL, 2, EXACT, id="exact, inductor", marks=pytest.mark.slow),
+        pytest.param(v3_config(vocab_size=96), 4, EXACT, id="exact, 4", marks=pytest.mark.slow),
+        pytest.param(SMALL, 2, {"engine": {"compile": True}, "k": [0], "greedy": True}, id="compiled"),
     ],
 )
 def test_tokens_of_processes_that_share_a_model(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 
-from mla_compile import Engine, Parallel, SamplingParams, follow, load_model
+from mla_compile import Engine, Parallel, SamplingParams, backend, follow, load_model
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.models import MLAForCausalLM
 
@@ -112,6 +113,9 @@ def main() -> None:
     torch.set_num_threads(1)
     job = json.loads((folder / "job.json").read_text())
     keep_reports(folder / f"reports.{rank}.txt")
+    if "lowering" in job:  # in the place of Inductor, as the fixture of that name
+        lowered = lookup_backend(job["lowering"])
+        backend.lower_with_inductor = lambda gm, example_inputs, settings: lowered(gm, example_inputs)
     join(rank, size, folder, job.get("load", {}).get("device", "cpu"))
     parallel = Parallel.of_processes(expert_parallel=job.get("expert_parallel", False))
     model = loaded(parallel, folder, job)
