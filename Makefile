@@ -52,7 +52,7 @@ load: $(VENV)/.dev ## serve 200 streams for a minute, and 10,000 malformed reque
 	@$(RUN) -m pytest -q -m load tests/serving $(ARGS)
 
 test-parallel: $(VENV)/.dev ## run the tests of processes that share a model
-	@$(RUN) -m pytest -q -n 2 -m "not slow" tests/parallel $(ARGS)
+	@$(RUN) -m pytest -q -n 3 --dist worksteal -m "not slow" tests/parallel $(ARGS)  # many wait for what ends late
 
 test-ray: $(VENV)/.ray ## run the tests of replicas and of Ray Data, with Ray (its packages are 400 MB)
 	@$(RUN) -m pytest -q -m "not slow" tests/integrations/ray $(ARGS)

@@ -76,7 +76,7 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         pytest.param(v3_config(vocab_size=96), 2, {}, id="v3"),
         pytest.param(v3_config(vocab_size=96), 4, {"expert_parallel": True}, id="v3, 4, experts"),
         pytest.param(
-            v3_config(vocab_size=96, first_k_dense_replace=3, tie_word_embeddings=True), 4, {}, id="tied"
+            v3_config(vocab_size=96, first_k_dense_replace=3, tie_word_embeddings=True), 2, {}, id="tied"
         ),
         pytest.param(
             v2_config(vocab_size=96, q_lora_rank=None), 2, {"mtp": False, "expert_parallel": True}, id="v2"
@@ -124,7 +124,7 @@ def test_the_page_shows_a_program_that_runs(tmp_path: Path) -> None:
     said = subprocess.run(
         [*launch, "program.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},  # "compiled" compiles
         capture_output=True,
         text=True,
     )
