@@ -51,8 +51,9 @@ test-server: $(VENV)/.dev ## run the tests of the server, with real processes an
 load: $(VENV)/.dev ## serve 200 streams for a minute, and 10,000 malformed requests: ARGS="-k streams", LOAD_SECONDS=300
 	@$(RUN) -m pytest -q -m load tests/serving $(ARGS)
 
+# Three at a time, as many of them wait for processes that end late.
 test-parallel: $(VENV)/.dev ## run the tests of processes that share a model
-	@$(RUN) -m pytest -q -n 3 --dist worksteal -m "not slow" tests/parallel $(ARGS)  # many wait for what ends late
+	@$(RUN) -m pytest -q -n 3 --dist worksteal -m "not slow" tests/parallel $(ARGS)
 
 test-ray: $(VENV)/.ray ## run the tests of replicas and of Ray Data, with Ray (its packages are 400 MB)
 	@$(RUN) -m pytest -q -m "not slow" tests/integrations/ray $(ARGS)

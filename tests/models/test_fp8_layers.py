@@ -15,6 +15,7 @@ from mla_compile.models import MLAForCausalLM, load_model
 from mla_compile.models.fp8 import FP8Experts, FP8Linear
 from mla_compile.ops.fp8 import quantize
 from mla_compile.ops.side_by_side import lies_before
+from tests.engine.test_batch_invariance import Unfused
 from tests.fp8_cases import values_of
 from tests.models.small import (
     Session,
@@ -159,9 +160,20 @@ def test_stacked_experts_stay_in_fp8_unless_a_block_has_rows_of_gate_and_up(
     torch.testing.assert_close(kept(positions, positions, batch), dequantised(positions, positions, batch))
 
 
+@pytest.fixture
+def inductor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its parameter: whether Inductor compiles what our passes made of a graph, or it runs node by node."""
+    if not request.param:
+        monkeypatch.setattr("mla_compile.backend.lower_with_inductor", lambda gm, *_: Unfused(gm).run)
+
+
 @pytest.mark.long
-@pytest.mark.usefixtures("lowering")  # the next test has Inductor's code
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(
+    ("k", "inductor"),
+    [(0, True), (3, False), pytest.param(3, True, marks=pytest.mark.slow)],
+    indirect=["inductor"],
+)
+@pytest.mark.usefixtures("inductor")
 def test_an_engines_tokens_are_those_of_the_dequantised_model(checkpoint: Path, k: int) -> None:
     engine = Engine(load_model(checkpoint), num_speculative_tokens=k, max_rows=2, max_model_len=64)
     plain = Engine(
@@ -178,6 +190,8 @@ def test_an_engines_tokens_are_those_of_the_dequantised_model(checkpoint: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.usefixtures("inductor")
 def test_exact_tokens_and_logprobs_do_not_depend_on_the_batch(checkpoint: Path) -> None:
     model = load_model(checkpoint)
     engine = Engine(model, max_rows=3, max_model_len=64, batch_invariant=True, num_speculative_tokens=0)

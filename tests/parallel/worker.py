@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.registry import lookup_backend
 
 from mla_compile import Engine, Parallel, SamplingParams, backend, follow, load_model
 from mla_compile.engine.launch import Launch, Launcher
@@ -114,6 +113,8 @@ def main() -> None:
     job = json.loads((folder / "job.json").read_text())
     keep_reports(folder / f"reports.{rank}.txt")
     if "lowering" in job:  # in the place of Inductor, as the fixture of that name
+        from torch._dynamo.backends.registry import lookup_backend  # seconds that other jobs need not wait
+
         lowered = lookup_backend(job["lowering"])
         backend.lower_with_inductor = lambda gm, example_inputs, settings: lowered(gm, example_inputs)
     join(rank, size, folder, job.get("load", {}).get("device", "cpu"))

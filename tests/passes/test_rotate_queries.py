@@ -139,7 +139,10 @@ def test_where_the_number_of_rows_is_unknown(kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "mixed")],
+)
 def test_inductor_rotates_in_place_too(kind: str) -> None:
     model, inputs = Author(in_two_parts), make_inputs(**KINDS[kind])
     theirs = copy.deepcopy(model)
@@ -392,8 +395,15 @@ def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("batch_invariant", [False, True], ids=["default", "exact"])
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "batch_invariant"),
+    [
+        ("decode", False),
+        ("mixed", False),
+        ("mixed", True),
+        pytest.param("decode", True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_launch(
     kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
