@@ -207,8 +207,12 @@ def test_an_error_of_another_file_is_not_blamed_on_the_output_file(generate, tmp
 
 
 def test_an_output_file_that_fills_the_disk_is_named_and_keeps_what_it_held(generate, tmp_path, monkeypatch):
-    def disk_full(*args, **settings):
-        raise OSError(28, "No space left on device")
+    write_text = Path.write_text
+
+    def disk_full(path, *args, **settings):
+        if path.parent == tmp_path:
+            raise OSError(28, "No space left on device")
+        return write_text(path, *args, **settings)
 
     monkeypatch.setattr(Path, "write_text", disk_full)
     output = tmp_path / "out.jsonl"
