@@ -12,6 +12,7 @@ import typer
 from mla_compile.cli.machine import cannot_compile, pick_device
 from mla_compile.cli.progress import progress
 from mla_compile.cli.prompts import GivenPrompt, Write, result_line
+from mla_compile.cli.streams import quiet_libraries
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
 from mla_compile.errors import MLAError
@@ -67,7 +68,8 @@ def complete(
         tensor_parallel_size=tensor_parallel_size,
         expert_parallel=expert_parallel,
     )
-    prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
+    with quiet_libraries():
+        prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling for each in given]
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
     engine = fitting_engine(

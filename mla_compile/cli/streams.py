@@ -3,7 +3,8 @@
 import io
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 class StdoutError(OSError):
@@ -30,6 +31,24 @@ def prepare() -> None:
         )
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="replace")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Drop what libraries write to stderr past Python, as tokenizers does before it panics: an error says it again."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed
+        yield
+        return
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def drop_stdout() -> None:

@@ -52,7 +52,7 @@ def test_a_bad_prompt_is_named(checkpoint, prompts, message):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_tokenizer_whose_regex_gives_up_is_a_mistake_by_name(copy, generate, seed):
+def test_a_tokenizer_whose_regex_gives_up_is_a_mistake_by_name(copy, generate, capfd, seed):
     draw = random.Random(seed)
     letter, ends = draw.choice("abx"), draw.choice(["$", "c", "(?!.)"])
     file = copy / "tokenizer.json"
@@ -68,7 +68,9 @@ def test_a_tokenizer_whose_regex_gives_up_is_a_mistake_by_name(copy, generate, s
     prompt = letter * draw.randrange(40, 60) + "!"
     with pytest.raises(MLAError, match=r"^prompts\[0\]: expected text that the tokenizer takes, got .*over"):
         mla_compile.generate([prompt], model=copy, compile=False)
+    assert "panicked" in capfd.readouterr().err
     result = generate("--prompt", prompt, "--model", copy)
+    assert capfd.readouterr().err == ""
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
 
