@@ -139,4 +139,4 @@ def test_tiles_of_triton_3_8_differ_on_hopper_for_wide_latents_alone(monkeypatch
         before = tiles.pop((3, 6))
         assert tiles.pop((3, 7)) == tiles.pop(()) == before
         changes = device is H200 and dtype != torch.float32 and rank > 256 and rows > 16
-        assert set(tiles.values()) == {DecodeTiles(32, 32, warps=4, stages=3) if changes else before}
+        assert set(tiles.values()) == {DecodeTiles(32, 32, warps=8, stages=3) if changes else before}

@@ -107,7 +107,8 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
 
     query_rows: `q_len * heads`; of batch-invariant decode `heads` alone, as other tiles may add in another order. On
     Hopper four warps share 64 keys, what one of its matrix instructions takes; two such groups would compute the scores
-    twice. With 32 rows of wide latents Triton 3.8 spills 136 to 288 bytes a thread so, and nothing with 32 keys.
+    twice. With 32 rows of wide latents Triton 3.8 spills up to 288 bytes a thread so; of 32 keys two groups share the
+    output, as in `absorbed_tiles`, and spill nothing.
     Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on the plain cores: tensor cores would round it.
     """
     if dtype == torch.float32:
@@ -116,7 +117,7 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
         return DecodeTiles(rows=16, keys=32, warps=4, stages=3)
     rows = min(32 if rank > 256 else 64, power_of_two(query_rows))
     if rank > 256 and rows == 32 and triton_version() >= (3, 8):  # (not timed yet)
-        return DecodeTiles(rows=32, keys=32, warps=4, stages=3)
+        return DecodeTiles(rows=32, keys=32, warps=8, stages=3)
     return DecodeTiles(rows=rows, keys=64, warps=4, stages=2)
 
 
@@ -264,7 +265,9 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
     many = pairs > MOST_UNSORTED_PAIRS
     if dtype == torch.float32:
         if many and wanted > 16:
-            return MoeTiles(tokens=64, columns=64 // products, depth=32, warps=4, stages=2)
+            # With two stages Triton 3.8 spills 136 bytes a thread on an A100.
+            stages = 3 if triton_version() >= (3, 8) and device.capability[0] != 9 else 2
+            return MoeTiles(tokens=64, columns=64 // products, depth=32, warps=4, stages=stages)
         return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
     if device.capability[0] == 10:  # one kind of instructions for all, as in `matmul_tiles`
         return MoeTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=3)
