@@ -13,6 +13,7 @@ from mla_compile.passes import pipeline
 from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
 from mla_compile.passes.spell_by_head import spell_by_head
 from mla_compile.torch_internals import (
+    errors_passed_on,
     inductor_modes,
     inductor_options,
     know_least_sizes,
@@ -47,15 +48,16 @@ def mla(
         MLAError: an unknown mode, an unknown option, something that is not a pass, a pass that fails or leaves a broken
             graph, a decode backend that is unknown or cannot serve a call of the graph.
     """
-    settings = resolve_settings(mode, options)
-    passes, decode_backend, batch_invariant = (settings.pop(name, None) for name in _OURS)
-    know_least_sizes(example_inputs)
-    trace_graph("mla_before_passes", gm)
-    chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
-    gm = pipeline.run(gm, example_inputs, [*chosen, spell_by_head])
-    trace_graph("mla_after_passes", gm)
-    log.debug("after the mla passes:\n%s", gm.graph)
-    return lower_with_inductor(gm, example_inputs, settings)
+    with errors_passed_on():
+        settings = resolve_settings(mode, options)
+        passes, decode_backend, batch_invariant = (settings.pop(name, None) for name in _OURS)
+        know_least_sizes(example_inputs)
+        trace_graph("mla_before_passes", gm)
+        chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
+        gm = pipeline.run(gm, example_inputs, [*chosen, spell_by_head])
+        trace_graph("mla_after_passes", gm)
+        log.debug("after the mla passes:\n%s", gm.graph)
+        return lower_with_inductor(gm, example_inputs, settings)
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from mla_compile.errors import MLAError
+from mla_compile.torch_internals import refuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +79,11 @@ class MLABatch:
         _check_segment("decode", self.decode, DecodeSegment)
         _check_segment("prefill", self.prefill, PrefillSegment)
         if self.decode is None and self.prefill is None:
-            raise MLAError("batch", "a decode segment, a prefill segment or both", "neither")
+            refuse("batch", "a decode segment, a prefill segment or both", "neither")
         if self.decode is not None and self.prefill is not None:
             page_sizes = self.decode.page_size, self.prefill.page_size
             if page_sizes[0] != page_sizes[1]:
-                raise MLAError("batch", "segments of one page size", f"{page_sizes[0]} and {page_sizes[1]}")
+                refuse("batch", "segments of one page size", f"{page_sizes[0]} and {page_sizes[1]}")
 
     @property
     def page_size(self) -> int:
@@ -96,7 +96,7 @@ class MLABatch:
 def _check_segment(name: str, segment: object, kind: type) -> None:
     if segment is not None and not isinstance(segment, kind):
         mend = f"{name}_segment returns (segment, positions): unpack it" if isinstance(segment, tuple) else ""
-        raise MLAError(f"batch.{name}", f"a {kind.__name__} or None", type(segment).__name__, mend)
+        refuse(f"batch.{name}", f"a {kind.__name__} or None", type(segment).__name__, mend)
 
 
 def _register(kind: type, *, static: Sequence[str]) -> None:

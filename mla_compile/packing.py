@@ -27,7 +27,7 @@ from mla_compile.ops.segments import (
     pad_table,
     prefill_segment,
 )
-from mla_compile.torch_internals import mark_varying
+from mla_compile.torch_internals import SizeName, mark_varying, refuse, size_name
 
 MIN_TOKENS = 2
 """The fewest of either kind, where there are any: Inductor asks of some products whether they have one row."""
@@ -95,6 +95,9 @@ def pack_batch(
     Raises:
         MLAError: an argument that is not so, by name, or a backend that cannot serve.
     """
+    if torch.compiler.is_compiling():
+        mend = "call it before the compiled module, and give that packed.tensors and packed.batch"
+        refuse("pack_batch", "a call outside of compiled code", "one inside of it", mend)
     _check(query_lens, num_cached, block_table, per_token, has_sampled, page_size, num_speculative_tokens)
     device = block_table.device
     block_table = pad_table(block_table, columns=MIN_PAGES - block_table.shape[1])
@@ -276,11 +279,13 @@ def _order(
 def _mark(packed: PackedBatch) -> None:
     """Tell the compiler which sizes vary from batch to batch, and which of them are the same."""
     decode, prefill = packed.batch.decode, packed.batch.prefill
+    names: dict[str, SizeName] = {}
 
     def mark(size: str, *tensors: Tensor | None, dim: int = 0, least: int = 1) -> None:
+        name = names.setdefault(size, size_name(size, least))
         for tensor in tensors:
             if tensor is not None:
-                mark_varying(tensor, dim, size=size, least=least)
+                mark_varying(tensor, dim, name=name)
 
     mark("tokens", packed.positions, *packed.tensors, least=MIN_TOKENS)
     mark("order", packed.order)

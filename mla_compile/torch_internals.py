@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
@@ -19,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._logging._internal import trace_structured
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree
+
+from mla_compile.errors import MLAError
 
 if TYPE_CHECKING:  # there are builds of torch without it
     from torch._C._distributed_c10d import TCPStore as TCPStore
@@ -150,13 +154,26 @@ def mark_state_tensor(tensor: torch.Tensor, *varying: int) -> None:
             torch._dynamo.mark_static(tensor, dim)
 
 
-def mark_varying(tensor: torch.Tensor, dim: int = 0, *, size: str | None = None, least: int = 0) -> None:
+class SizeName(str):
+    """A name for one size of several tensors that are made together.
+
+    Guards compare names as text, so a graph serves tensors that are made later. Each object has a hash of its own, so
+    that a trace does not take two sizes for one because two batches name them alike.
+    """
+
+    __hash__ = object.__hash__
+
+
+def size_name(size: str, least: int) -> SizeName:
+    """A name for a size that never falls below `least`; for `mark_varying` and `know_least_sizes`."""
+    return SizeName(f"{_OURS}{least}: {size}")
+
+
+def mark_varying(tensor: torch.Tensor, dim: int = 0, *, name: SizeName | None = None) -> None:
     """Tell the compiler that a size of a tensor varies from call to call, whatever it is, 1 too.
 
-    size: a name for it. Sizes of the same name are the same one; without, each is taken to be another.
-    least: what a size with a name never falls below; for `know_least_sizes`.
+    name: sizes with the same name, the object, are the same one; without, each is taken to be another.
     """
-    name = None if size is None else f"{_OURS}{least}: {size}"
     torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=name)
 
 
@@ -164,7 +181,7 @@ _OURS = "mla_compile, at least "
 
 
 def know_least_sizes(example_inputs: Sequence[Any]) -> None:
-    """Tell Inductor what is known of the sizes of a graph's inputs that were marked with a `least`.
+    """Tell Inductor what is known of the sizes of a graph's inputs whose name has a `least`.
 
     It asks of some products whether they have one row, and of a CUDA graph's inputs which of their strides is 0 or the
     smallest. It cannot say so of an unbacked size, which is an error. (`mark_unbacked` takes a least size itself
@@ -260,6 +277,161 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 class _Captured(Exception):
     """Ends a compile once its graph has been seen."""
+
+
+def run_check(check: Callable[..., object], *arguments: Any) -> None:
+    """`check(*arguments)`, and where Dynamo traces this call, the same at that time.
+
+    Then it runs on tensors of the sizes that the call at hand has, so that it says what it says in eager, and again on
+    those of the trace, whose sizes are symbols: what it asks of them by `torch._check` becomes a guard. Neither have
+    values.
+
+    arguments: tensors, numbers, names, None, and tuples of these.
+
+    Raises:
+        MLAError: that of `check`. Dynamo passes it on, and adds where in the user's code the call stands.
+    """
+    if not torch.compiler.is_compiling():
+        check(*arguments)
+        return
+    from torch._dynamo.comptime import comptime
+
+    comptime(_check_arguments, lambda: check(*arguments))  # the latter where nothing traces this line
+
+
+def refuse(name: str, expected: str, got: str, mend: str = "") -> None:
+    """Raises `MLAError`, in code that Dynamo may trace: it does not pass on what that raises."""
+    run_check(_refuse, name, expected, got, mend)
+
+
+def _refuse(*arguments: Any) -> None:
+    raise MLAError(*arguments)
+
+
+def _check_arguments(context: Any) -> None:
+    """`run_check` while tracing; `context` has its locals."""
+    check = context.get_local("check").as_python_constant()
+    given = context.get_local("arguments")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    arguments = _proxies(given)
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    try:
+        for examples in _examples(arguments, *_sizes_of_inputs(output)):
+            check(*examples)
+        check(*_pytree.tree_map_only(fx.Proxy, lambda proxy: proxy.node.meta["example_value"], arguments))
+    except MLAError as error:
+        raise _passed_on()(error, torch._guards.TracingContext.extract_stack()) from None
+
+
+def _proxies(variable: Any) -> Any:
+    """What stands for a value in a trace; for one that a graph cannot have, an object whose type has that name."""
+    variable = variable.realize()
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    if variable.python_type() in (list, tuple):
+        return variable.python_type()(map(_proxies, variable.items))
+    try:
+        return variable.as_proxy()
+    except (NotImplementedError, RuntimeError):
+        return type(variable.python_type().__name__, (), {})()
+
+
+def _sizes_of_inputs(output: Any) -> tuple[dict[Any, int], dict[Any, set[int]]]:
+    """What the unknown sizes of the inputs of a trace are in the call that it is made for, by their symbols.
+
+    Returns each symbol's size, and the sizes of all symbols that the trace takes for the same.
+    """
+    exact: dict[Any, int] = {}
+    merged: dict[Any, set[int]] = defaultdict(set)
+    scopes: tuple[Any, Any] = {"G": output.global_scope}, {"L": output.local_scope}
+    for tracked in output.tracked_fakes:
+        if isinstance(tracked.fake, torch.Tensor):
+            try:
+                real = tracked.source.get_value(*scopes, {})
+            except Exception:  # it is no tensor to the caller, but an array, say
+                continue
+            for size, number in zip(tracked.fake.shape, real.shape):
+                if hasattr(size, "node"):
+                    exact[size.node._expr] = number
+                    merged[size.node.expr].add(number)
+    return exact, merged
+
+
+def _examples(arguments: Any, exact: dict[Any, int], merged: dict[Any, set[int]]) -> Iterator[Any]:
+    """Arguments with tensors of known sizes for those of a trace.
+
+    There are several, where the trace takes sizes of inputs for the same that are not: a tensor that was computed has
+    one of them, it is not known which.
+    """
+    mode = FakeTensorMode()
+
+    def known(size: Any, is_input: bool, turn: int) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        node = size.node
+        if is_input and node._expr in exact:
+            return exact[node._expr]
+        if node.expr in merged:
+            choice = sorted(merged[node.expr])
+            return choice[turn % len(choice)]
+        numbers = {symbol: min(merged[symbol]) for symbol in node.expr.free_symbols if symbol in merged}
+        number = node.expr.subs(numbers)
+        return int(number) if number.is_number else size if node.hint is None else node.hint
+
+    def example(proxy: fx.Proxy, turn: int) -> Any:
+        value, is_input = proxy.node.meta["example_value"], proxy.node.op == "placeholder"
+        if isinstance(value, torch.SymFloat):
+            return value.node.hint
+        if not isinstance(value, FakeTensor):
+            return known(value, is_input, turn)
+        shape, strides = ([known(n, is_input, turn) for n in x] for x in (value.shape, value.stride()))
+        if not all(isinstance(n, int) for n in (*shape, *strides)):
+            return value
+        with mode:
+            like = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        return like.requires_grad_(value.requires_grad)
+
+    for turn in range(max(map(len, merged.values()), default=1)):
+        yield _pytree.tree_map_only(fx.Proxy, functools.partial(example, turn=turn), arguments)
+
+
+@contextmanager
+def errors_passed_on() -> Iterator[None]:
+    """Inside a backend: Dynamo raises an `MLAError` as it is, instead of one of its own that quotes it."""
+    try:
+        yield
+    except MLAError as error:
+        raise _passed_on()(error) from error.__cause__
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
+
+@functools.cache
+def _passed_on() -> Callable[..., MLAError]:
+    """The `MLAError` that Dynamo raises as it is, made of another one, and of the stack of the code that is traced."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    class PassedOn(MLAError, ShortenTraceback):
+        def __init__(self, error: MLAError, stack: Any = None) -> None:
+            ShortenTraceback.__init__(self, *error.args, first_useful_frame=None)
+            self.__dict__ |= error.__dict__
+            if stack is not None:
+                while stack and stack[-1].filename.startswith(_PACKAGE):
+                    stack.pop()
+                self.real_stack = stack  # which Dynamo shows after the message
+
+        def __reduce__(self) -> Any:
+            return MLAError, (self.name, self.expected, self.got, self.mend)
+
+        def remove_dynamo_frames(self) -> "PassedOn":
+            return self.with_traceback(None)
+
+    PassedOn.__name__, PassedOn.__qualname__, PassedOn.__module__ = (
+        "MLAError",
+        "MLAError",
+        MLAError.__module__,
+    )
+    return PassedOn
 
 
 def capture_graph(

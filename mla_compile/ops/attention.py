@@ -1,16 +1,18 @@
 """`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_compile.batch import MLABatch
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.prefill import prefill_op
+from mla_compile.torch_internals import run_check
 
 
 @define_op(
@@ -165,7 +167,14 @@ def mla_attention(
         MLAError: an argument that is not so, named, before the cache is touched. Lengths and slots are checked
             where they are on the CPU and nothing is being compiled.
     """
-    if not torch.compiler.is_compiling():
+    validate.is_batch(batch)
+    if torch.compiler.is_compiling():
+        segments = [
+            segment and tuple(getattr(segment, name) for name in names)
+            for segment, names in ((batch.decode, _DECODE), (batch.prefill, _PREFILL))
+        ]
+        run_check(_check_batch, q_nope, kv_cache, *segments)
+    else:
         validate.batch(batch, q_nope, kv_cache)
     decode, prefill = batch.decode, batch.prefill
     rows: tuple[Any, ...] = (None,) * 4
@@ -179,6 +188,20 @@ def mla_attention(
     numbers = q_len, batch.page_size, softmax_scale, backend
     arguments: tuple[Any, ...] = (q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, *rows, *chunks, *numbers)
     return _attention(*arguments)
+
+
+_UNREAD = ("seq_lens", "block_table", "host_lens")
+"""What compiled code does not read of prompt chunks. To look at it would make an input of it, on the CPU even."""
+_DECODE = tuple(f.name for f in fields(DecodeSegment))
+_PREFILL = tuple(f.name for f in fields(PrefillSegment) if f.name not in _UNREAD)
+
+
+def _check_batch(q_nope: Tensor, kv_cache: Tensor, decode: Any, prefill: Any) -> None:
+    """`validate.batch` of what compiled code reads of a batch's segments."""
+    if prefill:
+        known: dict[str, Any] = {**dict.fromkeys(_UNREAD), **dict(zip(_PREFILL, prefill))}
+        prefill = PrefillSegment(**known)
+    validate.batch(MLABatch(decode and DecodeSegment(*decode), prefill), q_nope, kv_cache)
 
 
 def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:

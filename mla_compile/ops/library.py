@@ -31,7 +31,7 @@ from mla_compile.ops.implementations import (
     describe_device,
     select,
 )
-from mla_compile.torch_internals import is_fake
+from mla_compile.torch_internals import is_fake, run_check
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -123,7 +123,7 @@ def define_op(
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout, *tags))
         lib.impl(op, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mla_compile::{op}", fake, lib=lib)
-        return _checked(declaration, getattr(torch.ops.mla_compile, op).default)
+        return _checked(declaration, getattr(torch.ops.mla_compile, op).default, fake)
 
     return declare
 
@@ -155,8 +155,13 @@ def _num_required(parameters: list[inspect.Parameter]) -> int:
     return 1 + max(i for i, p in enumerate(parameters) if p.default is p.empty)
 
 
-def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P, R]:
-    """The op, with the declaration's signature; an eager call runs the declaration first."""
+def _checked(
+    declaration: Callable[P, R], op: Callable[..., Any], check: Callable[..., Any]
+) -> Callable[P, R]:
+    """The op, with the declaration's signature, which is checked first.
+
+    check: the declaration, of arguments by position.
+    """
     parameters = [
         (p.name, () if p.default is p.empty else (p.default,))
         for p in inspect.signature(declaration).parameters.values()
@@ -171,6 +176,8 @@ def _checked(declaration: Callable[P, R], op: Callable[..., Any]) -> Callable[P,
             if name not in kwargs and not default:
                 raise TypeError(f"{declaration.__name__}() misses the argument {name!r}")
             rest.append(kwargs.pop(name, *default))
+        if torch.compiler.is_compiling():
+            run_check(check, *args, *rest)
         result: R = op(*args, *rest, **kwargs)
         return result
 

@@ -14,6 +14,7 @@ from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.prefill_metadata import prefill_metadata_op
+from mla_compile.torch_internals import run_check
 
 
 def decode_segment(
@@ -62,14 +63,7 @@ def prefill_segment(
     Raises:
         MLAError: lists of different lengths, a chunk shorter than 1, or a row that its table cannot hold.
     """
-    validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
-    if not chunk_lens:
-        raise MLAError(
-            "chunk_lens", "at least one chunk", "none", "a batch without prompts has no prefill segment"
-        )
-    validate.whole_number("num_tokens", num_tokens, 0)
-    validate.whole_number("num_chunks", num_chunks, 0)
-    validate.whole_number("num_keys", num_keys, 0)
+    run_check(_check_chunks, chunk_lens, num_cached, block_table, page_size, num_tokens, num_chunks, num_keys)
     lens, bounds = chunk_lens_and_bounds(
         chunk_lens,
         num_cached,
@@ -88,6 +82,24 @@ def prefill_segment(
         cu_seqlens_q, seq_lens, table, slots, key_slots, cu_seqlens_k, host_lens.to(torch.int32), page_size
     )
     return segment, positions
+
+
+def _check_chunks(
+    chunk_lens: list[int],
+    num_cached: list[int],
+    block_table: Tensor,
+    page_size: int,
+    num_tokens: int,
+    num_chunks: int,
+    num_keys: int,
+) -> None:
+    validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
+    if not chunk_lens:
+        mend = "a batch without prompts has no prefill segment"
+        raise MLAError("chunk_lens", "at least one chunk", "none", mend)
+    validate.whole_number("num_tokens", num_tokens, 0)
+    validate.whole_number("num_chunks", num_chunks, 0)
+    validate.whole_number("num_keys", num_keys, 0)
 
 
 MIN_KEYS = 2

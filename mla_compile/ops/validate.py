@@ -18,7 +18,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops.paging import check_capacity, slots_of
-from mla_compile.torch_internals import is_fake, size_hint, statically_known_true
+from mla_compile.torch_internals import is_fake, refuse, size_hint, statically_known_true
 
 PAGED = "num_pages, page_size, kv_lora_rank + qk_rope_head_dim"
 """The layout of a paged cache, which must be contiguous and have a page."""
@@ -45,9 +45,8 @@ class Layouts:
             if x.dtype not in _FLOATS:
                 raise MLAError(name, "float16, bfloat16, float32 or float64", _show(x))
             if x.dtype != first.dtype:
-                raise MLAError(
-                    name, f"the dtype of {first_name}, {first.dtype}", _show(x), "convert one of them"
-                )
+                mend = "allocate the cache in it" if layout == PAGED else "convert one of them"
+                raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), mend)
             inference_only(name, x)
 
     def angles(self, cos: Tensor, sin: Tensor, rope: int, *, like: Tensor) -> None:
@@ -80,7 +79,8 @@ class Layouts:
         if like is not None and x.device != like.device:
             raise MLAError(name, f"a tensor on {like.device}", x.device)
         if layout == PAGED and not x.is_contiguous():
-            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", "call .contiguous() once")
+            mend = "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
+            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", mend)
         if layout == PAGED and any(statically_known_true(size < 1) for size in shape[:2]):
             raise MLAError(name, "num_pages >= 1 and page_size >= 1", list(shape))
         sizes = self._sizes
@@ -93,9 +93,7 @@ class Layouts:
                 sizes[word] = size if computed is None else computed
             elif size is sizes[word]:
                 continue
-            if statically_known_true(size != sizes[word]) and not (
-                or_1 and not statically_known_true(size != 1)
-            ):
+            if not (or_1 and not statically_known_true(size != 1)) and not same_size(size, sizes[word]):
                 meaning = f"{word} of {self._first[word]}" if word in self._first else word
                 wanted = f"size {sizes[word]} ({meaning}){' or 1' if or_1 else ''}"
                 raise MLAError(name, f"{wanted} in dimension {dim}", list(shape))
@@ -164,6 +162,18 @@ def inference_only(name: str, tensor: Tensor) -> None:
         raise MLAError(name, "a tensor that needs no gradient", "requires_grad=True", mend)
 
 
+def same_size(size: int, other: int) -> bool:
+    """Whether two sizes are equal in the call at hand; where that is not known for good, compiled code asks."""
+    known = size_hint(size), size_hint(other)
+    if None not in known and known[0] != known[1]:
+        return False
+    if not statically_known_true(size == other):
+        if statically_known_true(size != other):
+            return False
+        torch._check(size == other)
+    return True
+
+
 def whole_number(name: str, value: object, least: int) -> None:
     """Raises `MLAError` for anything but an integer, a size perhaps, that is `least` or more."""
     is_whole = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
@@ -173,7 +183,8 @@ def whole_number(name: str, value: object, least: int) -> None:
 
 def list_of(kind: type, name: str, values: object, rows: int) -> None:
     """Raises `MLAError` for anything but a list or tuple with one value of that type for each row of a table."""
-    if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
+    kinds = (kind, torch.SymInt) if kind is int else (kind,)
+    if not isinstance(values, list | tuple) or any(type(value) not in kinds for value in values):
         mend = ".tolist() makes one of a tensor or an array" if hasattr(values, "tolist") else ""
         raise MLAError(name, f"a list of {kind.__name__}, one a row", shown(values), mend)
     if len(values) != rows:
@@ -210,7 +221,7 @@ def row_lengths(
 def query_rows(prefix: str, q_len: int, tokens: int, rows: int) -> None:
     if statically_known_true(q_len < 1):
         raise MLAError(f"{prefix}q_len", ">= 1 query token per decode row", q_len)
-    if statically_known_true(rows * q_len != tokens):
+    if not same_size(rows * q_len, tokens):
         expected = f"rows * q_len = {rows} * {q_len} tokens"
         raise MLAError(f"{prefix}q_len", expected, tokens, "pad every row to q_len and pass q_lens")
 
@@ -329,20 +340,19 @@ def chunk_lengths(
 def page_size(page_size: int, kv_cache: Tensor) -> None:
     """The batch was built for pages as large as those of the cache; where that size is a symbol, compiled code asks."""
     size = kv_cache.shape[1]
-    known = size_hint(size)
-    if known not in (None, page_size):
-        mend = f"build the batch with page_size={known}"
-        raise MLAError("batch.page_size", f"that of kv_cache, {known}", page_size, mend)
-    torch._check(size == page_size)
+    if not same_size(size, page_size):
+        mend = f"build the batch with page_size={size_hint(size)}"
+        raise MLAError("batch.page_size", f"that of kv_cache, {size_hint(size)}", page_size, mend)
+
+
+def is_batch(batch: object) -> None:
+    if not isinstance(batch, MLABatch):
+        refuse("batch", "an MLABatch", type(batch).__name__)
 
 
 def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
     """The batch is one of as many tokens as `q_nope` has, and its rows fit the cache and each other."""
-    if not isinstance(batch, MLABatch):
-        raise MLAError("batch", "an MLABatch", type(batch).__name__)
-    Layouts().floats(
-        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"), kv_cache=(kv_cache, "num_pages, page_size, width")
-    )
+    Layouts().floats(q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"), kv_cache=(kv_cache, PAGED))
     page_size(batch.page_size, kv_cache)
     expected = 0
     if batch.decode is not None:
@@ -351,7 +361,7 @@ def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
     if batch.prefill is not None:
         _prefill_segment("batch.prefill.", batch.prefill, kv_cache)
         expected += batch.prefill.slot_mapping.shape[0]
-    if q_nope.shape[0] != expected:
+    if not same_size(q_nope.shape[0], expected):
         raise MLAError("q_nope", f"{expected} tokens (those of batch)", q_nope.shape[0])
     if is_readable(kv_cache):
         _written_pages_have_one_owner(batch, kv_cache)
@@ -360,10 +370,10 @@ def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
 def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> None:
     sizes = Layouts(prefix)
     sizes.rows(decode.block_table, like=kv_cache, seq_lens=decode.seq_lens, q_lens=decode.q_lens)
-    lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
-    query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
     sizes.slots(decode.slot_mapping, kv_cache)
     query_rows(prefix, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens.shape[0])
+    lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
+    query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
     if is_readable(kv_cache):
         valid = torch.full_like(decode.seq_lens, decode.q_len) if decode.q_lens is None else decode.q_lens
         index = torch.arange(decode.q_len, device="cpu")
@@ -374,10 +384,14 @@ def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> Non
 def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
     sizes = Layouts(prefix)
     cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
-    prefill_rows(sizes, seq_lens, table, prefill.host_lens, kv_cache)
+    is_whole = seq_lens is not None  # else it is what compiled code reads of a segment
+    if is_whole:
+        prefill_rows(sizes, seq_lens, table, prefill.host_lens, kv_cache)
     prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
-    lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
     sizes.slots(prefill.slot_mapping, kv_cache)
+    if not is_whole:
+        return
+    lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
     tokens = prefill.slot_mapping.shape[0]
     chunk_lengths(prefix, prefill.host_lens, cu_seqlens_q, seq_lens, tokens, table, kv_cache)
     if is_readable(kv_cache):
