@@ -344,13 +344,14 @@ def _sizes_of_inputs(output: Any) -> tuple[dict[Any, int], dict[Any, set[int]]]:
     merged: dict[Any, set[int]] = defaultdict(set)
     scopes: tuple[Any, Any] = {"G": output.global_scope}, {"L": output.local_scope}
     for tracked in output.tracked_fakes:
-        if isinstance(tracked.fake, torch.Tensor):
+        fake = tracked.fake
+        if isinstance(fake, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in fake.shape):
             try:
                 real = tracked.source.get_value(*scopes, {})
             except Exception:  # it is no tensor to the caller, but an array, say
                 continue
-            for size, number in zip(tracked.fake.shape, real.shape):
-                if hasattr(size, "node"):
+            for size, number in zip(fake.shape, real.shape):
+                if isinstance(size, torch.SymInt):
                     exact[size.node._expr] = number
                     merged[size.node.expr].add(number)
     return exact, merged
