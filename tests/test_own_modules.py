@@ -189,16 +189,13 @@ def changed_batch(r: random.Random, batch: MLABatch) -> MLABatch:
     fields = [f.name for f in dataclasses.fields(segment) if f.name not in unread]
     field = r.choice(fields)
     value = getattr(segment, field)
-    value = value + r.choice([-1, 1, 4]) if isinstance(value, int) else changed_tensor(r, value)
-    return object_with(batch, **{name: dataclasses.replace(segment, **{field: value})})
-
-
-def object_with(batch: MLABatch, **changes: Any) -> MLABatch:
-    """As `replace`, unchecked."""
-    made: MLABatch = object.__new__(MLABatch)
-    for field in dataclasses.fields(MLABatch):
-        object.__setattr__(made, field.name, changes.get(field.name, getattr(batch, field.name)))
-    return made
+    if isinstance(value, int):
+        value = value + r.choice([-1, 1, 4])
+        segments = (batch.decode, batch.prefill) if field == "page_size" else (segment,)
+    else:
+        value, segments = changed_tensor(r, value), (segment,)
+    changed = {id(s): dataclasses.replace(s, **{field: value}) for s in segments if s is not None}
+    return MLABatch(*(changed.get(id(s), s) for s in (batch.decode, batch.prefill)))
 
 
 def check_refusals(seed: int, backend: Any) -> int:

@@ -1,8 +1,9 @@
 """Checks of op arguments. Each names the argument, what was expected, what came.
 
 They run in the declarations of the ops: for eager calls, and while compiling on fake tensors, so once per compile.
-Comparisons of symbolic sizes only fail where they are statically known to differ: no guard is added. Functions that
-read values do so only on the CPU, and never of fake tensors.
+Sizes that must be equal and are not known to be become a guard (`same_size`), so compiled code is not run on others:
+it is traced again, and the check names the argument. Functions that read values do so only on the CPU, and never of
+fake tensors.
 
 A layout names the dimensions of a tensor: "tokens, heads, qk_nope_head_dim". A name stands for one size in all
 arguments of a call. A dimension may also be computed from names ("kv_lora_rank + qk_rope_head_dim", "rows + 1",
@@ -384,13 +385,14 @@ def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> Non
 def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
     sizes = Layouts(prefix)
     cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
-    is_whole = seq_lens is not None  # else it is what compiled code reads of a segment
-    if is_whole:
-        prefill_rows(sizes, seq_lens, table, prefill.host_lens, kv_cache)
     prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
     sizes.slots(prefill.slot_mapping, kv_cache)
-    if not is_whole:
+    is_whole = seq_lens is not None
+    if not is_whole:  # this far goes what compiled code reads
         return
+    of_rows = Layouts(prefix)
+    prefill_rows(of_rows, seq_lens, table, prefill.host_lens, kv_cache)
+    of_rows.check("cu_seqlens_q", cu_seqlens_q, "rows + 1")
     lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
     tokens = prefill.slot_mapping.shape[0]
     chunk_lengths(prefix, prefill.host_lens, cu_seqlens_q, seq_lens, tokens, table, kv_cache)
