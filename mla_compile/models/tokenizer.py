@@ -153,13 +153,14 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
             text = Tokenizer.from_str(text).to_str()
         # Not by AutoTokenizer, whose ways lead to code, and from copies of what was read: transformers opens no file
         # that a checkpoint names.
-        with TemporaryDirectory() as copies:
-            Path(copies, _TOKENIZER).write_text(text, encoding="utf-8")
-            for name, values in files.items():
-                Path(copies, name).write_text(json.dumps(values), encoding="utf-8")
+        with _copies(
+            {_TOKENIZER: text} | {name: json.dumps(values) for name, values in files.items()}
+        ) as path:
             tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
-                copies, local_files_only=True
+                path, local_files_only=True
             )
+    except MLAError:
+        raise
     except BaseException as error:  # tokenizers raises bare `Exception` for a malformed file, and panics
         if not is_request_error(error):
             raise
@@ -169,3 +170,13 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
         raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _MEND) from error
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer
+
+
+def _copies(files: dict[str, str]) -> "TemporaryDirectory[str]":
+    try:
+        directory = TemporaryDirectory()
+        for name, text in files.items():
+            Path(directory.name, name).write_bytes(text.encode())
+    except OSError as error:
+        raise MLAError("TMPDIR", "a directory with room for a copy of a tokenizer's files", error) from error
+    return directory

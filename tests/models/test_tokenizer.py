@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,14 @@ def test_a_library_that_panics_is_a_named_error(tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "from_pretrained", panic)
     with pytest.raises(MLAError, match=r"tokenizer\.json: .*it gave up"):
         load_tokenizer(tmp_path)
+
+
+def test_no_room_for_temporary_files_is_not_blamed_on_the_tokenizer(tmp_path, monkeypatch):
+    write(tmp_path, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+        with pytest.raises(MLAError, match=r"^TMPDIR: .*No such file"):
+            load_tokenizer(tmp_path)
 
 
 class PanicException(BaseException):
