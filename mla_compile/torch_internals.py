@@ -345,13 +345,13 @@ def _sizes_of_inputs(output: Any) -> tuple[dict[Any, int], dict[Any, set[int]]]:
     scopes: tuple[Any, Any] = {"G": output.global_scope}, {"L": output.local_scope}
     for tracked in output.tracked_fakes:
         fake = tracked.fake
-        if isinstance(fake, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in fake.shape):
+        if isinstance(fake, torch.Tensor) and any(hasattr(size, "node") for size in fake.shape):
             try:
                 real = tracked.source.get_value(*scopes, {})
             except Exception:  # it is no tensor to the caller, but an array, say
                 continue
             for size, number in zip(fake.shape, real.shape):
-                if isinstance(size, torch.SymInt):
+                if hasattr(size, "node"):
                     exact[size.node._expr] = number
                     merged[size.node.expr].add(number)
     return exact, merged
