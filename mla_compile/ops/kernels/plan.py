@@ -252,6 +252,11 @@ MOST_NARROW_PAIRS = 128
 """Pairs an expert up to which Hopper gets narrow tiles of down. On an H200 those won at 68 pairs, wide ones at 256."""
 
 
+def _float32_warps(device: Device) -> int:
+    """Warps of tiles of 64 tokens in float32: with four, Triton 3.8 spills up to 136 bytes a thread on an A100."""
+    return 8 if triton_version() >= (3, 8) and device.capability[0] != 9 else 4
+
+
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
     """For few pairs, tiles of 32 columns: narrower ones, though more of them fill the GPU better, took longer.
 
@@ -265,9 +270,7 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
     many = pairs > MOST_UNSORTED_PAIRS
     if dtype == torch.float32:
         if many and wanted > 16:
-            # With two stages Triton 3.8 spills 136 bytes a thread on an A100.
-            stages = 3 if triton_version() >= (3, 8) and device.capability[0] != 9 else 2
-            return MoeTiles(tokens=64, columns=64 // products, depth=32, warps=4, stages=stages)
+            return MoeTiles(64, columns=64 // products, depth=32, warps=_float32_warps(device), stages=2)
         return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
     if device.capability[0] == 10:  # one kind of instructions for all, as in `matmul_tiles`
         return MoeTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=3)
@@ -314,7 +317,6 @@ _MATMUL_BLACKWELL = (
     MatmulTiles(128, 32, 64, warps=4, stages=4),
 )
 _MATMUL_FLOAT32 = (
-    MatmulTiles(64, 64, 32, warps=4, stages=2),
     MatmulTiles(32, 32, 32, warps=4, stages=2),
     MatmulTiles(16, 16, 32, warps=2, stages=3),
 )
@@ -333,7 +335,8 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
     """
     choices: tuple[MatmulTiles, ...] = _MATMUL_BLACKWELL
     if dtype == torch.float32:
-        choices = _not_wider(_MATMUL_FLOAT32, tokens)
+        widest = MatmulTiles(64, 64, 32, warps=_float32_warps(device), stages=2)
+        choices = _not_wider((widest, *_MATMUL_FLOAT32), tokens)
     elif device.capability[0] != 10:
         choices = _MATMUL_HOPPER if device.capability[0] == 9 else _MATMUL_OTHERS
         choices = _not_wider((*choices, *_MATMUL_FEW), tokens, least=64)
