@@ -173,7 +173,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(
+            map(len, list(self._waiting.values()))
+        )  # a copy: other threads may ask for it during a step
 
     @property
     def num_running(self) -> int:

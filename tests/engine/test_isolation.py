@@ -6,6 +6,7 @@ log-probabilities) raises or returns nonsense, one at a time. `MLA_FAULTS=5000` 
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -36,20 +37,22 @@ ERRORS = {"exception": Exception, "panic": Panic, "interrupt": KeyboardInterrupt
 
 @dataclass
 class Fault:
-    """Fails one call, by its number.
+    """Fails one call.
 
+    name, at: which call.
     kind: of `ERRORS`, or "nonsense". met: the name of the call that failed.
     """
 
+    name: str | None = None
     at: int | None = None
     kind: str = "exception"
     nonsense: object = None
-    count: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     met: str | None = None
 
     def call(self, name: str, real: Callable[[], Any]) -> Any:
-        self.count += 1
-        if self.count != self.at:
+        self.counts[name] += 1
+        if (name, self.counts[name]) != (self.name, self.at):
             return real()
         self.met = name
         if self.kind == "nonsense":
@@ -205,7 +208,7 @@ def case(seed: int, patched: pytest.MonkeyPatch) -> Fault:
     asked = [
         Asked(draw.choice(KINDS), draw.randrange(40), draw.randrange(6)) for _ in range(draw.randrange(2, 5))
     ]
-    # Each call of a run is as likely to fail as the others: a run without faults counts them.
+    # Each kind of call is as likely to fail as the others: a run without faults counts them.
     size = {"max_rows": draw.choice([2, 4]), "num_pages": draw.choice([17, 33])}
     k, lag = draw.choice([0, 1, 3]), draw.choice([0, 1])
     expected = [alone(each) for each in asked]  # before anything is patched
@@ -219,7 +222,8 @@ def case(seed: int, patched: pytest.MonkeyPatch) -> Fault:
     calls = Fault()
     assert not differ(once(calls)[1].outcomes, asked), "without a fault"
     kind = draw.choice([*ERRORS, "nonsense", "nonsense"])
-    fault = Fault(draw.randrange(1, calls.count + 1), kind, draw.choice(NONSENSE))
+    name = draw.choice(sorted(calls.counts))
+    fault = Fault(name, draw.randrange(1, calls.counts[name] + 1), kind, draw.choice(NONSENSE))
     of, found = once(fault)
     assert fault.met is not None
     wrong = differ(found.outcomes, asked)
