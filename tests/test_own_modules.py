@@ -211,14 +211,18 @@ def check_refusals(seed: int, backend: Any) -> int:
     for call in range(8):
         packed, second = (packed_rows(r, drawn_rows(r, drafts), page_size, drafts) for _ in range(2))
         args = [packed.tensors[0], packed.positions, packed.batch]
+        if r.random() < 0.4 and kind(packed) != (True, True):
+            args[:2] = [x.clone() for x in args[:2]]  # not marked
         cache = None
         if call > 1 or r.random() < 0.3:
             part = r.randrange(5)
-            if part == 0:  # tokens of another batch, marked or not
+            if part == 0:  # tokens of another batch, marked or not, or the same for another batch
                 args[:2] = second.tensors[0], second.positions
                 args[:2] = [x.clone() for x in args[:2]] if r.random() < 0.5 else args[:2]
+            elif part == 3 and r.random() < 0.3:
+                args[2] = second.batch
             elif part == 1:
-                args[0] = changed_tensor(r, args[0])
+                args[:2] = changed_tensor(r, args[0]), args[1].clone()
             elif part == 2:
                 cache = changed_tensor(r, model.kv_cache)
                 cache = cache if isinstance(cache, Tensor) else model.kv_cache.mT.contiguous().mT

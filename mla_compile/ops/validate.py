@@ -163,14 +163,15 @@ def inference_only(name: str, tensor: Tensor) -> None:
         raise MLAError(name, "a tensor that needs no gradient", "requires_grad=True", mend)
 
 
-def same_size(size: int, other: int) -> bool:
-    """Whether two sizes are equal in the call at hand; where that is not known for good, compiled code asks."""
+def same_size(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal in the call at hand; compiled code asks before each call.
+
+    It does not where one is fixed and the other has been made dynamic: to ask would fix that too.
+    """
     known = size_hint(size), size_hint(other)
-    if None not in known and known[0] != known[1]:
+    if statically_known_true(size != other) or (None not in known and known[0] != known[1]):
         return False
-    if not statically_known_true(size == other):
-        if statically_known_true(size != other):
-            return False
+    if None in known or (isinstance(size, torch.SymInt) and isinstance(other, torch.SymInt)):
         torch._check(size == other)
     return True
 
@@ -344,6 +345,7 @@ def page_size(page_size: int, kv_cache: Tensor) -> None:
     if not same_size(size, page_size):
         mend = f"build the batch with page_size={size_hint(size)}"
         raise MLAError("batch.page_size", f"that of kv_cache, {size_hint(size)}", page_size, mend)
+    torch._check(size == page_size)
 
 
 def is_batch(batch: object) -> None:
