@@ -37,7 +37,7 @@ def settings_of_lines(draw) -> dict[str, object]:
         "logprobs": st.none() | st.integers(0, 20),
         "max_tokens": st.none() | st.integers(1, 1000),
         "stop": st.text(min_size=1) | st.lists(st.text(min_size=1)),
-        "stop_token_ids": st.lists(st.integers(-(2**63), 2**63 - 1)),
+        "stop_token_ids": st.lists(st.integers(0, 2**63 - 1)),
         "ignore_eos": st.booleans(),
         "n": st.integers(1, 9),
     }
