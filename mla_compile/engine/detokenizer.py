@@ -25,8 +25,12 @@ def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]
     """What gives the text of token ids, special ones left out."""
     from transformers import PreTrainedTokenizerFast as Fast
 
-    own = (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) != (Fast.decode, Fast._decode)
-    if not own and not tokenizer.clean_up_tokenization_spaces:
+    kind = type(tokenizer)
+    if (
+        issubclass(kind, Fast)
+        and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
         return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]  # the same in a sixth of the time
     return partial(cast("Any", tokenizer.decode), skip_special_tokens=True)
 
