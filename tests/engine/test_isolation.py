@@ -39,7 +39,7 @@ ERRORS = {"exception": Exception, "panic": Panic, "interrupt": KeyboardInterrupt
 class Fault:
     """Fails one call.
 
-    name, at: which call.
+    name, at: which call: of those of a name, or of all.
     kind: of `ERRORS`, or "nonsense". met: the name of the call that failed.
     """
 
@@ -52,7 +52,8 @@ class Fault:
 
     def call(self, name: str, real: Callable[[], Any]) -> Any:
         self.counts[name] += 1
-        if (name, self.counts[name]) != (self.name, self.at):
+        count = self.counts.total() if self.name is None else self.counts[self.name]
+        if count != self.at or self.name not in (None, name):
             return real()
         self.met = name
         if self.kind == "nonsense":
