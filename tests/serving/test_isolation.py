@@ -67,8 +67,8 @@ class Playing(Engine):
         super().__init__(settings, lambda _: None)
         self.tasks: list[asyncio.Task[None]] = []
 
-    def submit(self, asked: Sequence[Asked]) -> Answer:
-        answer = super().submit(asked)
+    def submit(self, asked: Sequence[Asked], client: str | None = None) -> Answer:
+        answer = super().submit(asked, client)
         keys = [key for key, (known, _) in self._answers.items() if known is answer]
         for index, (key, each) in enumerate(zip(keys, asked, strict=True)):
             self.tasks.append(asyncio.create_task(self._play(answer, index, key, each)))
