@@ -218,6 +218,13 @@ def injected(name: str, fault: Fault, again: bool = False) -> list[list[tuple[in
     return asyncio.run(run())
 
 
+@pytest.fixture(autouse=True)
+def _log_that_xdist_can_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback may have half a surrogate pair, which pytest-xdist cannot encode."""
+    plain = logging.Formatter.formatException
+    monkeypatch.setattr(logging.Formatter, "formatException", lambda *args: ascii(plain(*args)))
+
+
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[int, Any]]:
     """Without a fault: as the answers do not depend on their neighbours, one by one or together is the same."""
