@@ -8,7 +8,7 @@ from torch import Tensor, nn
 class Weights:
     """A model's parameters and saved buffers, as they were at the last look; none of what is no `nn.Module`.
 
-    A look takes some 0.3 us a tensor: it reads an address and torch's count of writes. So it notices tensors that are
+    A look takes some 0.4 us a tensor: it reads an address and torch's count of writes. So it notices tensors that are
     written to in place, and others in their place. torch does not count what is written through `.data`, by fused
     optimizers, or to tensors of inference mode.
     """
