@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from mla_compile.check_batches import checked, checks_of
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
@@ -53,11 +54,12 @@ def mla(
         passes, decode_backend, batch_invariant = (settings.pop(name, None) for name in _OURS)
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
+        checks = checks_of(gm)
         chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
         gm = pipeline.run(gm, example_inputs, [*chosen, spell_by_head])
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
-        return lower_with_inductor(gm, example_inputs, settings)
+        return checked(lower_with_inductor(gm, example_inputs, settings), checks)
 
 
 def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:

@@ -16,6 +16,11 @@ class MLAError(ValueError):
         return type(self), (self.name, self.expected, self.got, self.mend)
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, short enough for a line of ours."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 class RequestError(Exception):
     """Work of the host on one request failed. The message is a sentence; the other requests go on."""
 
@@ -34,4 +39,5 @@ def request_error(what: str, error: BaseException) -> RequestError:
         raise error
     if isinstance(error, MLAError | RequestError):
         return RequestError(str(error))
-    return RequestError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    kind, said = type(error).__name__, first_line(error)
+    return RequestError(f"{what}: {kind}" + (f": {said}" if said != kind else ""))

@@ -5,6 +5,7 @@ Used with torch 2.11, 2.13 and 2.14. Inductor is imported on first use, so that 
 
 import functools
 import math
+import operator
 import os
 import threading
 import types
@@ -320,6 +321,24 @@ def _check_arguments(context: Any) -> None:
         check(*_pytree.tree_map_only(fx.Proxy, lambda proxy: proxy.node.meta["example_value"], arguments))
     except MLAError as error:
         raise _passed_on()(error, torch._guards.TracingContext.extract_stack()) from None
+
+
+def size_in_call(size: int | torch.SymInt, gm: fx.GraphModule) -> Callable[[Sequence[Any]], int] | None:
+    """Reads a size of a Dynamo graph from the inputs of a call; None where it is unknown and no input has it."""
+    if isinstance(size, int):
+        return lambda inputs: size
+
+    def is_it(given: Any) -> bool:
+        return hasattr(given, "node") and given.node._expr == size.node._expr
+
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = node.meta["example_value"]
+        if is_it(example):
+            return operator.itemgetter(i)
+        for dim, given in enumerate(example.shape if isinstance(example, torch.Tensor) else ()):
+            if is_it(given):
+                return lambda inputs, i=i, dim=dim: int(inputs[i].shape[dim])  # type: ignore[misc]
+    return None
 
 
 def _proxies(variable: Any) -> Any:

@@ -17,7 +17,7 @@ LEVELS = [
     {"defaults", "ending", "errors", "registration", "torch_internals", "waits"},
     {"batch", "ranks", "sampling_params"},
     {"ops"},
-    {"packing"},
+    {"check_batches", "packing"},
     {"passes"},
     {"backend"},
     {"models"},

@@ -25,6 +25,7 @@ from mla_compile import (
     pack_batch,
     prefill_segment,
 )
+from mla_compile.check_batches import checked, checks_of
 from mla_compile.ops import validate
 from mla_compile.passes import pipeline
 from mla_compile.torch_internals import know_least_sizes
@@ -75,7 +76,10 @@ class Passes:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
         know_least_sizes(example_inputs)
-        return lookup_backend("aot_eager")(pipeline.run(gm, example_inputs), list(example_inputs))
+        checks = checks_of(gm)
+        return checked(
+            lookup_backend("aot_eager")(pipeline.run(gm, example_inputs), list(example_inputs)), checks
+        )
 
 
 Rows = list[tuple[int, int, bool]]
@@ -211,7 +215,7 @@ def check_refusals(seed: int, backend: Any) -> int:
     for call in range(8):
         packed, second = (packed_rows(r, drawn_rows(r, drafts), page_size, drafts) for _ in range(2))
         args = [packed.tensors[0], packed.positions, packed.batch]
-        if r.random() < 0.4 and kind(packed) != (True, True):
+        if r.random() < 0.4:
             args[:2] = [x.clone() for x in args[:2]]  # not marked
         cache = None
         if call > 1 or r.random() < 0.3:
@@ -236,6 +240,67 @@ def check_refusals(seed: int, backend: Any) -> int:
             model.kv_cache, other.kv_cache = kept
         other.kv_cache.copy_(model.kv_cache)
     return num_refused
+
+
+def with_wrong_values(r: random.Random, batch: MLABatch) -> MLABatch:
+    """A batch with values of one field out of bounds, of those that compiled code reads."""
+    name = r.choice([n for n in ("decode", "prefill") if getattr(batch, n) is not None])
+    segment = getattr(batch, name)
+    unread = ("seq_lens", "block_table", "host_lens") if name == "prefill" else ()
+    tensors = {f.name: getattr(segment, f.name) for f in dataclasses.fields(segment) if f.name not in unread}
+    field = r.choice([n for n, x in tensors.items() if isinstance(x, Tensor)])
+    wrong = tensors[field].clone()
+    wrong.view(-1)[r.randrange(wrong.numel())] = r.choice([-9, 9999])
+    return dataclasses.replace(batch, **{name: dataclasses.replace(segment, **{field: wrong})})
+
+
+def check_values(seed: int, backend: Any) -> int:
+    """A compiled module is called with wrong values after a good call. Returns how often eager refused by name."""
+    torch.compiler.reset()
+    r = random.Random(seed)
+    page_size, drafts, num_refused = r.choice([2, 4]), r.randint(0, 3), 0
+    torch.manual_seed(seed)
+    model = Layer(page_size).requires_grad_(False)
+    other = copy.deepcopy(model)
+    compiled = torch.compile(other, backend=backend)
+    for _ in range(8):
+        packed = packed_rows(r, drawn_rows(r, drafts), page_size, drafts)
+        x, positions = packed.tensors[0], packed.positions
+        torch.testing.assert_close(compiled(x, positions, packed.batch), model(x, positions, packed.batch))
+        wrong, kept = with_wrong_values(r, packed.batch), other.kv_cache.clone()
+        if check_same(outcome(model, x, positions, wrong), outcome(compiled, x, positions, wrong)):
+            num_refused += 1
+            assert torch.equal(other.kv_cache, kept) and torch.equal(model.kv_cache, kept)
+        other.kv_cache.copy_(model.kv_cache)
+    return num_refused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_values_that_eager_refuses_on_a_cpu_compiled_code_refuses_before_it_runs(seed: int) -> None:
+    assert check_values(seed, Passes()) > 4
+
+
+def test_values_and_the_number_of_tokens_of_a_mixed_batch_are_checked_after_good_calls() -> None:
+    torch.compiler.reset()
+    r = random.Random(0)
+    rows = [[(2, 3, True), (20 * i, 0, False)] for i in (1, 2, 3)]
+    packed = [packed_rows(r, x, 8, 1) for x in rows]
+    model = Layer(8).requires_grad_(False)
+    compiled = torch.compile(model, backend="mla", fullgraph=True)
+    for p in packed[:2]:  # the second graph is one for any number of tokens
+        compiled(p.tensors[0].clone(), p.positions.clone(), p.batch)
+    kept = model.kv_cache.clone()
+    expected, got = (p.positions.shape[0] for p in packed[:0:-1])
+    assert expected != got
+    with pytest.raises(MLAError, match=rf"^q_nope: expected {expected} tokens \(those of batch\), got {got}"):
+        compiled(packed[1].tensors[0].clone(), packed[1].positions.clone(), packed[2].batch)
+    decode = packed[2].batch.decode
+    wrong = dataclasses.replace(decode, slot_mapping=decode.slot_mapping + 10_000)
+    batch = dataclasses.replace(packed[2].batch, decode=wrong)
+    with pytest.raises(MLAError, match=r"^batch\.decode\.slot_mapping: expected slots in "):
+        compiled(packed[2].tensors[0].clone(), packed[2].positions.clone(), batch)
+    assert torch.equal(model.kv_cache, kept)
 
 
 @pytest.fixture

@@ -97,13 +97,6 @@ class Detokenizer:
         return piece
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """The text of all tokens of a completion; raises `RequestError` as `Detokenizer.feed` does."""
-    reader = TextReader(tokenizer)
-    reader.feed(token_ids, is_end=True)
-    return reader.text
-
-
 @dataclass(frozen=True)
 class Found:
     """A stop string. `num_tokens` of those fed in this call complete it; `text` is all that stands before it."""

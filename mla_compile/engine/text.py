@@ -19,15 +19,14 @@ from mla_compile.defaults import (
 )
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig
-from mla_compile.engine.detokenizer import decode
 from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import check_prompt
 from mla_compile.engine.start_ranks import start_ranks
-from mla_compile.errors import MLAError, RequestError, is_request_error
+from mla_compile.errors import MLAError, first_line, is_request_error
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import MOST_CONFIG, directory_of, open_checkpoint, read_config
-from mla_compile.models.files import first_line, read_object
+from mla_compile.models.files import read_object
 from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
@@ -135,18 +134,6 @@ class Checkpoint:
                 raise
             raise MLAError(name, "text that the tokenizer takes", first_line(error)) from error
         return token_ids
-
-    def decode(self, token_ids: Sequence[int]) -> str | None:
-        """Text of a completion, special tokens left out; None without a tokenizer.
-
-        Raises `MLAError` where the tokenizer has no text for the ids.
-        """
-        if self.tokenizer is None:
-            return None
-        try:
-            return decode(self.tokenizer, token_ids)
-        except RequestError as error:
-            raise MLAError("token_ids", "ids that the tokenizer decodes", error) from error
 
 
 def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":

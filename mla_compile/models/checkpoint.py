@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, first_line
 from mla_compile.models import fp8
 from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
-from mla_compile.models.files import first_line, read_object
+from mla_compile.models.files import read_object
 from mla_compile.models.filling import Filling
 from mla_compile.models.layout import lay_side_by_side
 from mla_compile.models.names import (

@@ -122,8 +122,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:80]}")
     return value
-
-
-def first_line(error: BaseException) -> str:
-    """What another library's error says, short enough for a line of ours."""
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -5,8 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mla_compile.errors import MLAError, is_request_error
-from mla_compile.models.files import first_line, plain_file, read_object, read_text
+from mla_compile.errors import MLAError, first_line, is_request_error
+from mla_compile.models.files import plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
 from mla_compile.waits import told
 

@@ -165,15 +165,16 @@ def mla_attention(
 
     Raises:
         MLAError: an argument that is not so, named, before the cache is touched. Lengths and slots are checked
-            where they are on the CPU and nothing is being compiled.
+            where they are on the CPU; compiled code reads, and checks, no `seq_lens`, `block_table` and `host_lens` of
+            prompt chunks.
     """
     validate.is_batch(batch)
     if torch.compiler.is_compiling():
         segments = [
             segment and tuple(getattr(segment, name) for name in names)
-            for segment, names in ((batch.decode, _DECODE), (batch.prefill, _PREFILL))
+            for segment, names in ((batch.decode, DECODE), (batch.prefill, PREFILL))
         ]
-        run_check(_check_batch, q_nope, kv_cache, *segments)
+        run_check(check_batch, q_nope, kv_cache, *segments)
     else:
         validate.batch(batch, q_nope, kv_cache)
     decode, prefill = batch.decode, batch.prefill
@@ -192,14 +193,14 @@ def mla_attention(
 
 _UNREAD = ("seq_lens", "block_table", "host_lens")
 """What compiled code does not read of prompt chunks. To look at it would make an input of it, on the CPU even."""
-_DECODE = tuple(f.name for f in fields(DecodeSegment))
-_PREFILL = tuple(f.name for f in fields(PrefillSegment) if f.name not in _UNREAD)
+DECODE = tuple(f.name for f in fields(DecodeSegment))
+PREFILL = tuple(f.name for f in fields(PrefillSegment) if f.name not in _UNREAD)
 
 
-def _check_batch(q_nope: Tensor, kv_cache: Tensor, decode: Any, prefill: Any) -> None:
+def check_batch(q_nope: Tensor, kv_cache: Tensor, decode: Any, prefill: Any) -> None:
     """`validate.batch` of what compiled code reads of a batch's segments."""
     if prefill:
-        known: dict[str, Any] = {**dict.fromkeys(_UNREAD), **dict(zip(_PREFILL, prefill))}
+        known: dict[str, Any] = {**dict.fromkeys(_UNREAD), **dict(zip(PREFILL, prefill))}
         prefill = PrefillSegment(**known)
     validate.batch(MLABatch(decode and DecodeSegment(*decode), prefill), q_nope, kv_cache)
 

@@ -389,6 +389,8 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
     cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
     prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
     sizes.slots(prefill.slot_mapping, kv_cache)
+    tokens = prefill.slot_mapping.shape[0]
+    key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
     is_whole = seq_lens is not None
     if not is_whole:  # this far goes what compiled code reads
         return
@@ -396,14 +398,12 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
     prefill_rows(of_rows, seq_lens, table, prefill.host_lens, kv_cache)
     of_rows.check("cu_seqlens_q", cu_seqlens_q, "rows + 1")
     lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
-    tokens = prefill.slot_mapping.shape[0]
     chunk_lengths(prefix, prefill.host_lens, cu_seqlens_q, seq_lens, tokens, table, kv_cache)
     if is_readable(kv_cache):
         lens, ends = prefill.host_lens.unbind(1)
         row = torch.arange(len(lens), device="cpu").repeat_interleave(lens)
         index = torch.arange(tokens, device="cpu") - cu_seqlens_q[row]
         _slots_follow(prefix, prefill, (ends - lens)[row] + index, row)
-    key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
 
 
 def _slots_follow(
@@ -435,7 +435,7 @@ def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
     num_pages, page_size, _ = kv_cache.shape
     held, written = [], []
     for segment in (batch.decode, batch.prefill):
-        if segment is not None:
+        if segment is not None and segment.seq_lens is not None:  # else compiled code, which does not read it
             start = torch.arange(segment.block_table.shape[1], device="cpu") * page_size
             writes = segment.slot_mapping >= 0
             lens = segment.seq_lens
@@ -445,6 +445,8 @@ def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
                 lens = torch.where(is_padding, 0, lens)
             held.append(segment.block_table[start < lens[:, None]])
             written.append(segment.slot_mapping[writes] // page_size)
+    if not held:
+        return
     times_held = torch.bincount(torch.cat(held), minlength=num_pages)
     shared = torch.cat(written)
     shared = shared[times_held[shared] > 1]

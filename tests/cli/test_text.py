@@ -2,14 +2,13 @@
 
 import json
 import random
-from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 
 import mla_compile
 from mla_compile import Completion, MLAError, SamplingParams
 from mla_compile.engine import Checkpoint, Engine, TextStream, fitting_engine
+from tests.engine.tokenizers_of_every_kind import text_of
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,7 @@ def test_generate_completes_text_and_token_ids(checkpoint, loaded):
     text, ids = mla_compile.generate(prompts, model=checkpoint, max_new_tokens=9, compile=False)
     assert text == ids
     assert len(text.token_ids) == 9 and text.finish_reason == "length"
-    assert text.text == loaded.decode(text.token_ids)
+    assert text.text == text_of(loaded.tokenizer, text.token_ids)
 
 
 def test_generate_takes_sampling_for_each_prompt(checkpoint):
@@ -74,16 +73,6 @@ def test_a_tokenizer_whose_regex_gives_up_is_a_mistake_by_name(copy, generate, c
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
 
-def test_ids_that_the_tokenizer_cannot_decode_are_a_named_error(loaded):
-    class PanicException(BaseException):
-        """As pyo3's: no `Exception`."""
-
-    for error in (PanicException("gave up"), IndexError("no such id"), KeyboardInterrupt()):
-        tokenizer = type("Tokenizer", (), {"decode": Mock(side_effect=error)})()
-        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else MLAError):
-            replace(loaded, tokenizer=tokenizer).decode([1])
-
-
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_an_end_outside_of_the_vocabulary_is_left_out_and_named(copy, caplog, file):
     content = json.loads((copy / file).read_text())
@@ -108,7 +97,7 @@ def test_pieces_of_streamed_text_add_up_to_the_text(loaded):
             completion.token_ids += token_ids[start : start + 4]
             completion.finish_reason = "length" if start == 36 else None
             text += stream.feed(completion)
-        assert text == loaded.decode(token_ids)
+        assert text == text_of(loaded.tokenizer, token_ids)
 
 
 def test_a_streamed_character_is_not_cut_in_half(loaded):

@@ -1,15 +1,24 @@
 """Small tokenizers of every kind that transformers has, without files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mla_compile.engine.detokenizer import TextReader
 
 WORDS = ["the", "cat", "s", "é", "猫", "🚀", ".", ",", "'", "t", "n't", "!", "\ufffd"]
 BYTES = [
     f"<0x{byte:02X}>"
     for byte in (0x0A, 0x20, 0x41, 0xC3, 0xA9, 0xE7, 0x8C, 0xAB, 0xF0, 0x9F, 0x9A, 0x80, 0xFF)
 ]
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """What a completion of these tokens has as its text."""
+    reader = TextReader(tokenizer)
+    reader.feed(token_ids, is_end=True)
+    return reader.text
 
 
 def _fast(made: Tokenizer, **settings: object) -> PreTrainedTokenizerFast:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.engine.detokenizer import TextReader, decode
+from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.reports import Logprob
 from mla_compile.serving.messages import Update
 from mla_compile.serving.openai_requests import BadRequest, CompletionsAsked, ModelLimits
@@ -30,6 +30,7 @@ from mla_compile.serving.openai_responses import (
     tokenize_object,
 )
 from mla_compile.serving.token_bytes import Vocabulary
+from tests.engine.tokenizers_of_every_kind import text_of
 
 TOKENIZER = load_tokenizer(SHIPPED_MODEL)
 assert TOKENIZER is not None
@@ -77,7 +78,7 @@ def updates_of(
 def place_of(token: int, n: int, draw: random.Random) -> dict[int, Logprob]:
     """As the engine tells: the chosen token first, then the n most likely ones; it may be among them."""
     likely = draw.sample(range(3072), n)
-    if n and draw.random() < 0.5:
+    if n and token not in likely and draw.random() < 0.5:
         likely[draw.randrange(n)] = token
     values = sorted((-draw.expovariate(0.3) for _ in range(n)), reverse=True)
     place = {token: Logprob(-float("inf"), n + 1)}
@@ -171,7 +172,7 @@ def test_chunks_join_to_the_whole(
     for index, choice in enumerate(whole["choices"]):
         assert joined(chunks, index) == choice
         text = choice["message"]["content"] if is_chat else choice["text"]
-        assert text == (decode(TOKENIZER, all_ids[index]) if ends[index].text is None else ends[index].text)
+        assert text == (text_of(TOKENIZER, all_ids[index]) if ends[index].text is None else ends[index].text)
         assert choice["finish_reason"] == ends[index].finish_reason
         assert choice.get("token_ids", all_ids[index]) == all_ids[index]
         if choice["logprobs"] is not None:
@@ -183,13 +184,13 @@ def check_logprobs(logprobs: dict[str, Any], token_ids: list[int], n: int) -> No
     if "content" in logprobs:
         given = b"".join(bytes(place["bytes"]) for place in logprobs["content"])
         assert len(logprobs["content"]) == len(token_ids)
-        assert given.decode(errors="replace") == decode(TOKENIZER, token_ids)
+        assert given.decode(errors="replace") == text_of(TOKENIZER, token_ids)
         for place in logprobs["content"]:
             told = [likely["logprob"] for likely in place["top_logprobs"]]
             assert len(told) == n and told == sorted(told, reverse=True)
         return
     text = "".join(logprobs["tokens"])
-    assert decode(TOKENIZER, token_ids).rstrip("�") == text
+    assert text_of(TOKENIZER, token_ids).rstrip("�") == text
     assert {len(values) for values in logprobs.values()} == {len(token_ids)}
     for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
         assert text[offset:].startswith(token)

@@ -116,7 +116,7 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
     if device.capability[0] != 9:
         return DecodeTiles(rows=16, keys=32, warps=4, stages=3)
     rows = min(32 if rank > 256 else 64, power_of_two(query_rows))
-    if rank > 256 and rows == 32 and triton_version() >= (3, 8):  # (not timed yet)
+    if rank > 256 and rows == 32 and triton_version() >= (3, 8):  # chosen by spills
         return DecodeTiles(rows=32, keys=32, warps=8, stages=3)
     return DecodeTiles(rows=rows, keys=64, warps=4, stages=2)
 

@@ -1,0 +1,84 @@
+"""A compiled graph refuses the batches that eager refuses, before it runs and in the same words.
+
+While Dynamo traces, a batch has no values, and the number of tokens of a mixed batch is a sum of two unknown sizes,
+which no guard compares: `torch_internals.run_check` misses both.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from mla_compile.ops.attention import DECODE, PREFILL, attention_op, check_batch
+from mla_compile.torch_internals import size_in_call
+
+Check = Callable[[Sequence[Any]], None]
+
+_SEGMENTS = {"decode": DECODE, "prefill": PREFILL}
+_NAMES = tuple(argument.name for argument in attention_op._schema.arguments)
+
+
+def checks_of(gm: fx.GraphModule) -> list[Check]:
+    """A check of each batch in a Dynamo graph whose tensors are inputs of the graph; it takes those of a call.
+
+    On GPUs no values are read, so mixed batches alone are checked there.
+    """
+    position = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    checks: dict[str, Check] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=attention_op):
+        args: dict[str, Any] = dict.fromkeys(_NAMES) | dict(zip(_NAMES, node.args))
+        given = {"kv_cache": args["kv_cache"]}
+        for segment, fields in _SEGMENTS.items():
+            if args[f"{segment}_slot_mapping"] is not None:
+                given |= {f"{segment}_{f}": args[f if f in args else f"{segment}_{f}"] for f in fields}
+        is_mixed = {"decode_slot_mapping", "prefill_slot_mapping"} <= given.keys()
+        inputs = {name: position.get(x, -1) for name, x in given.items() if isinstance(x, fx.Node)}
+        cache, tokens = (args[name].meta["example_value"] for name in ("kv_cache", "q_nope"))
+        if -1 in inputs.values() or not (cache.is_cpu or is_mixed):
+            continue
+        constants = {name: x for name, x in given.items() if name not in inputs}
+        # Layers with caches of one size share a check.
+        key = f"{inputs | {'kv_cache': cache.shape}} {constants} {tokens.shape[0]}"
+        if key not in checks:
+            checks[key] = _check(inputs, constants, size_in_call(tokens.shape[0], gm), cache.is_cpu)
+    return list(checks.values())
+
+
+def _check(
+    positions: dict[str, int],
+    constants: dict[str, Any],
+    num_tokens: Callable[[Sequence[Any]], int] | None,
+    has_values: bool,
+) -> Check:
+    """positions, constants: which inputs the cache and the fields of the segments are, and what the others are."""
+
+    def check(inputs: Sequence[Any]) -> None:
+        given = {name: inputs[i] for name, i in positions.items()} | constants
+        expected = sum(
+            given[f"{name}_slot_mapping"].shape[0] for name in _SEGMENTS if f"{name}_slot_mapping" in given
+        )
+        num = expected if num_tokens is None else num_tokens(inputs)
+        if has_values or num != expected:
+            cache = given["kv_cache"]
+            segments = (
+                tuple(given[f"{name}_{field}"] for field in fields)
+                if f"{name}_slot_mapping" in given
+                else None
+                for name, fields in _SEGMENTS.items()
+            )
+            check_batch(cache.new_empty(1).expand(num, 1, 1), cache, *segments)
+
+    return check
+
+
+def checked(run: Callable[..., Any], checks: list[Check]) -> Callable[..., Any]:
+    """`run`, which checks first."""
+    if not checks:
+        return run
+
+    def call(*inputs: Any) -> Any:
+        for check in checks:
+            check(inputs)
+        return run(*inputs)
+
+    return call
