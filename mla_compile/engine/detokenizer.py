@@ -47,19 +47,25 @@ class Detokenizer:
         self._context: list[int] = []
         self._context_text = ""
         self._pending: list[int] = []
+        # Whether tokens were seen that complete a character and begin another one. Only byte-level decoders have such.
+        # They join the bytes of all tokens, so more tokens change the last character alone; `_context_text` then has
+        # characters of pending tokens too.
+        self._straddles = False
         self.text = ""
 
     def feed(self, token: int) -> str:
         """What a token adds to the text.
 
         Raises:
-            RequestError: the tokenizer cannot decode it; so it is from then on.
+            RequestError: the tokenizer cannot decode the token. Every later call raises too.
         """
         self._pending.append(token)
         try:
             piece = self._text_of(self._pending)
             if piece and not piece.endswith(_REPLACEMENT):
                 return self._give(piece, len(self._pending))
+            if self._straddles or (piece.rstrip(_REPLACEMENT) and self._replaces_less(piece)):
+                return self._give_complete(piece)
             if len(self._pending) < _MAX_PARTS:
                 return ""
             # The first one is part of no character that may still be completed.
@@ -79,6 +85,8 @@ class Detokenizer:
     def _text_of(self, pending: list[int]) -> str:
         readings = []
         behind = self._decode([*self._context, *pending])
+        if self._straddles:
+            return behind[len(self._context_text) :]
         if behind.startswith(self._context_text):
             readings.append(behind[len(self._context_text) :])
             if _REPLACEMENT not in readings[0]:
@@ -88,13 +96,26 @@ class Detokenizer:
         readings += (self._decode(pending[:i]) + self._decode(pending[i:]) for i in range(1, len(pending)))
         return min(readings, key=lambda text: text.count(_REPLACEMENT))
 
+    def _replaces_less(self, piece: str) -> bool:
+        """Whether characters of a text of the pending tokens are in several of them."""
+        return piece.count(_REPLACEMENT) < sum(self._decode([i]).count(_REPLACEMENT) for i in self._pending)
+
     def _give(self, piece: str, count: int) -> str:
         """Give the text of the first `count` pending tokens."""
         given, self._pending = self._pending[:count], self._pending[count:]
         if piece:
             self._context, self._context_text = given, self._decode(given)
+            self._straddles = False
             self.text += piece
         return piece
+
+    def _give_complete(self, piece: str) -> str:
+        """Give the text of the pending tokens but for the last character, which is not complete."""
+        self._pending = [*self._context, *self._pending][-_MAX_PARTS:]
+        self._context, self._context_text = [], self._decode(self._pending)[:-1]
+        self._straddles = True
+        self.text += piece[:-1]
+        return piece[:-1]
 
 
 @dataclass(frozen=True)
