@@ -215,8 +215,7 @@ def check_refusals(seed: int, backend: Any) -> int:
     for call in range(8):
         packed, second = (packed_rows(r, drawn_rows(r, drafts), page_size, drafts) for _ in range(2))
         args = [packed.tensors[0], packed.positions, packed.batch]
-        if r.random() < 0.4:
-            args[:2] = [x.clone() for x in args[:2]]  # not marked
+        args[:2] = [x.clone() if r.random() < 0.4 else x for x in args[:2]]  # not marked
         cache = None
         if call > 1 or r.random() < 0.3:
             part = r.randrange(5)

@@ -11,10 +11,10 @@ import pytest
 
 from mla_compile import SamplingParams
 from mla_compile.engine import Request, TextStream
-from mla_compile.engine.detokenizer import TextReader
+from mla_compile.engine.detokenizer import Detokenizer, TextReader
 from mla_compile.engine.reports import RowReport
 from mla_compile.serving.token_bytes import Vocabulary
-from tests.engine.tokenizers_of_every_kind import KINDS
+from tests.engine.tokenizers_of_every_kind import KINDS, straddled_text, text_of
 
 NUM_TEXTS = int(os.environ.get("MLA_TEXTS", "150"))
 REPLACEMENT = "\ufffd"
@@ -80,6 +80,24 @@ def test_invalid_bytes_are_replaced_and_valid_characters_stay(kind: str) -> None
         )
         assert got == expected, (kind, ids)
     assert num_invalid > NUM_TEXTS / 10
+
+
+def test_tokens_that_straddle_characters_give_every_character_as_it_is_complete() -> None:
+    tokenizer, num_straddling = KINDS["straddling"](), 0
+    for seed in range(NUM_TEXTS):
+        draw = random.Random(seed)
+        text = straddled_text(draw)
+        ids = tokenizer(text)["input_ids"]
+        detokenizer = Detokenizer(tokenizer)
+        for i, token in enumerate(ids):
+            detokenizer.feed(token)
+            complete = tokenizer.decode(ids[: i + 1]).rstrip(REPLACEMENT)
+            assert complete.startswith(detokenizer.text) and len(complete) <= len(detokenizer.text) + 2
+            num_straddling += complete != tokenizer.decode(ids[: i + 1]) != REPLACEMENT
+        assert detokenizer.text == text, seed
+        ids = [draw.randrange(500) for _ in range(30)]
+        assert text_of(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True), seed
+    assert num_straddling > NUM_TEXTS
 
 
 def test_a_broken_character_between_words_is_replaced() -> None:

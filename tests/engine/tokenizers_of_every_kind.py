@@ -1,8 +1,10 @@
 """Small tokenizers of every kind that transformers has, without files."""
 
+import functools
+import random
 from collections.abc import Callable, Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mla_compile.engine.detokenizer import TextReader
@@ -34,6 +36,28 @@ def byte_level() -> PreTrainedTokenizerBase:
     made = Tokenizer(models.BPE(alphabet | {word: 256 + i for i, word in enumerate(longer)}, []))
     made.decoder = decoders.ByteLevel()
     return _fast(made)
+
+
+@functools.cache
+def straddling() -> PreTrainedTokenizerBase:
+    """Byte-level too: many tokens end a character and begin the next one, as some of DeepSeek's do in Hebrew."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    draw = random.Random(0)
+    texts = [straddled_text(draw) for _ in range(1000)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return _fast(made)
+
+
+def straddled_text(draw: random.Random) -> str:
+    """Words of characters of two to four bytes."""
+    first, last = draw.choice([(0x5D0, 0x5EA), (0x3041, 0x3093), (0x1F600, 0x1F63F)])
+    return " ".join(
+        "".join(chr(draw.randint(first, last)) for _ in range(draw.randint(2, 8))) for _ in range(8)
+    )
 
 
 def byte_fallback() -> PreTrainedTokenizerBase:
@@ -91,5 +115,5 @@ def raises() -> PreTrainedTokenizerBase:
 
 KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
     made.__name__: made
-    for made in (byte_level, byte_fallback, metaspace, word_piece, end_of_word, in_python, raises)
+    for made in (byte_level, straddling, byte_fallback, metaspace, word_piece, end_of_word, in_python, raises)
 }
