@@ -3,7 +3,8 @@
 import json
 from typing import ClassVar, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mla_compile.serving.openai_responses import error_object
 
@@ -25,8 +26,9 @@ _TOO_LONG = f"the request's head has more than {MAX_HEAD_BYTES} bytes"
 class BoundedHttp(HttpToolsProtocol):
     """A connection whose heads take bounded memory, as do those of all connections together.
 
-    Requests sent before the one before them is answered count together. Where all connections exceed their bound, those
-    that hold the most are closed: a client whose head is short and comes at once loses nothing to others.
+    Requests sent before the one before them is answered count together, bodies included. Where all connections exceed
+    their bound, those that hold the most are closed: a client whose head is short and comes at once loses nothing to
+    others.
     """
 
     all_held: ClassVar[int] = 0
@@ -39,6 +41,8 @@ class BoundedHttp(HttpToolsProtocol):
     _excess = ""
     """Which bound has stopped the parser."""
     _is_refused = False
+    _running: RequestResponseCycle | None = None
+    """The request that is answered; `cycle` is the newest."""
 
     def data_received(self, data: bytes) -> None:
         for begin in range(0, len(data), _PIECE):
@@ -58,7 +62,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._forget()
+        self._end()
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._head_bytes + _REQUEST_COST if self._is_answering() else 0
@@ -75,9 +79,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes += self._new_bytes
         self._new_bytes = 0
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn reads no more, and so would not see the client hang up
 
     def on_body(self, body: bytes) -> None:
         self._new_bytes = 0
+        if self.pipeline:
+            self._head_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -87,6 +95,10 @@ class BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The parser has stopped. uvicorn's own would stand amid the answer to the request before."""
         self._refuse(431 if self._excess else 400, self._excess or msg)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _stop(self, excess: str) -> NoReturn:
         """Stop the parser, which calls this."""
@@ -100,18 +112,26 @@ class BoundedHttp(HttpToolsProtocol):
         BoundedHttp.all_held += num_bytes - self._held
         self._held = num_bytes
 
-    def _forget(self) -> None:
-        """Free what was read. The parser has the beginning of a header, too."""
+    def _end(self) -> None:
+        """End the request that runs, drop those that wait, and free what was read."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
+        # The parser has the beginning of a header, too.
         self.parser = self.scope = None  # type: ignore[assignment]
         self.headers, self.url = [], b""
         self._head_bytes = self._new_bytes = 0
         self._hold(0)
 
     def _refuse(self, status: int, message: str) -> None:
-        is_answering = self._is_answering()
+        # While a request is answered a refusal would stand amid that, unless it is of the request itself: of its body.
+        can_answer = not self._is_answering() or (
+            self.cycle is self._running and self.cycle.more_body and not self.cycle.response_started
+        )
         self._is_refused = True
-        self._forget()
-        if is_answering or self.transport.is_closing():
+        self._end()
+        if not can_answer or self.transport.is_closing():
             self.transport.close()
             return
         body = json.dumps(error_object(message, status=status)).encode()

@@ -249,6 +249,7 @@ RULES: dict[tuple[str, ...], Rule] = {
     ("pip", "install"): is_an_extra,
     (".", ".venv/bin/activate"): lambda words, _: None,
     ("torchrun",): is_a_launch_of_torch,
+    ("curl",): lambda words, _: None,  # tests/serving runs it
     ("python", "-m", "pytest"): is_a_test,
     **{
         ("python", "-m", f"benchmarks.{file.stem}"): has_such_flags

@@ -29,7 +29,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
-        self.is_closed = self.has_ended = False
+        self.is_closed = self.has_ended = self.is_paused = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -48,10 +48,10 @@ class Transport(asyncio.Transport):
         return self.is_closed
 
     def pause_reading(self) -> None:
-        pass
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        pass
+        self.is_paused = False
 
     @property
     def statuses(self) -> list[int]:
@@ -146,6 +146,7 @@ def drawn(rng: random.Random) -> Drawn:
     num_good = rng.choice([0, 0, 1, 3])
     is_close = num_headers <= MAX_HEADERS and (
         -SLACK * (1 + 2 * num_good) <= longest - MAX_HEAD_BYTES <= SLACK  # those that wait count together
+        or (num_good > 0 and len(body) > MAX_HEAD_BYTES / 2)  # and so do their bodies
     )
     return Drawn(GOOD * num_good + data, num_good, None if is_close else is_refused)
 
@@ -228,6 +229,89 @@ def test_requests_that_wait_for_the_one_before_are_bounded_together() -> None:
                 assert transport.statuses == [200] * (num_sent + 1), "an idle connection begins from nothing"
 
     run(test, waits)
+
+
+def test_bodies_of_requests_that_wait_count_too() -> None:
+    async def test(connections: Connections) -> None:
+        for size, is_closed in ((MAX_HEAD_BYTES // 2, False), (2 * MAX_HEAD_BYTES, True)):
+            connection, transport = connections.connect()
+            body = b"POST / HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % size + b"b" * size
+            connection.data_received(body)
+            await settled()
+            assert transport.statuses == [200], "a body that need not wait may have any length"
+            connection.data_received(GOOD + body)
+            assert transport.is_closed == is_closed
+            await settled()
+            assert transport.statuses == [200] if is_closed else [200] * 3
+
+    run(test)
+
+
+BEHIND = {
+    "nothing": b"",
+    "a request": GOOD,
+    "a part of one": GOOD[:-1],
+    "too many": GOOD.replace(b"/ ", b"/%b " % (b"u" * 20_000)) * 4,
+    "no HTTP": b"\0",
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_a_client_that_hangs_up_ends_its_request_whatever_it_has_sent_behind_it(
+    behind: str, comes_later: bool
+) -> None:
+    begun = ended = 0
+
+    async def works(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal begun, ended
+        begun += 1
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def test(connections: Connections) -> None:
+        connection, transport = connections.connect()
+        for data in (GOOD, BEHIND[behind]) if comes_later else (GOOD + BEHIND[behind],):
+            connection.data_received(data)
+            await settled()
+        assert not transport.is_paused, "the end of a connection is read, too"
+        assert transport.is_closed == (behind in ("too many", "no HTTP"))
+        connection.connection_lost(None)
+        await settled()
+        assert (begun, ended, transport.written) == (1, 1, b"")
+
+    run(test, works)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"0\r\n%b\r\n" % (b"t: x\r\n" * 300), 431),
+        (b"1;%b\r\n" % (b"e" * 2 * MAX_HEAD_BYTES), 431),
+        (b"zz\r\n", 400),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_the_answer_unless_that_has_begun(
+    rest: bytes, status: int, is_answered: bool
+) -> None:
+    async def works(scope: Scope, receive: Receive, send: Send) -> None:
+        if is_answered:
+            await send({"type": "http.response.start", "status": 202, "headers": []})
+        await whole(scope, receive, send)
+
+    async def test(connections: Connections) -> None:
+        connection, transport = connections.connect()
+        connection.data_received(b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n")
+        await settled()
+        connection.data_received(rest)
+        await settled()
+        assert transport.statuses == [202 if is_answered else status]
+        assert transport.is_closed == is_answered and transport.has_ended != is_answered
+
+    run(test, works)
 
 
 def test_one_request_after_the_other_may_bring_any_number_of_bytes() -> None:

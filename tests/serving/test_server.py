@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
+import socket
+import subprocess
 import threading
 import time
 import urllib.error
@@ -253,9 +256,17 @@ def test_those_that_ask_at_once_get_what_they_get_alone(url: str, engine: Engine
 
 
 def test_the_client_of_the_docs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = [each for each in blocks_of(ROOT / "docs" / "server.md") if each.mark == "server"]
-    exec(block.code.replace("http://127.0.0.1:8000", url).replace('"mine"', '"shipped"'), {})
+    blocks = [each for each in blocks_of(ROOT / "docs" / "server.md") if each.mark == "server"]
+    program, commands = (
+        each.code.replace("http://127.0.0.1:8000", url).replace('"mine"', '"shipped"') for each in blocks
+    )
+    exec(program, {})
     assert len(capsys.readouterr().out) > 64
+    if shutil.which("curl"):
+        models, completion = (
+            json.loads(subprocess.check_output(shlex.split(each))) for each in commands.splitlines()
+        )
+        assert models["data"][0]["id"] == "shipped" and completion["usage"]["completion_tokens"] > 0
 
 
 def running(url: str) -> int:
@@ -279,6 +290,15 @@ def test_a_client_that_leaves_ends_its_request(client: OpenAI, url: str) -> None
         client.with_options(timeout=0.5).completions.create(
             model="shipped", prompt=PROMPT, max_tokens=500, extra_body=extra
         )
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        body = json.dumps(LONG).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        raw.sendall(head + body)
+        time.sleep(0.5)
+        raw.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(0.2)
+        assert running(url) == 1
     client.completions.create(model="shipped", prompt=PROMPT, max_tokens=4)  # the engine tells how it stands
     assert running(url) == 0
 
