@@ -44,7 +44,7 @@ from mla_compile.serving.openai_responses import (
 from mla_compile.serving.openai_responses import Response as OpenAIResponse
 from mla_compile.serving.origins import checks
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import ClientGone, EventStream, read_body, while_connected
+from mla_compile.serving.streams import Bodies, BodiesFull, ClientGone, EventStream, while_connected
 from mla_compile.serving.token_bytes import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class Server:
         self._vocabulary = Vocabulary(tokenizer)
         self._client = EngineClient(settings)
         self._grammars = GrammarCheck(settings)
+        self._bodies = Bodies(settings)
         self._tokenizing = ThreadPoolExecutor(1)  # a text of 4 MB takes 1 GB meanwhile
         self._metrics = Metrics(lambda: self._client.stats, lambda: self.is_ready)
         self._keys = [key.encode() for key in dict.fromkeys(settings.api_keys)]
@@ -177,6 +178,8 @@ class Server:
             return JSONResponse(bad_request_object(error), error.status)
         except Busy:
             return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
+        except BodiesFull as error:
+            return _error(str(error), 503, {"Retry-After": "1"})
         except NotReady:
             return _error("the server is not ready; ask again later", 503, {"Retry-After": "5"})
         except CompletionFailed as error:
@@ -211,13 +214,13 @@ class Server:
         return "" if request.client is None else request.client.host
 
     async def _parsed(self, request: Request, parse: Callable[..., T]) -> T:
-        body = await read_body(request, self.settings)
-        call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
-        if len(body) <= _SHORT_BODY:
-            return call()
-        work = asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
-        async with asyncio.timeout(self.settings.request_seconds):
-            return await while_connected(request.receive, work)
+        async with self._bodies.read(request) as body:
+            call = partial(parse, body, tokenizer=self._vocabulary.tokenizer, limits=self._limits())
+            if len(body) <= _SHORT_BODY:
+                return call()
+            work = asyncio.get_running_loop().run_in_executor(self._tokenizing, _raising, call)
+            async with asyncio.timeout(self.settings.request_seconds):
+                return await while_connected(request.receive, work)
 
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:

@@ -1,8 +1,8 @@
 """Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,12 +14,21 @@ from mla_compile.serving.settings import ServerSettings
 
 T = TypeVar("T")
 
+MAX_WHOLE_BODIES = 16
+"""What the bodies of all requests take together, in bodies of the size that one may have."""
 _LET_BY = 1.0
 """Seconds that the next part of a body that is too long is waited for."""
 
 
 class ClientGone(Exception):
     """Nobody reads an answer, or will send the rest of a request."""
+
+
+class BodiesFull(Exception):
+    """The bodies of all requests exceed their bound, and this one is the largest."""
+
+    def __init__(self) -> None:
+        super().__init__("the bodies of all requests together are too large; ask again later")
 
 
 async def gone(receive: Receive) -> None:
@@ -47,31 +56,68 @@ async def while_connected(receive: Receive, work: Awaitable[T], *ends: Coroutine
         await asyncio.wait([task, *watchers])
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """A request's body.
+class Bodies:
+    """Bodies of requests, until they are parsed.
 
-    Raises:
-        BadRequest: it has too many bytes, or does not come in time. ClientGone: the client has hung up.
+    Where all exceed their bound, the largest are given up: a client whose body is short loses nothing to others.
     """
-    body, most = bytearray(), settings.max_body_bytes
-    now = asyncio.get_running_loop().time
-    end = now() + settings.stall_seconds
-    try:
-        async with asyncio.timeout_at(end) as limit:
-            async for part in request.stream():
-                if len(body) <= most:
-                    body += part
-                if len(body) > most:
-                    # What follows is let by while it comes: many a client reads no answer before it has sent all.
-                    limit.reschedule(min(end, now() + _LET_BY))
-    except TimeoutError:
-        if len(body) <= most:
-            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    if len(body) > most:
-        raise BadRequest(f"the body has more than {most} bytes", None, "request_too_large", 413)
-    return bytes(body)
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._sizes: dict[asyncio.Timeout, int] = {}  # by what ends the request
+        self.num_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, which counts until the context ends.
+
+        Raises:
+            BadRequest: it has too many bytes, or does not come in time. ClientGone: the client has hung up.
+            BodiesFull: it was given up, also where that happens within the context.
+        """
+        timeout = asyncio.timeout(None)
+        try:
+            async with timeout:
+                yield await self._whole(request, timeout)
+        except TimeoutError:
+            if timeout.expired():
+                raise BodiesFull from None
+            raise
+        finally:
+            self._count(timeout, 0)
+
+    def _count(self, timeout: asyncio.Timeout, size: int) -> None:
+        self.num_bytes += size - self._sizes.pop(timeout, 0)
+        if size:
+            self._sizes[timeout] = size
+        while self.num_bytes > MAX_WHOLE_BODIES * self._settings.max_body_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            self.num_bytes -= self._sizes.pop(largest)
+            largest.reschedule(0)
+
+    async def _whole(self, request: Request, timeout: asyncio.Timeout) -> bytes:
+        body, most, is_too_long = bytearray(), self._settings.max_body_bytes, False
+        now = asyncio.get_running_loop().time
+        end = now() + self._settings.stall_seconds
+        try:
+            async with asyncio.timeout_at(end) as limit:
+                async for part in request.stream():
+                    is_too_long = is_too_long or len(body) + len(part) > most
+                    if is_too_long:
+                        # What follows is let by while it comes: many a client reads no answer before it has sent all.
+                        body.clear()
+                        limit.reschedule(min(end, now() + _LET_BY))
+                    else:
+                        body += part
+                    self._count(timeout, len(body))
+        except TimeoutError:
+            if not is_too_long:
+                raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        if is_too_long:
+            raise BadRequest(f"the body has more than {most} bytes", None, "request_too_large", 413)
+        return bytes(body)
 
 
 class EventStream(Response):

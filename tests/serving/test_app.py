@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from starlette.types import Message
 from mla_compile.cli.serve import _read_keys
 from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
+from mla_compile.serving import streams
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.engine_client import Answer, EngineClient
 from mla_compile.serving.messages import Asked, GrammarSource, Ready, Update
@@ -144,6 +146,28 @@ def test_long_texts_are_tokenized_one_at_a_time_and_not_for_those_who_have_left(
 
     assert asyncio.run(run()) == [400, 200, 400, 200, 499, 499, 400, 200, 400]
     assert {text[0] for text in texts} == set("0123678")
+
+
+def test_bodies_beyond_the_bound_of_all_get_503_and_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_WHOLE_BODIES", 2)
+    app, server = app_of(max_body_bytes=40_000)
+    release = threading.Event()
+    server._tokenizing.submit(release.wait)  # all wait for their turn
+
+    async def run() -> list[tuple[int, dict[str, str], bytes]]:
+        body = json.dumps({"prompt": "a " * 19_000}).encode()
+        asked = [asyncio.create_task(ask(app, "POST", "/tokenize", body)) for _ in range(3)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        status, _, _ = await ask(app, "POST", "/tokenize", b'{"prompt": "a"}')
+        assert status == 200, "a short one passes"
+        release.set()
+        return await asyncio.gather(*asked)
+
+    found = asyncio.run(run())
+    assert sorted(status for status, *_ in found) == [200, 200, 503]
+    ((_, headers, body),) = [each for each in found if each[0] == 503]
+    assert headers["retry-after"] == "1" and b"bodies of all requests" in body
+    assert server._bodies.num_bytes == 0
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

@@ -16,7 +16,7 @@ from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.openai_requests import BadRequest
 from mla_compile.serving.server import _Uvicorn
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import EventStream, read_body
+from mla_compile.serving.streams import MAX_WHOLE_BODIES, Bodies, BodiesFull, ClientGone, EventStream
 from tests.serving import servers
 from tests.serving.load import num_sockets
 
@@ -163,15 +163,106 @@ def test_a_body_that_is_too_long_is_refused_when_it_ends_or_comes_no_more(ends: 
             return message
         return await asyncio.Future()  # the client waits for its answer
 
-    async def refusal() -> BadRequest:
-        request = Request({"type": "http"}, receive)
-        with pytest.raises(BadRequest) as caught:
-            async with asyncio.timeout(10):
-                await read_body(request, ServerSettings(max_body_bytes=100))
-        return caught.value
+    async def read() -> None:
+        bodies = Bodies(ServerSettings(max_body_bytes=100))
+        async with asyncio.timeout(10), bodies.read(Request({"type": "http"}, receive)):
+            raise AssertionError
 
-    assert asyncio.run(refusal()).status == 413
+    with pytest.raises(BadRequest) as caught:
+        asyncio.run(read())
+    assert caught.value.status == 413
     assert next(coming, None) is None, "all of it is read first"
+
+
+class Sender:
+    """A client that sends parts of a body, each in a message. goes: hangs up."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self.request = Request({"type": "http"}, self._messages.get)
+
+    async def sends(self, size: int, *, more: bool = True) -> None:
+        self._messages.put_nowait({"type": "http.request", "body": b"x" * size, "more_body": more})
+        await settled()
+
+    async def goes(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_the_bodies_of_all_requests_have_a_bound_and_the_largest_go_first() -> None:
+    async def run() -> None:
+        bodies, go = Bodies(ServerSettings(max_body_bytes=100, stall_seconds=5.0)), asyncio.Event()
+
+        async def reads(sender: Sender) -> int:
+            async with bodies.read(sender.request) as body:
+                await go.wait()  # it is parsed
+                return len(body)
+
+        def reading(count: int) -> tuple[list[Sender], list[asyncio.Task[int]]]:
+            senders = [Sender() for _ in range(count)]
+            return senders, [asyncio.create_task(reads(each)) for each in senders]
+
+        large, tasks = reading(MAX_WHOLE_BODIES + 8)
+        for size in (90, 9):
+            for each in large:
+                await each.sends(size)
+                assert bodies.num_bytes <= 100 * MAX_WHOLE_BODIES
+        lost = [task.done() and isinstance(task.exception(), BodiesFull) for task in tasks]
+        assert sum(lost) == 8 and bodies.num_bytes == 99 * MAX_WHOLE_BODIES
+
+        small, others = reading(30)
+        for each in small:
+            await each.sends(6, more=False)
+        assert not any(task.done() for task in others), "short bodies are never the largest"
+        kept = [i for i, is_lost in enumerate(lost) if not is_lost and not tasks[i].done()]
+        assert bodies.num_bytes == 99 * len(kept) + 6 * 30 and len(kept) == MAX_WHOLE_BODIES - 2
+
+        await large[kept[0]].sends(0, more=False)  # waits to be parsed
+        await large[kept[1]].goes()
+        assert isinstance(tasks[kept[1]].exception(), ClientGone)
+        await large[kept[2]].sends(2)  # too long: nothing of it is kept
+        tasks[kept[3]].cancel()
+        await settled()
+        assert bodies.num_bytes == 99 * (len(kept) - 3) + 6 * 30
+        go.set()
+        await settled()
+        assert tasks[kept[0]].result() == 99 and [task.result() for task in others] == [6] * 30
+        assert bodies.num_bytes == 99 * (len(kept) - 4)
+        for i in kept[4:]:
+            await large[i].goes()
+        assert bodies.num_bytes == 0
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_to_be_parsed_is_given_up_too_and_other_timeouts_stay() -> None:
+    async def run() -> None:
+        bodies = Bodies(ServerSettings(max_body_bytes=100))
+
+        async def reads(sender: Sender, seconds: float) -> None:
+            async with bodies.read(sender.request), asyncio.timeout(seconds):
+                await asyncio.sleep(60)
+
+        senders = [Sender() for _ in range(MAX_WHOLE_BODIES + 1)]
+        tasks = [asyncio.create_task(reads(each, 0.1 if each is senders[-1] else 60)) for each in senders]
+        for each in senders:
+            await each.sends(100 if each is not senders[-1] else 1, more=False)
+        assert [type(task.exception()) for task in tasks if task.done()] == [BodiesFull]
+        with pytest.raises(TimeoutError):
+            await tasks[-1]
+        for task in tasks:
+            task.cancel()
+        await settled()
+        assert bodies.num_bytes == 0
+
+    asyncio.run(run())
 
 
 IMPATIENT = """

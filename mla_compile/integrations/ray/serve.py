@@ -39,7 +39,7 @@ from mla_compile.serving.openai_requests import BadRequest
 from mla_compile.serving.openai_responses import bad_request_object, error_object
 from mla_compile.serving.origins import listening_at
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import ClientGone, read_body
+from mla_compile.serving.streams import Bodies, BodiesFull, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +160,7 @@ class Gateway:
 
     def __init__(self, replicas: Any, settings: ServerSettings) -> None:
         self._replicas, self._settings = replicas, settings
+        self._bodies = Bodies(settings)
         self._answers = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:
@@ -175,8 +176,8 @@ class Gateway:
     async def _response(self, request: Request) -> Response:
         seconds = self._settings.request_seconds if request.method == "POST" else _PROBE_SECONDS
         try:
-            forwarded = Forwarded.of(request, await read_body(request, self._settings))
-            async with asyncio.timeout(seconds):
+            async with self._bodies.read(request) as body, asyncio.timeout(seconds):
+                forwarded = Forwarded.of(request, body)
                 if request.url.path == "/metrics":
                     return await self._metrics(forwarded)
                 return await self._answered(forwarded)
@@ -184,6 +185,8 @@ class Gateway:
             return JSONResponse(bad_request_object(error), error.status)
         except ClientGone:
             return Response(status_code=499)
+        except BodiesFull as error:
+            return _error(str(error), 503, {"Retry-After": "1"})
         except BackPressureError:
             return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
         except (DeploymentUnavailableError, TimeoutError):

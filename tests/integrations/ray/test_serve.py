@@ -37,6 +37,7 @@ from mla_compile.integrations.ray.serve import (  # noqa: E402
     _Merged,
     build_app,
 )
+from mla_compile.serving import streams  # noqa: E402
 from mla_compile.serving.settings import ServerSettings  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -222,6 +223,16 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     gateway = Gateway(FakeReplicas(), replace(SETTINGS, stall_seconds=0.05))
     response = asyncio.run(gateway(Request(scope_of("/v1/completions"), receive)))
     assert response.status_code == 408
+
+
+def test_bodies_beyond_the_bound_of_all_get_503_and_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    monkeypatch.setattr(streams, "MAX_WHOLE_BODIES", 0)
+    response = asyncio.run(Gateway(FakeReplicas(), SETTINGS)(Request(scope_of("/v1/completions"), receive)))
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
 # --- what requests are routed by
