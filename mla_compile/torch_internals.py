@@ -276,6 +276,22 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Of each its `storage_key`, its offset in there, and how often it was written to; -1 for inference tensors."""
+    with torch._C.DisableTorchFunctionSubclass():  # subclasses are read as quickly as plain tensors
+        return [
+            (x.untyped_storage()._cdata, x.storage_offset(), -1 if x.is_inference() else x._version)
+            for x in tensors
+        ]
+
+
+def hold_storage_keys(tensors: Sequence[torch.Tensor]) -> object:
+    """While what is returned lives, no other memory gets their `storage_key`; theirs may be freed all the same."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
 class _Captured(Exception):
     """Ends a compile once its graph has been seen."""
 

@@ -6,6 +6,7 @@ On a device the host plans step i + 1 while step i runs, and reads of step i wha
 """
 
 import asyncio
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -182,7 +183,7 @@ class Engine:
         """Launch what can run next, and take in what an earlier launch gave: requests grow and end.
 
         Raises:
-            MLAError: another engine has taken over the model's caches.
+            MLAError: the model's caches are not this engine's any more: another one's, or moved with the model.
             Exception: what the model raised; all requests have ended with finish_reason "error" then. Host-side work
                 on one request (text, stop strings, grammars, log-probabilities, choosing its tokens) raises nothing
                 here: it ends that request with "error" and a sentence, and the others go on.
@@ -400,6 +401,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget what the caches hold, after the model's weights have changed in a way that `Weights` does not notice.
 
+        torch does not count writes through `.data`, NumPy or fused optimizers, for example (docs/serving.md).
+
         Raises `MLAError` while requests are under way.
         """
         with self._turn:
@@ -479,15 +482,16 @@ class Engine:
             self.step()
 
     def _has_caches(self) -> bool:
-        """Whether the model's caches are those that this engine allocated, not a newer one's."""
-        return all(mine is now for mine, now in zip(self._caches, self.model.caches(), strict=True))
+        """Whether the model's caches are those that this engine allocated."""
+        caches = self.model.caches()
+        return len(caches) == len(self._caches) and all(map(operator.is_, caches, self._caches))
 
     def _check_caches(self) -> None:
         if self._is_closed:
             raise MLAError("engine", "one that is not closed", "a closed one", "make another")
         if not self._has_caches():
-            mend = "use the newest engine of a model only"
-            raise MLAError("model", "the caches that this engine allocated", "newer ones", mend)
+            mend = "make an engine after moving the model or changing its layers, and use a model's newest one only"
+            raise MLAError("model", "the caches that this engine allocated", "others", mend)
 
 
 def _ranks_of(model: ServedModel) -> Ranks | None:

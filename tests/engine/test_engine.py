@@ -104,8 +104,16 @@ def test_what_a_chooser_must_not_return_is_refused_by_name() -> None:
 def test_an_engine_whose_caches_a_newer_one_replaced_says_so() -> None:
     old = engine()
     Engine(old.model, max_rows=1, max_model_len=32, compile=False)
-    with pytest.raises(MLAError, match="newest engine"):
+    with pytest.raises(MLAError, match="use a model's newest one only"):
         tokens(old)
+
+
+def test_an_engine_whose_model_has_moved_or_has_other_layers_says_so() -> None:
+    for change in (lambda model: model.to(torch.bfloat16), lambda model: model.layers.append(model.layers[0])):
+        old = engine()
+        change(old.model)
+        with pytest.raises(MLAError, match="make an engine after moving the model or changing its layers"):
+            tokens(old)
 
 
 @pytest.mark.long

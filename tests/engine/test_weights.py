@@ -2,11 +2,14 @@
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 from mla_compile.engine import Engine
 from mla_compile.engine.weights import Weights
@@ -49,6 +52,21 @@ def replaced(model: nn.Module, seed: int) -> None:
             setattr(module, name, nn.Parameter(state[f"{path}.{name}".lstrip(".")], requires_grad=False))
 
 
+def module_replaced(model: nn.Module, seed: int) -> None:
+    draw = random.Random(seed)
+    path = draw.choice([name for name, each in model.named_modules() if isinstance(each, nn.Linear)])
+    other = copy.deepcopy(model.get_submodule(path))
+    for parameter in other.parameters():
+        parameter.mul_(-0.5)
+    model.set_submodule(path, other)
+
+
+def swapped_twice(model: nn.Module, seed: int) -> None:
+    """The allocator may give the memory of the first ones again."""
+    swapped(model, seed + 1)
+    swapped(model, seed)
+
+
 def one_tensor(model: nn.Module, seed: int) -> None:
     draw = random.Random(seed)
     tensor = draw.choice([each for each in model.parameters() if each.dim() > 1])
@@ -64,7 +82,9 @@ WAYS: list[Callable[[nn.Module, int], object]] = [
     by_optimizer,
     in_place,
     swapped,
+    swapped_twice,
     replaced,
+    module_replaced,
     one_tensor,
     in_inference_mode,
     lambda model, seed: model.load_state_dict(drawn(model, seed)),
@@ -131,6 +151,59 @@ def test_a_reset_serves_for_what_torch_does_not_count() -> None:
         model.state_dict()[name].data.copy_(tensor)
     mine.reset_prefix_cache()
     assert [c.token_ids for c in mine.generate([prompt], max_new_tokens=6)] == fresh(model, [prompt], 2)
+
+
+class OfOurOwn(nn.Parameter):
+    """As a library may have one."""
+
+
+KINDS: dict[str, Callable[[], nn.Parameter]] = {
+    "plain": lambda: nn.Parameter(torch.ones(4), requires_grad=False),
+    "subclass": lambda: OfOurOwn(torch.ones(4), requires_grad=False),
+    "made of tensors": lambda: nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_each_way_to_change_a_tensor_is_noticed_once(kind: str) -> None:
+    module = nn.Sequential(nn.Module())
+    module[0].w = KINDS[kind]()
+    weights = Weights(module)
+
+    def write() -> None:
+        module[0].w.mul_(2)
+
+    def replace() -> None:
+        module[0].w = KINDS[kind]()
+
+    def swap_data() -> None:
+        module[0].w.data = KINDS[kind]().data
+
+    def swap_tensors() -> None:
+        torch.utils.swap_tensors(module[0].w, KINDS[kind]())
+
+    def replace_module() -> None:
+        module[0] = nn.Module()
+        module[0].w = KINDS[kind]()
+
+    for change in (write, replace, swap_data, swap_tensors, replace_module):
+        for times in (1, 2, 3):  # the next one may get the memory of the one before
+            for _ in range(times):
+                change()
+            assert weights.have_changed(), change
+            assert not weights.have_changed()
+
+
+def test_memory_of_swapped_weights_is_freed() -> None:
+    model = nn.Linear(8, 8)
+    weights = Weights(model)
+    alive = weakref.ref(model.weight)
+    memory = StorageWeakRef(model.weight.untyped_storage())
+    model.weight = nn.Parameter(torch.ones(8, 8))
+    assert alive() is None
+    assert memory.expired()
+    assert weights.have_changed()
 
 
 def test_caches_and_what_no_module_has_are_no_weights() -> None:
