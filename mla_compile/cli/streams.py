@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 class StdoutError(OSError):
@@ -21,7 +22,9 @@ class _Stdout(io.FileIO):
 
 def prepare() -> None:
     """Let errors of stdout be `StdoutError`, and both streams print what their encoding lacks as "?"."""
-    if sys.stdout is not None:  # it is, where the process was started with it closed
+    if sys.stdout is None:  # the process was started with it closed
+        sys.stdout = Path(os.devnull).open("w", errors="replace")
+    else:
         sys.stdout.flush()
         sys.stdout = io.TextIOWrapper(
             io.BufferedWriter(_Stdout(1, "wb", closefd=False)),
