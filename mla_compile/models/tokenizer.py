@@ -55,6 +55,10 @@ _TEMPLATES = Rule(
         )
     ),
 )
+_TOKENS_BY_NAME = Rule(
+    "an object with a token for each name",
+    lambda value: isinstance(value, dict) and all(map(_is_token, value.values())),
+)
 _TOKENS_BY_ID = Rule(
     "an object with a token, an object with its content, for each id",
     lambda value: (
@@ -72,6 +76,7 @@ _SPECIAL_TOKENS: dict[str, Rule] = {
 }
 _SETTINGS: dict[str, Rule] = {
     **_SPECIAL_TOKENS,
+    "model_specific_special_tokens": _TOKENS_BY_NAME,
     "added_tokens_decoder": _TOKENS_BY_ID,
     "chat_template": _TEMPLATES,
     "clean_up_tokenization_spaces": FLAG,

@@ -87,6 +87,9 @@ def write_random(directory: Path, draw: random.Random) -> None:
                 str(draw.randrange(300)): {"content": draw.choice(CONTENTS), **flags(draw)}
                 for _ in range(draw.randrange(5))
             }
+        if draw.random() < 0.25:
+            names = draw.sample(("image_token", "user_token", "tool", "eos_token"), draw.randrange(3))
+            config["model_specific_special_tokens"] = {name: token(draw, mark=True) for name in names}
         for name in ("clean_up_tokenization_spaces", "split_special_tokens", "add_bos_token", "legacy"):
             if draw.random() < 0.15:
                 config[name] = draw.random() < 0.5
