@@ -15,8 +15,8 @@ import mla_compile
 from mla_compile.cli import streams
 from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve, tune
 from mla_compile.cli.progress import progress
-from mla_compile.cli.suggest import did_you_mean
 from mla_compile.errors import MLAError
+from mla_compile.suggest import did_you_mean
 from mla_compile.waits import shown_by
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.

@@ -1,7 +1,6 @@
 """What an engine is set to: one frozen object that the engine, the command and integrations share."""
 
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from mla_compile.backend import resolve_settings
@@ -13,6 +12,7 @@ from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import DrafterKind, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.speculate.step import check_num_drafts
+from mla_compile.suggest import suggestions
 
 DEFAULT_TOKENS_PER_STEP = 2048
 """Decode rows and prompts together. It bounds the activations, and how long a prompt delays the rows that decode."""
@@ -241,13 +241,14 @@ def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineCo
     """What a caller has given: a config, or its keyword arguments.
 
     Raises:
-        MLAError: both, or something else; an unknown name, with those near it.
+        MLAError: both, or something else; an unknown name, with what may be meant.
     """
-    names = [field.name for field in fields(EngineConfig)]
+    names = {f"--{field.name.replace('_', '-')}": field.name for field in fields(EngineConfig)}
     for name in settings:
-        if name not in names:
-            near = get_close_matches(name, names, n=3) or names
-            raise MLAError(name, "a setting of an engine", "an unknown name", "near it: " + ", ".join(near))
+        if name not in names.values():
+            near = " or ".join(names[each] for each in suggestions(name, names))
+            mend = f"did you mean {near}?" if near else "the settings are " + ", ".join(names.values())
+            raise MLAError(name, "a setting of an engine", "an unknown name", mend)
     if config is None:
         return EngineConfig(**settings)
     if not isinstance(config, EngineConfig):

@@ -42,6 +42,13 @@ MOST_CONFIG = 2**24
 _FLOAT8_SCALE = "F8_E8M0"  # in safetensors' words
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
+_OF_A_LARGER_MODEL = "save the language model alone, or load it with transformers and `accelerate` it"
+_OF_A_WRAPPER = "save the model inside the wrapper (DDP, torch.compile; of PEFT with adapters merged)"
+_MENDS = {
+    "": "save the whole model, head included, as ...ForCausalLM.save_pretrained does",
+    **dict.fromkeys(("module", "_orig_mod", "base_model"), _OF_A_WRAPPER),
+}
+"""By what the names of layers begin with."""
 
 
 def load_model(
@@ -278,7 +285,7 @@ def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory:
     """Before a layer is built: that the files have tensors of each."""
     held = layers_of(files.entries)
     if not held and (prefix := prefix_of_layers(files.entries)) is not None:
-        mend = "save the language model alone, or load it with transformers and `accelerate` it"
+        mend = _MENDS.get(prefix.partition(".")[0], _OF_A_LARGER_MODEL)
         raise MLAError(str(directory), "tensors named model.layers.0. and so on", f"{prefix}layers.", mend)
     missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
     if missing is not None:

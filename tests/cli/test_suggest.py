@@ -7,7 +7,7 @@ import pytest
 from typer.main import get_command
 
 from mla_compile.cli.app import _names, app
-from mla_compile.cli.suggest import _ELSEWHERE, suggestions
+from mla_compile.suggest import _ELSEWHERE, suggestions
 
 GROUP = get_command(app)
 CONTEXT = GROUP.make_context("mla-compile", ["env"])

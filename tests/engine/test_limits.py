@@ -9,6 +9,7 @@ import torch
 
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Engine, EngineConfig
+from mla_compile.engine.config import config_of
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import MLAForCausalLM
 from tests.integrations.families import stock_model
@@ -72,8 +73,23 @@ def test_a_name_that_is_no_setting_is_refused_with_those_near_it(seed: int) -> N
     with torch.device("meta"):
         model = MLAForCausalLM(v3_config(), mtp=False)
     settings: dict[str, Any] = {"compile": False, wrong: 1}
-    with pytest.raises(MLAError, match=rf"^{wrong}: expected a setting of an engine.*\b{name}\b"):
+    with pytest.raises(MLAError, match=rf"^{wrong}: expected a setting of an engine.* mean .*\b{name}\b"):
         Engine(model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "mend"),
+    [
+        ("block_size", r"did you mean page_size\?$"),
+        ("max_num_seqs", r"did you mean max_rows\?$"),
+        ("dtype", "the settings are num_speculative_tokens, "),
+        ("foo", "the settings are num_speculative_tokens, "),
+    ],
+)
+def test_another_programs_word_leads_to_ours_and_a_strange_one_to_all(wrong: str, mend: str) -> None:
+    settings: Any = {wrong: 1}
+    with pytest.raises(MLAError, match=rf"^{wrong}: .*; {mend}"):
+        config_of(None, settings)
 
 
 def test_a_model_that_names_no_limit_has_none() -> None:
