@@ -60,7 +60,7 @@ def read_prompts(prompt: str | None, input_file: Path | None, sampling: Sampling
     text = _read_text(f"--input {input_file}", input_file)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise MLAError(f"--input {input_file}", "at least one line", "an empty file")
+        raise MLAError(f"--input {input_file}", "at least one prompt, one a line", "none")
     return [_parse(line, f"{file}, line {number}", number, sampling) for number, line in lines]
 
 

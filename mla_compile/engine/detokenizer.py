@@ -7,7 +7,6 @@ run of byte tokens as a whole replace all of its characters where one is wrong.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from mla_compile.engine.completion import Completion
@@ -32,7 +31,14 @@ def _decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[list[int]], str]
         and not tokenizer.clean_up_tokenization_spaces
     ):
         return tokenizer.backend_tokenizer.decode  # type: ignore[no-any-return]  # the same in a sixth of the time
-    return partial(cast("Any", tokenizer.decode), skip_special_tokens=True)
+
+    def decode(token_ids: list[int]) -> str:
+        text: object = cast("Any", tokenizer.decode)(token_ids, skip_special_tokens=True)
+        if not isinstance(text, str):
+            raise TypeError(f"it gave no text but {type(text).__name__}")
+        return text
+
+    return decode
 
 
 class Detokenizer:

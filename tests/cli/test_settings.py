@@ -153,7 +153,7 @@ def test_blank_lines_are_skipped_and_each_other_line_keeps_its_number(tmp_path_f
     file.write_bytes(("\n".join(lines) + last).encode())
     numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbers:
-        with pytest.raises(MLAError, match="expected at least one line, got an empty file"):
+        with pytest.raises(MLAError, match="expected at least one prompt, one a line, got none"):
             read_prompts(None, file, SamplingParams())
         return
     found = read_prompts(None, file, SamplingParams())

@@ -13,6 +13,7 @@ from mla_compile import SamplingParams
 from mla_compile.engine import Request, TextStream
 from mla_compile.engine.detokenizer import Detokenizer, TextReader
 from mla_compile.engine.reports import RowReport
+from mla_compile.errors import RequestError
 from mla_compile.serving.token_bytes import Vocabulary
 from tests.engine.tokenizers_of_every_kind import KINDS, straddled_text, text_of
 
@@ -111,6 +112,15 @@ def test_a_broken_character_between_words_is_replaced() -> None:
         reader = TextReader(tokenizer)
         reader.feed(tokenizer.convert_tokens_to_ids(pieces), is_end=True)
         assert reader.text == text
+
+
+@pytest.mark.parametrize("given", [None, b"a"])
+def test_a_decode_that_gives_no_text_is_named(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = KINDS["in_python"]()
+    monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: given)
+    said = f"the tokenizer cannot decode token 3: TypeError: it gave no text but {type(given).__name__}"
+    with pytest.raises(RequestError, match=rf"^{said}$"):
+        TextReader(tokenizer).feed([3])
 
 
 def test_tokens_that_add_nothing_take_no_longer_as_they_become_more() -> None:
