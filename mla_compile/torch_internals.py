@@ -276,7 +276,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
     """Of each its `storage_key`, its offset in there, and how often it was written to; -1 for inference tensors."""
     with torch._C.DisableTorchFunctionSubclass():  # subclasses are read as quickly as plain tensors
         return [

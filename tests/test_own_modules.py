@@ -241,6 +241,24 @@ def check_refusals(seed: int, backend: Any) -> int:
     return num_refused
 
 
+def test_a_cache_of_any_page_size_must_have_that_of_the_batch() -> None:
+    torch.compiler.reset()
+    table = torch.tensor([[1, 2]], dtype=torch.int32)
+    decode, _ = decode_segment(torch.tensor([3], dtype=torch.int32), table, q_len=1, page_size=4)
+    sizes = (1, HEADS, NOPE), (1, HEADS, ROPE), (1, RANK), (1, ROPE), (HEADS, NOPE, RANK), (HEADS, RANK, V)
+    q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = map(torch.randn, sizes)
+
+    def step(kv_cache: Tensor) -> Tensor:
+        return mla_attention(q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, MLABatch(decode), 0.3)
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for page_size in (4, 8):
+        caches = [torch.zeros(NUM_PAGES, page_size, RANK + ROPE) for _ in range(2)]
+        torch._dynamo.maybe_mark_dynamic(caches[0], 1)
+        refused = check_same(outcome(step, caches[1]), outcome(compiled, caches[0]))
+        assert refused == (page_size != 4)
+
+
 def with_wrong_values(r: random.Random, batch: MLABatch) -> MLABatch:
     """A batch with values of one field out of bounds, of those that compiled code reads."""
     name = r.choice([n for n in ("decode", "prefill") if getattr(batch, n) is not None])

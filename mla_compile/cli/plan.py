@@ -146,8 +146,8 @@ def _head(wish: Wish) -> Iterator[str]:
 
 def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
     alike = f"{_gb(plan.alike)} of them on every GPU alike" if plan.num_gpus > 1 else ""
-    pages = f"{plan.num_pages} pages of {plan.page_size}"
-    rows = pages if wish.num_pages else f"{wish.max_rows} rows x {wish.longest} tokens: {pages}"
+    pages = f"{plan.num_pages:,} pages of {plan.page_size}"
+    rows = pages if wish.num_pages else f"{wish.max_rows:,} rows x {wish.longest:,} tokens: {pages}"
     bound = f"a bound, with serve --capture-budget {plan.graphs}"
     lines = {
         "weights": (plan.weights, alike),
@@ -163,11 +163,12 @@ def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
 
 def _room(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
     pages = plan.most_pages(memory)
-    yield f"It fits. The cache may have {pages} pages (--num-pages), room at once for"
+    yield f"It fits. The cache may have {pages:,} pages (--num-pages), room at once for"
     positions = wish.outline().config.max_position_embeddings
     contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), wish.longest, positions])
     for tokens in sorted(contexts):
-        yield f"  {plan.most_rows(memory, tokens) or 'no':>8} rows x {tokens:>6} tokens"
+        rows = plan.most_rows(memory, tokens)
+        yield f"  {f'{rows:,}' if rows else 'no':>9} rows x {tokens:>7,} tokens"
 
 
 def _remedies(wish: Wish, memory: int) -> Iterator[str]:

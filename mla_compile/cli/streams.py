@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 
 class StdoutError(OSError):
@@ -23,7 +22,7 @@ class _Stdout(io.FileIO):
 def prepare() -> None:
     """Let errors of stdout be `StdoutError`, and both streams print what their encoding lacks as "?"."""
     if sys.stdout is None:  # the process was started with it closed
-        sys.stdout = Path(os.devnull).open("w", errors="replace")
+        sys.stdout = io.TextIOWrapper(io.FileIO(os.devnull, "w"), errors="replace")
     else:
         sys.stdout.flush()
         sys.stdout = io.TextIOWrapper(

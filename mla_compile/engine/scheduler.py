@@ -93,8 +93,8 @@ class Scheduler:
 
     - A free row goes to the highest priority that waits, of that to a client with the fewest rows, of that to the
       request that came first. It waits for pages for its whole prompt and the step after it, and none is admitted
-      meanwhile. So once a client has no row, only requests that came before its first one pass that one; and requests
-      of one client, or of no named one, are admitted in the order of their arrival.
+      meanwhile. So no later request of its priority is admitted before the first one of a client without a row; and
+      requests of one client, or of no named one, are admitted in the order of their arrival.
     - Requests rank by priority, then by when they were first admitted. A request that a fair share lets in early
       therefore takes no page and no place in a step from those that run.
     - Decode rows come first in every step; prompts share what is left of its tokens in the order of their ranks. One

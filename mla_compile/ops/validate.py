@@ -12,6 +12,7 @@ arguments of a call. A dimension may also be computed from names ("kv_lora_rank 
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -345,7 +346,7 @@ def page_size(page_size: int, kv_cache: Tensor) -> None:
     if not same_size(size, page_size):
         mend = f"build the batch with page_size={size_hint(size)}"
         raise MLAError("batch.page_size", f"that of kv_cache, {size_hint(size)}", page_size, mend)
-    torch._check(size == page_size)
+    torch._check(size == page_size)  # also where one of the two is fixed, which `same_size` leaves open
 
 
 def is_batch(batch: object) -> None:
@@ -391,8 +392,7 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
     sizes.slots(prefill.slot_mapping, kv_cache)
     tokens = prefill.slot_mapping.shape[0]
     key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
-    is_whole = seq_lens is not None
-    if not is_whole:  # this far goes what compiled code reads
+    if cast("Tensor | None", seq_lens) is None:  # compiled code reads nothing else
         return
     of_rows = Layouts(prefix)
     prefill_rows(of_rows, seq_lens, table, prefill.host_lens, kv_cache)

@@ -168,7 +168,9 @@ def test_an_input_file_that_cannot_be_read_is_named(generate, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     assert_one_line(generate("--input", tmp_path / "latin.jsonl"), "latin.jsonl", "UTF-8")
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert_one_line(generate("--input", tmp_path / "empty.jsonl"), "at least one prompt, one a line, got none")
+    assert_one_line(
+        generate("--input", tmp_path / "empty.jsonl"), "at least one prompt, one a line, got none"
+    )
 
 
 def test_an_output_file_that_cannot_be_written_is_named_before_anything_runs(generate, tmp_path, monkeypatch):

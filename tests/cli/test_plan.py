@@ -30,11 +30,11 @@ def test_deepseek_v3_fits_eight_h200(run: Run, directory: Path) -> None:
     assert lines[0] == "DEEPSEEK_V3: 682.6 billion parameters, 11.6 of them the MTP layer's"
     assert lines[1] == "On each of 8 GPUs, divided by heads, each expert and vocabulary:"
     assert lines[2].split()[:2] == ["weights", "86.9"]
-    assert "8 rows x 2048 tokens: 1025 pages of 16" in lines[3]
+    assert "8 rows x 2,048 tokens: 1,025 pages of 16" in lines[3]
     assert "an estimate" in lines[4]
     assert "a bound, with serve --capture-budget 2147483648" in lines[5]
     assert lines[8].startswith("It fits.")
-    assert lines[-1].endswith(" rows x 163840 tokens")
+    assert lines[-1].endswith(" rows x 163,840 tokens")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,10 @@ def test_an_engine_whose_caches_a_newer_one_replaced_says_so() -> None:
 
 
 def test_an_engine_whose_model_has_moved_or_has_other_layers_says_so() -> None:
-    for change in (lambda model: model.to(torch.bfloat16), lambda model: model.layers.append(model.layers[0])):
+    for change in (
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.layers.append(model.layers[0]),
+    ):
         old = engine()
         change(old.model)
         with pytest.raises(MLAError, match="make an engine after moving the model or changing its layers"):

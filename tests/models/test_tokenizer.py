@@ -137,8 +137,8 @@ BAD_FILES = {
     "added_tokens.json": ["[]", '{"<a>": -1}', '{"<a>": "1"}', '{"<a>": true}', '{"<a>": 1, "<a>": 2}'],
     "tokenizer_config.json": [
         '{"added_tokens_decoder": []}', '{"added_tokens_decoder": {"x": {"content": "a"}}}',
-        '{"added_tokens_decoder": {"1": "a"}}', '{"extra_special_tokens": 3}', '{"model_specific_special_tokens": ["a"]}',
-        '{"eos_token": ["a"]}',
+        '{"added_tokens_decoder": {"1": "a"}}', '{"extra_special_tokens": 3}',
+        '{"model_specific_special_tokens": ["a"]}', '{"eos_token": ["a"]}',
     ],
 }  # fmt: skip
 
