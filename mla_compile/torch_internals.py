@@ -9,6 +9,7 @@ import operator
 import os
 import threading
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -277,19 +278,15 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
-    """Of each its `storage_key`, its offset in there, and how often it was written to; -1 for inference tensors."""
+    """Of each its storage, its offset in there, and how often it was written to; -1 for inference tensors.
+
+    The list keeps no memory alive: a storage is a weak reference, equal to others of the same storage alone.
+    """
     with torch._C.DisableTorchFunctionSubclass():  # subclasses are read as quickly as plain tensors
         return [
-            (x.untyped_storage()._cdata, x.storage_offset(), -1 if x.is_inference() else x._version)
+            (weakref.ref(x.untyped_storage()), x.storage_offset(), -1 if x.is_inference() else x._version)
             for x in tensors
         ]
-
-
-def hold_storage_keys(tensors: Sequence[torch.Tensor]) -> object:
-    """While what is returned lives, no other memory gets their `storage_key`; theirs may be freed all the same."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
 
 class _Captured(Exception):

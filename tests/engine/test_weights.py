@@ -214,3 +214,12 @@ def test_caches_and_what_no_module_has_are_no_weights() -> None:
         cache.add_(1)
     assert not weights.have_changed()
     assert not Weights(object()).have_changed()
+
+
+@torch.no_grad()
+def test_a_copy_looks_at_its_own_weights() -> None:
+    weights = Weights(one_layer_model())
+    copied = copy.deepcopy(weights)
+    assert not weights.have_changed()
+    assert copied.have_changed(), "the pages of the first one's weights are not the copy's"
+    assert not copied.have_changed()
