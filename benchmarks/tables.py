@@ -821,7 +821,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "tensor_parallel.tokens": tensor_parallel_tokens,
     **{
         f"help.{name}": functools.partial(command_help, name)
-        for name in ("demo", "env", "generate", "inspect", "plan", "serve", "tune")
+        for name in ("demo", "env", "generate", "inspect", "plan", "serve")
     },
 }
 

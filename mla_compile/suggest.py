@@ -49,7 +49,6 @@ _ELSEWHERE = {
     "--temperature": "temp t",
     "--tensor-parallel-size": "tensor-parallel tp tp-size gpus num-gpus n-gpus nproc-per-node",
     "--tokenizer": "tokenizer-path tokenizer-dir",
-    "DIR": "model model-path",
     "MODEL_DIR": "model model-path",
     "env": "info version doctor collect-env check",
     "generate": "run chat cli complete completion infer run-batch",

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import mla_compile
 from mla_compile.cli import streams
-from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve, tune
+from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve
 from mla_compile.cli.progress import progress
 from mla_compile.errors import MLAError
 from mla_compile.suggest import did_you_mean
@@ -182,7 +182,7 @@ def _options(
     """What comes before a command's name."""
 
 
-for command in (generate, serve, plan, inspect, env, tune, demo):
+for command in (generate, serve, plan, inspect, env, demo):
     app.command(cls=InFlags)(command)
 
 

@@ -1,6 +1,5 @@
 """The commands' signatures and help, and the mistakes that show before a model is loaded; nothing imports torch."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -305,40 +304,6 @@ def env(
     with importing():
         from mla_compile.cli.environment import print_environment
     print_environment(verbose=verbose)
-
-
-def tune(
-    models: Annotated[
-        list[Path] | None,
-        Argument(
-            metavar="DIR",
-            help="Checkpoints whose products are timed; only their config.json is read.",
-            show_default="the shipped model",
-        ),
-    ] = None,
-    *,
-    tokens: Annotated[
-        str,
-        Option(metavar="N,N,...", help="Numbers of tokens; those between are served as the next greater."),
-    ] = "1,2,4,8,16,32,64,128",
-    output: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Where the table goes.", show_default="the GPU's name, with .json"),
-    ] = None,
-) -> None:
-    """Time who computes products fastest on this GPU, and write a table.
-
-    MLA_COMPILE_TUNED=FILE has models served by it. Nothing is timed then. A line is written where another
-    implementation is at least 3% faster than the one that serves anyway.
-    """
-    counts = tokens.split(",")
-    if not all(re.fullmatch("[1-9][0-9]{0,4}", count) for count in counts):
-        raise MLAError("--tokens", "numbers from 1 to 99999, as 1,2,4", repr(tokens))
-    for model in models or ():
-        _check_directory(model, "DIR")
-    with importing():
-        from mla_compile.cli.tune import tune
-    tune(models or [SHIPPED_MODEL], tokens=sorted(set(map(int, counts))), output=output)
 
 
 def demo(

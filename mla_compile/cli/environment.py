@@ -13,11 +13,9 @@ import typer
 
 import mla_compile
 from mla_compile.cli.machine import cannot_compile, cpp_compiler
-from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeBackend, QueryLenSupport
 from mla_compile.ops.implementations import SOME, Call, Implementation, describe_device, in_words
 from mla_compile.ops.library import flagged, tables
-from mla_compile.ops.tuned import table_of
 
 _WIDTH = 80
 _OPTIONAL = {
@@ -41,7 +39,6 @@ def print_environment(*, verbose: bool) -> None:
         "transformers": _version("transformers"),
         "devices": ", ".join(_devices()),
         "C++ compiler": _compiler(),
-        "tuned table": _tuned(),
         "CUDA graphs": "available" if torch.cuda.is_available() else f"not available: {_why_no_cuda()}",
     }
     for name, value in rows.items():
@@ -122,16 +119,6 @@ def _devices() -> list[str]:
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     names = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(gpus)]
     return [f"cpu ({os.cpu_count()} cores, {torch.get_num_threads()} threads)", *names]
-
-
-def _tuned() -> str:
-    try:
-        table = table_of(torch.device("cuda:0"))
-    except MLAError as error:
-        return f"unusable: {error}"
-    if table is None:
-        return "none: rules choose who serves"
-    return f"{table.file} (measured by {table.versions})"
 
 
 def _why_no_cuda() -> str:

@@ -6,7 +6,6 @@ from typing import Any, TypedDict
 from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, DrafterName
 from mla_compile.errors import MLAError
-from mla_compile.ops import tuned
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import DrafterKind, ServedModel
@@ -152,7 +151,6 @@ class EngineConfig:
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
         call = DecodeCall(*device, captured=self.compile, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
-        tuned.table_of(model.device)  # a file that is wrong is refused now, not while a step is recorded
         num_pages = given.num_pages or 1 + self.max_rows * pages_per_row
         if num_pages < 1 + pages_per_row:
             expected = f"at least {1 + pages_per_row}, for one row of max_model_len = {longest} tokens"

@@ -22,7 +22,6 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from mla_compile.ops import tuned
 from mla_compile.ops.implementations import (
     Call,
     Implementation,
@@ -63,7 +62,6 @@ def define_op(
     *,
     table: Table = (),
     facts: Callable[..., Mapping[str, object]] | None = None,
-    tuned_by: tuple[str, ...] = (),
     run: Callable[..., Any] | None = None,
     name: str = "",
     mutates: tuple[str, ...] = (),
@@ -77,8 +75,6 @@ def define_op(
     Args:
         table: its implementations, fastest first; the last one takes every call.
         facts: what the rows' `takes` speak of, made of those of the op's arguments that `facts` has parameters for.
-        tuned_by: the facts of the weights by which a GPU's table (`ops/tuned`) may choose among the rows; none: it may
-            not.
         run: what to run instead of the table's choice, with all of the op's arguments by position.
         name: of the op; by default that of the function.
         mutates: the arguments that are written to. An op that mutates without saying so is removed as dead code,
@@ -113,8 +109,6 @@ def define_op(
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
 
         tables[op], implementations[op] = table, implementation
-        if tuned_by:
-            tuned.tunable[op] = tuned.Tunable(table, tuned_by)
         if facts is not None:
             names = [p.name for p in parameters]
             wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
@@ -198,13 +192,7 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 def choose(op: str, args: Sequence[Any]) -> Selection[Implementation]:
     """Who serves a call of an op with these arguments, and why the faster ones do not."""
-    call, table = _call(op, args), tables[op]
-    row = _tuned_row(op, args, call.facts)
-    if row is None:
-        return select(table, call)
-    passed_over = table[: table.index(row)]
-    reason = f"the GPU's table chooses {row.name}"
-    return Selection(row, tuple((other.name, other.why_not(call) or reason) for other in passed_over))
+    return select(tables[op], _call(op, args))
 
 
 def candidates(op: str, args: Sequence[Any]) -> list[Implementation]:
@@ -225,18 +213,7 @@ def serving(op: str, args: Sequence[Any]) -> Implementation:
     if len(here) == 1:
         return here[0]
     facts = _facts(op, args)
-    return _tuned_row(op, args, facts) or next(row for row in here if row.why_not_given(facts) is None)
-
-
-def _tuned_row(op: str, args: Sequence[Any], facts: Mapping[str, object]) -> Implementation | None:
-    """The row that the GPU's table names for a call; None where it names none, or one that does not take the call."""
-    device, asked = args[0].device, _is_asked(op, args)
-    table = tuned.table_of(device) if op in tuned.tunable else None
-    if table is None:
-        return None
-    name = table.row_of(op, asked or op not in flagged, facts)
-    rows = (row for row in _rows_on(op, device, asked) if row.name == name)
-    return next((row for row in rows if row.why_not_given(facts) is None), None)
+    return next(row for row in here if row.why_not_given(facts) is None)
 
 
 def _call(op: str, args: Sequence[Any]) -> Call:

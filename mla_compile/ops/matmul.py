@@ -31,6 +31,7 @@ BATCH_INVARIANT_MATMUL = (
             **_TRITON.takes,
             "dtype": HALF,
             "groups": UNIT,
+            "k": range(1, 12 * 2**10 + 1),  # 118 us at 16,384 by 7,168 on an H100, where triton has 82
             "n": range(1, 2**13 + 1),
             "weights": ("one matrix",),
         },
@@ -65,7 +66,6 @@ BATCH_INVARIANT_MATMUL = (
         "weights": "one matrix" if w.mT.is_contiguous() else "strided",
         "bits in any batch": "equal" if cublas.has_same_bits(x, w) else "different",
     },
-    tuned_by=("groups", "k", "n"),
 )
 def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
     """`out[t, g] = x[t, g] @ w[g]`, where the bits of `out[t]` depend on `x[t]` and `w` alone.
@@ -107,7 +107,9 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
 MOST_FEW = 16
 """Tokens up to which products in half precision have kernels of ours."""
 
-# Wide products of two tokens are a little faster by cuBLAS on an H200, whose table says so (`tuned/nvidia_h200.json`).
+# cuBLAS has products by longer weights: 88 us where gemv has 113 (16,384 by 7,168, one token, H100), 16.4 where it has
+# 19.2 (8,192 by 2,048). For two tokens at 8,192 and 10,240 gemv would be 1.5 us faster; one layer of a model has such.
+_GEMV_K = range(1, 2**13)
 FUSED_LINEAR = (
     triton(
         "one or two tokens: a program reads a few rows of the weight, on the plain cores",
@@ -115,7 +117,7 @@ FUSED_LINEAR = (
         takes={
             "dtype": HALF,
             "tokens": range(1, 3),
-            "k": SOME,
+            "k": _GEMV_K,
             "columns": SOME,
             "weights": ("one matrix",),
         },
@@ -155,7 +157,6 @@ FUSED_LINEAR = (
         "columns": num_columns(first, second),
         "weights": "one matrix" if is_one_matrix(first, second) else "two",
     },
-    tuned_by=("k", "columns"),
 )
 def fused_linear(
     x: Tensor, first: Tensor, second: Tensor | None = None, batch_invariant: bool = False

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from mla_compile import MLAError
 from mla_compile.cli.app import app
-from mla_compile.cli.commands import demo, env, generate, inspect, serve, tune
+from mla_compile.cli.commands import demo, env, generate, inspect, serve
 from mla_compile.engine import Engine
 
 GOOD = '{"prompt": "hello"}'
@@ -297,7 +297,7 @@ def test_a_grammar_needs_a_tokenizer(generate, without_tokenizer, tmp_path):
     assert_one_line(result, "a checkpoint with a tokenizer, got one without")
 
 
-@pytest.mark.parametrize("command", [generate, serve, inspect, env, tune, demo])
+@pytest.mark.parametrize("command", [generate, serve, inspect, env, demo])
 def test_no_placeholder_is_the_name_of_its_flag_which_typer_0_27_would_spell_like_it(command) -> None:
     for name, hint in get_type_hints(command, include_extras=True).items():
         for option in getattr(hint, "__metadata__", ()):

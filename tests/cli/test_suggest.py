@@ -87,7 +87,6 @@ def test_a_flag_of_others_that_has_no_counterpart_leads_to_nothing(names, word):
         ("plan", "--tensor-parallel-size", "--gpus"),
         ("plan", "--gpu-memory-utilization", "--gpu-memory or --num-pages"),
         ("plan", "--model", "MODEL_DIR"),
-        ("tune", "--model", "DIR"),
         ("inspect", "--max-num-seqs", "--rows"),
     ],
 )

@@ -195,7 +195,7 @@ def test_one_product_of_blocks_where_weights_lie_side_by_side(monkeypatch: pytes
         (lambda first, second: (first, second.clone()), set(), "cublas", []),
         (lambda first, second: (first, second), set(), "triton", []),
     ],
-    ids=["the same bits", "other bits of both", "other bits of the second", "apart", "tuned to another row"],
+    ids=["the same bits", "other bits of both", "other bits of the second", "apart", "served by another row"],
 )
 def test_one_product_of_cublas_where_it_gives_each_column_the_same_bits(
     lay: Callable[..., tuple[Tensor, Tensor]],
