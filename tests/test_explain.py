@@ -17,7 +17,7 @@ from mla_compile.explanation.inspect import inspect_forward, inspect_step
 from mla_compile.ops.append import mla_append
 from mla_compile.ops.decode import decode_op
 from mla_compile.passes import PASSES
-from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
+from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.nodes import calls, op_arguments, with_arguments
 from tests.models_for_tests import tiny_model
@@ -162,7 +162,7 @@ def test_a_users_own_pass_is_shown_with_what_it_changed_and_one_that_changed_not
     tmp_path: Path,
 ) -> None:
     model, inputs = Stack(2), make_inputs(**DECODE)
-    nothing = partial(drop_trivial_topk)
+    nothing = partial(drop_idle)
     explanation = explain(model, *inputs, passes=[*PASSES, halve, nothing, halve])
     assert list(explanation.graphs) == ["captured", "split_prefill_decode", "halve", "halve 2"]
     text = str(explanation)

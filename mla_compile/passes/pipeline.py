@@ -20,7 +20,6 @@ from mla_compile.errors import MLAError
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_idle import drop_idle
-from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_linear import fuse_linear
@@ -47,7 +46,6 @@ PASSES: list[Pass] = [
     hoist_row_gather,  # after the split: it reduces decode segments too
     fuse_norm_rope_append,  # after the split, which makes appends
     rotate_queries,  # after the split and the gathers, which leave fewer queries to rotate
-    drop_trivial_topk,  # after the gathers: they climb over `topk`, not over what it becomes
     fuse_router,  # after it: of what is left
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm

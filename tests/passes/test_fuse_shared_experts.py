@@ -14,7 +14,6 @@ from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops.moe import moe_experts
 from mla_compile.passes import pipeline
-from mla_compile.passes.drop_trivial_topk import drop_trivial_topk
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
@@ -185,7 +184,6 @@ def test_where_the_op_has_no_kernel_nothing_changes() -> None:
 PASSES = [
     split_prefill_decode,
     hoist_row_gather,
-    drop_trivial_topk,
     partial(fuse_router, everywhere=True),
     fuse,
 ]

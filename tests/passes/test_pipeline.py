@@ -132,7 +132,7 @@ def test_the_log_has_a_line_for_each_pass_and_the_trace_a_graph_for_each_that_ch
     assert list(said) == [graph_pass.__name__ for graph_pass in PASSES]
     split = r"\+ .*mla_append x 2, mla_decode x 2 - mla_attention x 2 \(\d+\.\d ms\)"
     assert re.fullmatch(split, said["split_prefill_decode"]), said
-    assert re.fullmatch(r"changed nothing \(\d+\.\d ms\)", said["drop_trivial_topk"])
+    assert re.fullmatch(r"changed nothing \(\d+\.\d ms\)", said["fuse_shared_experts"])
     (graph,) = traced
     assert graph.startswith("mla_after_split_prefill_decode: ") and "mla_decode" in graph
 
