@@ -7,8 +7,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mla_compile.registration import register_backend
-
 if TYPE_CHECKING:
     from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
     from mla_compile.engine import (
@@ -113,6 +111,5 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
 
 
-register_backend(__version__)
 if "torch" in sys.modules:
     import_module("mla_compile.ops")  # `torch.ops.mla_compile`; else with the first name that needs torch
