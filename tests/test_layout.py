@@ -15,7 +15,7 @@ PACKAGE = Path(mla_compile.__file__).parent
 # Lower parts first. A part may import those of lower levels and its own level's.
 LEVELS = [
     {"defaults", "ending", "errors", "suggest", "torch_internals", "waits"},
-    {"batch", "ranks", "sampling_params"},
+    {"batch", "caches", "ranks", "sampling_params"},
     {"ops"},
     {"check_batches", "packing"},
     {"passes"},

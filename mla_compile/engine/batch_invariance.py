@@ -221,9 +221,7 @@ def _read_latents(engine: Engine, request: Request, num_new: int, result: _Resul
         request.is_running and request.is_decoding and request.num_cached - under_way >= end
     ):
         return
-    caches = [cache for cache in engine.model.caches() if cache is not None]
-    if engine.model.has_mtp:
-        caches.pop()  # what drafts
+    caches = [spec.cache for spec in engine.model.cache_specs() if spec.owner == "target"]
     result.start = max(0, end - _LATENTS)
     position = torch.arange(result.start, end, device=engine.device)
     size = engine.config.page_size

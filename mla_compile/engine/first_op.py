@@ -35,8 +35,8 @@ def first_different_op(model: ServedModel, prompts: Sequence[Sequence[int]], pag
 
     compiled: Callable[..., Tensor] = torch.compile(forward, backend=recorder.compile, fullgraph=True)
     columns = -(-_MOST_TOKENS // page_size)
-    caches = [cache for cache in model.caches() if cache is not None]
-    count = min(len(texts), max(1, (caches[0].shape[0] - 1) // columns))
+    num_pages = model.cache_specs()[0].cache.shape[0]
+    count = min(len(texts), max(1, (num_pages - 1) // columns))
     tables = 1 + torch.arange(count * columns, dtype=torch.int32, device=model.device).view(count, columns)
     for decodes, kind in ((False, "prompts"), (True, "rows that decode")):
         found = []

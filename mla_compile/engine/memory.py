@@ -65,7 +65,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of an engine whose model is divided among GPUs (see `division`).
 
-    model: on any device; its caches are replaced, so let it be on the meta device (`outline`).
+    model: on any device, the meta device say (`outline`).
     config: without a `capture_budget` no bytes of graphs are counted.
     argument: what `num_gpus` is called in an error.
 
@@ -74,20 +74,22 @@ def plan_memory(
     """
     check_divisible(model, num_gpus, expert_parallel=expert_parallel, argument=argument)
     fitted = config.fitted_to(model)
-    model.allocate_cache(fitted.num_pages, fitted.page_size)
+    caches = {id(cache) for cache in model.caches()}
     divided: list[Tensor] = []
     alike: list[Tensor] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) in caches:
+            continue
         how = division(name, expert_parallel=expert_parallel)
         if how is not None:
             divided.append(how.part(tensor, 0, num_gpus))
-        elif not name.endswith("kv_cache"):
+        else:
             alike.append(tensor)
     return MemoryPlan(
         num_gpus=num_gpus,
         weights=_num_bytes(divided) + _num_bytes(alike),
         alike=_num_bytes(alike),
-        cache=_num_bytes(cache for cache in model.caches() if cache is not None),
+        cache=fitted.num_pages * fitted.page_size * sum(spec.bytes_per_token for spec in model.cache_specs()),
         num_pages=fitted.num_pages,
         page_size=fitted.page_size,
         steps=_of_step(model, fitted, num_gpus),

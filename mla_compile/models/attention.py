@@ -35,11 +35,6 @@ class MLAAttention(nn.Module):
         self.o_proj = nn.Linear(heads * arch.v_head_dim, hidden, bias=False)
         self.register_buffer("kv_cache", None, persistent=False)
 
-    def allocate_cache(self, num_pages: int, page_size: int) -> None:
-        """Register a zeroed `kv_cache` `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`."""
-        shape = num_pages, page_size, self.arch.latent_width
-        self.register_buffer("kv_cache", self.kv_b_proj.weight.new_zeros(shape), persistent=False)
-
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """`w_uk` and `w_uv`, the two halves of `kv_b_proj`."""
         return up_projections(self.kv_b_proj.weight, self.num_heads, self.arch.qk_nope_head_dim)

@@ -1,12 +1,13 @@
 """The DeepSeek architecture over packed tokens, for DeepSeek-V2, DeepSeek-V3 and GLM-4 MoE Lite checkpoints."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import CacheSpec, allocate
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.attention import MLAAttention
@@ -66,19 +67,24 @@ class MLAForCausalLM(nn.Module):
     def has_mtp(self) -> bool:
         return self.mtp is not None
 
-    def allocate_cache(self, num_pages: int, page_size: int) -> None:
-        """Give every attention layer, the MTP layer's too, its own zeroed cache, replacing the one it had.
+    def cache_specs(self) -> list[CacheSpec]:
+        """A cache of each layer, the MTP layer's last: latents in the weights' dtype."""
+        specs = []
+        for i, attention in enumerate(self._attentions()):
+            is_trunk, weight = i < len(self.layers), attention.kv_b_proj.weight
+            name = f"layers.{i}.self_attn" if is_trunk else "mtp.layer.self_attn"
+            owner: Literal["target", "drafter"] = "target" if is_trunk else "drafter"
+            specs.append(
+                CacheSpec(name, owner, self.arch.latent_width, weight.dtype, weight.device, attention)
+            )
+        return specs
 
-        One buffer per layer, in the model's dtype and on its device, `[num_pages, page_size, kv_lora_rank +
-        qk_rope_head_dim]`: a stacked tensor indexed inside a compiled graph was seen to be miscompiled.
-        """
-        if num_pages < 1 or page_size < 1:
-            raise MLAError("num_pages, page_size", ">= 1 each", f"{num_pages} and {page_size}")
-        for attention in self._attentions():
-            attention.allocate_cache(num_pages, page_size)
+    def allocate_cache(self, num_pages: int, page_size: int) -> None:
+        """Give every attention layer, the MTP layer's too, its own zeroed cache; see `allocate`."""
+        allocate(self.cache_specs(), num_pages, page_size)
 
     def caches(self) -> list[Tensor | None]:
-        """The layers' caches, the MTP layer's last; None where there is none yet."""
+        """The layers' caches, in the order of `cache_specs`; None where there is none yet."""
         return [attention.kv_cache for attention in self._attentions()]
 
     def _attentions(self) -> list[MLAAttention]:

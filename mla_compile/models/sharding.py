@@ -76,7 +76,6 @@ _WHOLE = (
     "q_a_layernorm",
     "kv_a_proj_with_mqa",
     "kv_a_layernorm",
-    "kv_cache",
     "input_layernorm",
     "post_attention_layernorm",
     "gate",

@@ -58,8 +58,7 @@ def shadow_check(
         tolerance: of a latent, relative to its largest entry. By default the square root of the dtype's epsilon:
             0.09 in bfloat16, 0.03 in float16, 3.5e-4 in float32 and float64 (rotary angles are float32 in both).
         decoder: what does the same eagerly. Found where `step` is a `SpeculativeDecoder`, its `forward` or its `mixed`,
-            compiled or not. The caches of its `model`, `model.caches()`, must be all that a step changes besides the
-            state.
+            compiled or not. The caches of `model.cache_specs()` must be all that a step changes besides the state.
 
     Raises:
         MLAError: a bad argument, named; no decoder was found or given.
@@ -70,8 +69,8 @@ def shadow_check(
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise MLAError("tolerance", "a finite number >= 0", tolerance)
     decoder = decoder or _decoder_of(step)
-    if not hasattr(decoder.model, "caches"):
-        raise MLAError("decoder.model", "a model with `caches()`", type(decoder.model).__name__)
+    if not hasattr(decoder.model, "cache_specs"):
+        raise MLAError("decoder.model", "a model with `cache_specs()`", type(decoder.model).__name__)
     shadow, calls = _Shadow(step, decoder, tolerance), 0
 
     def checked_step(state: DecodeState, *chunks: PackedChunks) -> None:
@@ -106,10 +105,8 @@ class _Shadow:
 
     def run(self, state: DecodeState, *chunks: PackedChunks) -> list[str]:
         """Run the step, in place; a line for each layer and tensor of the state in which its eager run differs."""
-        model = cast("ServedModel", self.decoder.model)
-        caches = [cache for cache in model.caches() if cache is not None]
-        if not caches:
-            raise MLAError("decoder.model", "allocated caches", "none", "call model.allocate_cache first")
+        specs = cast("ServedModel", self.decoder.model).cache_specs()
+        caches = [spec.cache for spec in specs]
         live = [*caches, *state.tensors()]
         kept = [tensor.clone() for tensor in live]
         inputs = DecodeState(**{name: tensor.clone() for name, tensor in state.named().items()})
@@ -118,7 +115,7 @@ class _Shadow:
 
         slots = _Slots(inputs, chunks, self.decoder.page_size, caches)
         latents = [
-            slots.outside(f"layer {i}", cache, before) for i, (cache, before) in enumerate(zip(caches, kept))
+            slots.outside(spec.name, cache, before) for spec, cache, before in zip(specs, caches, kept)
         ]
         for tensor, other in zip(live, kept):
             result = tensor.clone()
@@ -130,8 +127,8 @@ class _Shadow:
                 (self.decoder.mixed if chunks else self.decoder.forward)(state, *chunks)
                 compiled = DecodeState(**dict(zip(state.named(), kept[len(caches) :], strict=True)))
                 latents += [
-                    slots.inside(f"layer {i}", got, expected, self.tolerance)
-                    for i, (got, expected) in enumerate(zip(kept, caches))
+                    slots.inside(spec.name, got, expected, self.tolerance)
+                    for spec, got, expected in zip(specs, kept, caches)
                 ]
                 tolerance = _tolerance(self.tolerance, caches[0].dtype)
                 read = self._read_later(inputs, chunks, state)

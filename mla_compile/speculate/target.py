@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import CacheSpec
 
 
 class Target(Protocol):
@@ -45,8 +46,11 @@ class ServedModel(Target, Protocol):
         """Whether rows have state besides the caches. Each then owns a block of pages as long as its table, found by
         its first page, and its prompt is run in one piece."""
 
+    def cache_specs(self) -> list[CacheSpec]:
+        """What the caches of its layers hold of each token."""
+
     def allocate_cache(self, num_pages: int, page_size: int) -> None:
-        """Give every attention layer a zeroed cache of its own, replacing the one it had."""
+        """Give every layer of the specs a zeroed cache of its own, replacing the one it had."""
 
     def caches(self) -> list[Tensor | None]:
-        """The layers' caches; None where there is none yet."""
+        """The layers' caches, in the order of `cache_specs`; None where there is none yet."""

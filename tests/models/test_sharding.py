@@ -40,7 +40,6 @@ def part(model: MLAForCausalLM, name: str, rank: int, size: int) -> torch.Tensor
 def test_the_parts_of_all_gpus_are_the_tensor(name: str, expert_parallel: bool) -> None:
     torch.manual_seed(0)
     model = MLAForCausalLM(CONFIGS[name], mtp=True)
-    model.allocate_cache(2, 4)
     num_divided = 0
     for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         how = division(tensor_name, expert_parallel=expert_parallel)

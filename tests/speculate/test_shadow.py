@@ -18,6 +18,7 @@ from tests.shadow_streams import run_checked_streams
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 PAGES = 6
+NAMES = ["layers.0.self_attn", "layers.1.self_attn", "mtp.layer.self_attn"]
 """Of 4 tokens, of each row: row 0 has pages 1 to 6, row 1 has 7 to 12, row 2 has 13 to 18; the bucket's row 3 has none,
 and pages 19 to 24 are nobody's."""
 
@@ -194,7 +195,7 @@ def test_a_latent_is_compared_within_the_tolerance_of_its_dtype(layer: int, dtyp
 
         checked = shadow_check(step, decoder=started.decoder)
         if is_told:
-            place = rf"layer {layer}: row 1, position 6 \(page 8, slot 2 of it\), column 5: \S+, eager \S+$"
+            place = rf"{NAMES[layer]}: row 1, position 6 \(page 8, slot 2 of it\), column 5: \S+, eager \S+$"
             with pytest.raises(ShadowCheckError, match=place):
                 checked(started.state)
             shadow_check(started.decoder, tolerance=0)(started.state)
@@ -205,11 +206,11 @@ def test_a_latent_is_compared_within_the_tolerance_of_its_dtype(layer: int, dtyp
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (into(1, 0, 2, half), r"layer 1: the dummy page (page 0, slot 2 of it), column 5: 0.5, before nan"),
-        (into(0, 20, 0, half), r"layer 0: a page of no row (page 20, slot 0 of it), column 5: 0.5, before nan"),
-        (into(2, 7, 1, torch.neg), r"layer 2: row 1, position 1 (page 7, slot 1 of it), column 5: "),
+        (into(1, 0, 2, half), r"layers.1.self_attn: the dummy page (page 0, slot 2 of it), column 5: 0.5, before"),
+        (into(0, 20, 0, half), r"layers.0.self_attn: a page of no row (page 20, slot 0 of it), column 5: 0.5, before"),
+        (into(2, 7, 1, torch.neg), r"mtp.layer.self_attn: row 1, position 1 (page 7, slot 1 of it), column 5: "),
         # Positions from max_len - 1 on, 17 of row 0, are not run.
-        (into(0, 5, 1, half), r"layer 0: row 0, position 17 (page 5, slot 1 of it), column 5: 0.5, before nan"),
+        (into(0, 5, 1, half), r"layers.0.self_attn: row 0, position 17 (page 5, slot 1 of it), column 5: 0.5, before"),
     ],
     ids=["page 0", "nobody's page", "text that is cached", "past the end"],
 )  # fmt: skip
@@ -225,7 +226,7 @@ def test_a_latent_that_is_not_written_is_told() -> None:
 
     started = Started()
     assert re.fullmatch(
-        r"layer 1: row 1, position 6 \(page 8, slot 2 of it\), column 0: nan, eager \S+; 23 more differ",
+        r"layers.1.self_attn: row 1, position 6 \(page 8, slot 2 of it\), column 0: nan, eager \S+; 23 more differ",
         started.message(fault, steps=1),
     )
 
@@ -237,7 +238,7 @@ def test_everything_that_differs_is_told_layers_first() -> None:
         fault_in("report", (2, FIRST_TOKEN), 1)(started)
 
     lines = Started().message(fault).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["layer 1", "tokens", "drafts"]
+    assert [line.split(":")[0] for line in lines] == ["layers.1.self_attn", "tokens", "drafts"]
 
 
 def everything(of: Started) -> list[Tensor]:
@@ -306,7 +307,7 @@ def test_whatever_is_compiled_is_checked_against_eager(what: str) -> None:
         step.compile(backend=faulty, fullgraph=True)
     else:
         step.model.compile(backend=faulty, fullgraph=True)
-    with pytest.raises(ShadowCheckError, match=r"layer 0: row 1, position 6 .* column 5"):
+    with pytest.raises(ShadowCheckError, match=r"layers.0.self_attn: row 1, position 6 .* column 5"):
         shadow_check(step)(started.state)
 
 
@@ -337,14 +338,14 @@ def test_an_engine_checks_its_steps_with_prompts_too() -> None:
     ("fault", "message"),
     [
         (None, None),
-        ((8, 0), r"layer 1: row 1, position 4 \(page 8, slot 0 of it\), column 2: .*, eager"),
+        ((8, 0), r"layers.1.self_attn: row 1, position 4 \(page 8, slot 0 of it\), column 2: .*, eager"),
         (
             (8, 2),
-            r"layer 1: row 1, position 6 \(page 8, slot 2 of it\), column 2: .*; no row may write there",
+            r"layers.1.self_attn: row 1, position 6 \(page 8, slot 2 of it\), column 2: .*; no row may write there",
         ),
         (
             (7, 3),
-            r"layer 1: row 1, position 3 \(page 7, slot 3 of it\), column 2: .*; no row may write there",
+            r"layers.1.self_attn: row 1, position 3 \(page 7, slot 3 of it\), column 2: .*; no row may write there",
         ),
     ],
 )
@@ -384,9 +385,11 @@ def test_what_cannot_be_checked_is_refused_by_name() -> None:
         shadow_check(started.decoder, every=0)
     with pytest.raises(MLAError, match="tolerance: expected a finite number >= 0, got -1"):
         shadow_check(started.decoder, tolerance=-1)
-    with pytest.raises(MLAError, match=r"decoder.model: expected a model with `caches\(\)`, got Headless"):
+    with pytest.raises(
+        MLAError, match=r"decoder.model: expected a model with `cache_specs\(\)`, got Headless"
+    ):
         shadow_check(SpeculativeDecoder(Headless(), 0, page_size=4))
-    with pytest.raises(MLAError, match=r"decoder.model: expected allocated caches"):
+    with pytest.raises(MLAError, match=r"layers.0.self_attn: expected an allocated cache"):
         shadow_check(SpeculativeDecoder(tiny_model(), 3, page_size=4))(started.state)
     with pytest.raises(MLAError, match="shadow_check_every: expected an integer >= 1, got 0"):
         small_engine(shadow_check_every=0)

@@ -8,15 +8,15 @@ nobody, and the compiler drops it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import CacheSpec
 from mla_compile.errors import MLAError
-from mla_compile.torch_internals import mark_cache
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -34,11 +34,13 @@ class LatentLayer(CacheLayerMixin):
         self.kv_cache: Tensor | None = None
         self._incoming: tuple[Tensor, Tensor] | None = None
 
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        """A zeroed `kv_cache` `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`."""
-        width = self.attention.kv_lora_rank + self.attention.qk_rope_head_dim
-        self.kv_cache = self.attention.kv_b_proj.weight.new_zeros(num_pages, page_size, width)
-        mark_cache(self.kv_cache)
+    def spec(self, name: str, owner: Literal["target", "drafter"]) -> CacheSpec:
+        """Latents in the dtype of the up-projection's weight."""
+        width, weight = (
+            self.attention.kv_lora_rank + self.attention.qk_rope_head_dim,
+            self.attention.kv_b_proj.weight,
+        )
+        return CacheSpec(name, owner, width, weight.dtype, weight.device, self)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep kv_c `[batch, 1, tokens, kv_lora_rank]` and k_pe `[.., qk_rope_head_dim]`; returns both."""
@@ -93,7 +95,3 @@ class PagedLatentCache(Cache):
         finally:
             for layer in self.latent.values():
                 del vars(layer.attention)["mla_layer"]
-
-    def allocate(self, num_pages: int, page_size: int) -> None:
-        for layer in self.latent.values():
-            layer.allocate(num_pages, page_size)

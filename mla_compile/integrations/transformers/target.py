@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import CacheSpec, allocate
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.cache import PagedLatentCache, attention_layers
 from mla_compile.integrations.transformers.functions import ATTENTION, experts, has_our_experts
@@ -87,10 +88,15 @@ class TransformersTarget(nn.Module):
             if not _is_like(weight, _up_projection(self._mtp)):  # `model.to` does not reach the layer
                 self.mtp_layer.to(weight.device, weight.dtype)
         self._rope = FixedRope(self.model)
-        for cache in self._paged():
-            cache.allocate(num_pages, page_size)
+        allocate(self.cache_specs(), num_pages, page_size)
         if self._states is not None:
             self._states.allocate(num_pages)
+
+    def cache_specs(self) -> list[CacheSpec]:
+        specs = [layer.spec(f"layers.{i}.self_attn", "target") for i, layer in self._trunk.latent.items()]
+        if self._mtp is not None:
+            specs += [layer.spec("mtp.layer.self_attn", "drafter") for layer in self._mtp.latent.values()]
+        return specs
 
     def caches(self) -> list[Tensor | None]:
         return [layer.kv_cache for cache in self._paged() for layer in cache.latent.values()]
