@@ -1,4 +1,4 @@
-"""Adaptive draft length against every fixed one, on texts whose drafts are accepted and on texts whose are not.
+"""How many drafts to make, on texts whose drafts are accepted and on texts whose are not.
 
     python -m benchmarks.draft_length --output benchmarks/results/draft_length.cpu.json  # where there is no GPU
 
@@ -6,10 +6,9 @@ The shipped model continues held-out texts: Python at temperature 0.1, whose dra
 at temperature 0.7, of whose drafts half are ("low"), and the same with noise for the MTP layer's weights, so that none
 is ("none"). All rows are sampled, so that one kind of step is compiled.
 
-An engine for each number of drafts and an adaptive one take turns, as other work on the machine slows all of them down.
-A first round compiles and is not counted: by then the adaptive engine has measured its steps, as it would have in
-whatever serves for long. Tokens/s are medians of the rounds, prompts included; on a CPU seconds are the process's own
-ones, of one thread. The ratio, adaptive to the best fixed length, is the median of the rounds' own ratios.
+An engine for each number of drafts takes its turn, as other work on the machine slows all of them down. A first round
+compiles and is not counted. Tokens/s are medians of the rounds, prompts included; on a CPU seconds are the process's
+own ones, of one thread.
 """
 
 import argparse
@@ -29,23 +28,19 @@ from mla_compile.defaults import SHIPPED_MODEL
 
 TEXTS = {"high": ("python", 0.1), "low": ("bible", 0.7), "none": ("bible", 0.7)}
 """The prompts' domain and the temperature."""
-ADAPTIVE = "adaptive"
 
 
 def engines_of(longest: int, rows: int, device: str) -> dict[str, Engine]:
     """By the number of drafts, each with a model of its own, whose caches it needs."""
-    lengths: dict[str, tuple[int, bool]] = {str(k): (k, False) for k in range(longest + 1)}
-    lengths[ADAPTIVE] = longest, True
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return {
-        name: Engine(
+        str(k): Engine(
             load_model(SHIPPED_MODEL, dtype=dtype, device=device),
             num_speculative_tokens=k,
-            adaptive_draft_length=adaptive,
             max_rows=rows,
             max_model_len=1024,
         )
-        for name, (k, adaptive) in lengths.items()
+        for k in range(longest + 1)
     }
 
 
@@ -68,7 +63,6 @@ def generate(engine: Engine, prompts: list[list[int]], temperature: float, token
     return {
         "tokens_per_s": (after.num_tokens - before.num_tokens) / seconds,
         "acceptance_length": (after.num_verified_tokens - before.num_verified_tokens) / num_verified,
-        "draft_length": (after.num_drafts - before.num_drafts) / num_verified,
     }
 
 
@@ -88,17 +82,11 @@ def measure(
             for name, of_engine in counted.items()
         }
 
-    def ratio(name: str) -> float:
-        pairs = zip(counted[ADAPTIVE], counted[name], strict=True)
-        return statistics.median(mine["tokens_per_s"] / its["tokens_per_s"] for mine, its in pairs)
-
     return {
         "text": text,
         "rows": len(prompts),
         "tokens_per_s": medians("tokens_per_s", 1),
         "acceptance_length": medians("acceptance_length", 2),
-        "draft_length": medians("draft_length", 2)[ADAPTIVE],
-        "adaptive_to_best_fixed": round(min(ratio(name) for name in engines if name != ADAPTIVE), 3),
     }
 
 

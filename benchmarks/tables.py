@@ -236,11 +236,11 @@ def fp8_agreement() -> str:
 
 def _draft_length(name: str) -> str:
     report = result(name)
-    lengths = ["0", "1", "2", "3", "adaptive"]
+    lengths = ["0", "1", "2", "3"]
     return sentences(
         f"{report['device']}, torch {report['torch']}, {report['tokens_per_prompt']} tokens a prompt; tokens a second."
     ) + table(
-        ["text", "rows", "tokens a step at 3", *lengths, "adaptive to the best fixed"],
+        ["text", "rows", "tokens a step at 3", *lengths],
         (
             (
                 TEXTS[row["text"]],
@@ -250,7 +250,6 @@ def _draft_length(name: str) -> str:
                     fixed(row["tokens_per_s"][length], 0 if row["tokens_per_s"]["0"] > 500 else 1)
                     for length in lengths
                 ),
-                fixed(row["adaptive_to_best_fixed"], 2),
             )
             for row in report["rows"]
         ),

@@ -136,8 +136,8 @@ class Marks(StoppingCriteria):
         """Mark the end of each of our steps in which `rows` rows decode and no prompt runs."""
         launch = Launcher.launch
 
-        def marked(launcher: Launcher, plan: Any, choose_length: Any) -> Any:
-            launched = launch(launcher, plan, choose_length)
+        def marked(launcher: Launcher, plan: Any) -> Any:
+            launched = launch(launcher, plan)
             if len(plan.decodes) == rows and not plan.chunks:
                 self.mark()
             return launched

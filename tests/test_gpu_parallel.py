@@ -51,7 +51,7 @@ def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
     checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE))
     job: dict[str, Any] = {
         "load": {"device": "cuda", "dtype": "bfloat16"},
-        "engine": {"compile": True, "capture_budget": 2**21, "adaptive_draft_length": True},
+        "engine": {"compile": True, "capture_budget": 2**21},
         "k": [2],
         "greedy": True,
     }

@@ -115,13 +115,6 @@ def generate(
         ),
     ] = None,
     drafter: Drafter = None,
-    adaptive_draft_length: Annotated[
-        bool,
-        Option(
-            "--adaptive-draft-length",
-            help="Draft 0 to K tokens per step, whatever gives the most tokens a second; compiles K + 1 steps.",
-        ),
-    ] = False,
     max_new_tokens: Annotated[
         int, Option(metavar="N", min=1, help="Tokens per completion at most.")
     ] = DEFAULT_MAX_TOKENS,
@@ -235,7 +228,6 @@ def generate(
             tokenizer=tokenizer,
             num_speculative_tokens=num_speculative_tokens,
             drafter=drafter,
-            adaptive_draft_length=adaptive_draft_length,
             max_new_tokens=max_new_tokens,
             grammar=rules,
             dtype=dtype,
@@ -379,9 +371,6 @@ def serve(
         ),
     ] = None,
     drafter: Drafter = None,
-    adaptive_draft_length: Annotated[
-        bool, Option("--adaptive-draft-length", help="Draft 0 to K tokens per step, whatever is fastest.")
-    ] = False,
     max_rows: MaxRows = DEFAULT_MAX_ROWS,
     max_model_len: MaxModelLen = None,
     page_size: PageSize = DEFAULT_PAGE_SIZE,
@@ -487,7 +476,6 @@ def serve(
         max_model_len=max_model_len,
         engine={
             "drafter": drafter,
-            "adaptive_draft_length": adaptive_draft_length,
             "max_rows": max_rows,
             "page_size": page_size,
             "num_pages": num_pages,

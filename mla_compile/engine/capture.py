@@ -39,6 +39,7 @@ class Captures:
 
     Args:
         max_rows: of the largest bucket.
+        q_len: query tokens of a row.
         device: of the states.
         budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
             code uncaptured. Those with prompts, which come first, take no more than half of it. None for no limit.
@@ -50,20 +51,19 @@ class Captures:
         self,
         max_rows: int,
         *,
+        q_len: int,
         device: torch.device,
         budget: int | None,
         why_not: str | None,
         agree: Callable[[int], int],
     ) -> None:
         self.sizes = row_sizes(max_rows)
-        self._device = device
+        self._q_len, self._device = q_len, device
         self._budget = budget
         self._why_not = why_not
         self._agree = agree
-        self._buckets: dict[tuple[str, int, *_Shape], Bucket] = {}
+        self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._known: list[_Known] = []
-        self.num_unusual = 0
-        """Calls that compiled or recorded, or were measured: their time says nothing of others'."""
 
     def check_again(self) -> None:
         """Let each step's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
@@ -76,24 +76,22 @@ class Captures:
         buckets = [replace(bucket) for bucket in self._buckets.values()]
         return CaptureReport(buckets, self._budget, self._why_not)
 
-    def rows_for(self, step: str, q_len: int, count: int, num_stop_ids: int) -> int:
+    def rows_for(self, step: str, count: int, num_stop_ids: int) -> int:
         """The rows of the bucket that serves a batch of `count` rows."""
-        kind = step, q_len, num_stop_ids
         recorded = {
             bucket.rows
             for bucket in self._buckets.values()
-            if bucket.why_not is None and (bucket.step, bucket.q_len, bucket.num_stop_ids) == kind
+            if bucket.why_not is None and (bucket.step, bucket.num_stop_ids) == (step, num_stop_ids)
         }  # or about to be: most of the memory is taken by the warm-up
         own = choose_rows(count, self.sizes, recorded, spent=False)
         rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent(of_prompts=False))
         if rows != own:
-            padded = self._bucket(step, q_len, (own, num_stop_ids, 0, 0, 0))
+            padded = self._bucket(step, (own, num_stop_ids, 0, 0, 0))
             padded.padded_to, padded.why_not = rows, SPENT
         return rows
 
-    def measured(self, name: str, q_len: int, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled step of `q_len` query tokens a row, or half of one, with its captures within the budget and its
-        first calls measured.
+    def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled step, or half of one, with its captures within the budget and its first calls measured.
 
         It is called with a `DecodeState` and what else `step` takes, a mixed step's `PackedChunks` first. Once a
         bucket's graph is recorded, and it is the whole of a call, a call with the same arguments replays it without the
@@ -118,7 +116,7 @@ class Captures:
                 call = known.calls.get(shape)
                 if call is not None:
                     return call(state, *args)
-            bucket = self._bucket(name, q_len, shape)
+            bucket = self._bucket(name, shape)
             if not calls[shape] or bucket.why_not == FAILED:
                 bucket.why_not = self._why_not or (LONG if sizes[2] > MAX_KEYS else None)
                 bucket.why_not = bucket.why_not or (SPENT if self._is_spent(of_prompts=any(sizes)) else None)
@@ -130,7 +128,6 @@ class Captures:
                 result = call(state, *args)
                 bucket.compile_seconds += compile_seconds() - before
             is_new = compile_seconds() > before
-            self.num_unusual += is_new or calls[shape] < CALLS_TO_RECORD
             # What was compiled anew is recorded anew, by the next call.
             calls[shape] = 1 if is_new else calls[shape] + 1
             if bucket.why_not:
@@ -158,10 +155,10 @@ class Captures:
         is_spent = others + min(prompts, self._budget / 2) >= self._budget
         return bool(self._agree(is_spent or (of_prompts and 2 * prompts >= self._budget)))
 
-    def _bucket(self, step: str, q_len: int, shape: _Shape) -> Bucket:
+    def _bucket(self, step: str, shape: _Shape) -> Bucket:
         rows, num_stop_ids, tokens, chunks, keys = shape
-        bucket = Bucket(step, rows, q_len, num_stop_ids, tokens, chunks, keys)
-        return self._buckets.setdefault((step, q_len, *shape), bucket)
+        bucket = Bucket(step, rows, self._q_len, num_stop_ids, tokens, chunks, keys)
+        return self._buckets.setdefault((step, *shape), bucket)
 
     def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any, is_first: bool) -> Any:
         """Call, and add what it cost to the bucket's sums. is_first: of the step, which compiles it."""

@@ -22,7 +22,6 @@ class EngineSettings(TypedDict, total=False):
 
     num_speculative_tokens: int
     drafter: DrafterName | DrafterKind | None
-    adaptive_draft_length: bool
     max_rows: int
     max_model_len: int | None
     page_size: int
@@ -46,10 +45,6 @@ class EngineConfig:
         drafter: what proposes them: "mtp", the model's MTP layer, "ngram", a look-up of the last tokens in the
             request's own text, or a `DrafterKind` of one's own. None for the MTP layer where there is one, else the
             look-up.
-        adaptive_draft_length: from 0 to k drafts per step, whatever gives the most tokens a second by measured
-            acceptance and measured step times (`draft_length.py`); fewer for rows whose own are seldom right. Tokens do
-            not depend on it. Each number of drafts is a step of its own, compiled and captured when it is first tried,
-            or by `warm_up`.
         max_rows: requests that run at once; others wait.
         max_model_len: tokens of a request at most, prompt included; no more than the model has positions, where it
             says how many (see `ServedModel`). None: 2048, or as many as those.
@@ -87,7 +82,6 @@ class EngineConfig:
 
     num_speculative_tokens: int = 0
     drafter: DrafterName | DrafterKind | None = None
-    adaptive_draft_length: bool = False
     max_rows: int = DEFAULT_MAX_ROWS
     max_model_len: int | None = None
     page_size: int = DEFAULT_PAGE_SIZE
@@ -111,7 +105,7 @@ class EngineConfig:
                 _check_size(name, getattr(self, name))
         if self.max_model_len == 1:
             raise MLAError("max_model_len", "at least 2, a token of a prompt and a new one", 1)
-        for name in ("adaptive_draft_length", "prefix_caching", "compile", "batch_invariant"):
+        for name in ("prefix_caching", "compile", "batch_invariant"):
             check_boolean(name, getattr(self, name))
         budget = self.capture_budget
         if budget is not None and (type(budget) is not int or budget < 0):

@@ -19,7 +19,6 @@ from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean, config_of
-from mla_compile.engine.draft_length import draft_length_of
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
@@ -51,7 +50,6 @@ class Engine:
     nothing, `has_work` and `stats` excepted. Between calls it may be handed over.
 
     model, config: what it was made of; nothing is left open in the config.
-    draft_length: says how many drafts each launch makes.
     report_lag: launches whose reports are held back: one on a device, where the host plans a step while another runs.
     """
 
@@ -76,13 +74,10 @@ class Engine:
         ranks = _ranks_of(model)
         self.config = config_of(config, settings).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
-        self.draft_length = draft_length_of(
-            self.config.num_speculative_tokens, adaptive=self.config.adaptive_draft_length
-        )
         self.report_lag = int(self.device.type == "cuda")
         self._calls = EngineCalls(self.abort, self.leave, self.turn)
         self._intake = Intake(model, self.config, tokenizer, self._calls)
-        self._launcher = Launcher(model, self.config, self.draft_length.lengths, ranks)
+        self._launcher = Launcher(model, self.config, ranks)
         self._leader: Leader | None = None
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._turn = Turn()
@@ -113,7 +108,6 @@ class Engine:
         self._launcher.rows.clear()
         self._under_way: deque[Launch] = deque()
         self._is_launching = False  # so other ranks may wait for this one
-        self._last_report = 0.0  # when it came
 
     # --- requests, one by one
 
@@ -220,29 +214,18 @@ class Engine:
         self._is_launching = True
         if self._leader is not None:
             self._leader.launch(plan)
-        launch = self._launcher.launch(plan, self.draft_length.choose)
+        launch = self._launcher.launch(plan)
         self._is_launching = False
         self._under_way.append(launch)
-        if not launch.is_timed:  # it has kept the host from the reports before it too
-            for earlier in self._under_way:
-                earlier.is_timed = False
         self._counts.count_launch(plan)
         return launch
 
     def _collect(self) -> None:
         """Take in the oldest report."""
         launch = self._under_way.popleft()
-        plan, reports = launch.plan, launch.report.read()
-        now = time.perf_counter()
-        # What takes turns takes from one report to the next; where none was awaited, from the launch on.
-        seconds = now - max(self._last_report, launch.began) if launch.is_timed else None
-        self._last_report = now
-        # Rows that have ended were cut, so they say nothing of drafts.
-        verified = (report for report in reports[: len(plan.decodes)] if report.active and report.tokens)
-        accepted = [len(report.tokens) - 1 for report in verified]
-        self.draft_length.learn(launch.drafting, accepted, seconds)
-        self._counts.count_reports(plan, reports)
-        self._scheduler.update(plan, reports)
+        reports = launch.report.read()
+        self._counts.count_reports(launch.plan, reports)
+        self._scheduler.update(launch.plan, reports)
 
     async def turn(self) -> None:
         """A step if there is anything to do, and a chance for other tasks."""
@@ -359,7 +342,7 @@ class Engine:
     def warm_up(
         self, *, sampling: SamplingParams | None = None, stop_ids: Sequence[int] = (), prompts: bool = True
     ) -> CaptureReport:
-        """Compile the step for a kind of sampling, and record it for all numbers of rows and of drafts.
+        """Compile the step for a kind of sampling, and record it for all numbers of rows.
 
         A kind is: greedy or not; with penalties or not; no log-probabilities, up to 5, or up to 20. Where CUDA graphs
         are recorded the step that has prompts in it is compiled too, and recorded when prompts come. Steps whose tokens
@@ -447,13 +430,13 @@ class Engine:
                 plan.chunks.append(Chunk(request, 0, len(request.prompt), is_last=True))
             self._begin_anew()
             try:
-                self._launcher.launch(plan, self.draft_length.choose)
+                self._launcher.launch(plan)
                 state = self._launcher.rows.state
                 assert state is not None
             finally:
                 self._begin_anew()
             variant = Variant.of([request.params for request in requests])
-            return self._launcher.step(variant, self.config.num_speculative_tokens), state
+            return self._launcher.step(variant), state
 
     def close(self) -> None:
         """End all requests, and the engine. Where processes share the model, their `follow` returns.

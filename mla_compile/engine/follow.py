@@ -8,7 +8,6 @@ import torch
 
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.config import EngineConfig
-from mla_compile.engine.draft_length import draft_length_of
 from mla_compile.engine.launch import Launcher, RankZeroFailed
 from mla_compile.engine.orders import Order, PlanReader, settings_of
 from mla_compile.engine.variants import Variant
@@ -57,7 +56,6 @@ class _Follower:
     def __init__(self, model: MLAForCausalLM, ranks: Ranks, drafters: Sequence[DrafterKind]) -> None:
         self._model, self._ranks, self._drafters = model, ranks, drafters
         self._reader = PlanReader()
-        self._longest = 0  # drafts of a step
         self.launcher: Launcher | None = None
 
     def obeys(self) -> bool:
@@ -73,7 +71,7 @@ class _Follower:
         assert launcher is not None, "an engine comes first"
         if order == Order.LAUNCH:
             with suppress(RankZeroFailed):  # it says next to begin anew
-                launcher.launch(self._reader.plan(numbers), lambda _: self._longest)
+                launcher.launch(self._reader.plan(numbers))
         elif order == Order.WARM_UP:
             settings = settings_of(numbers)
             num_stop_ids, prompts = settings.pop("num_stop_ids"), settings.pop("prompts")
@@ -90,8 +88,6 @@ class _Follower:
             names = ", ".join(repr(kind.name) for kind in self._drafters)
             raise MLAError("drafters", f"rank 0's among {names}", repr(name), "give it to `follow` too")
         config = EngineConfig(**settings | {"drafter": kind}).fitted_to(self._model)
-        policy = draft_length_of(config.num_speculative_tokens, adaptive=config.adaptive_draft_length)
-        self.launcher = Launcher(self._model, config, policy.lengths, self._ranks)
-        self._longest = policy.lengths[-1]
+        self.launcher = Launcher(self._model, config, self._ranks)
         self._reader.forget_all()
         self._model.allocate_cache(config.num_pages, config.page_size)

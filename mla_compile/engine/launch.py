@@ -1,7 +1,6 @@
 """From a plan to a launched step: the rows' state is prepared, and the step that serves them runs on it."""
 
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from mla_compile.backend import resolve_settings
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import CALLS_TO_RECORD, Captures
 from mla_compile.engine.config import FittedConfig
-from mla_compile.engine.draft_length import Drafting
 from mla_compile.engine.grammar import allowed_tokens
 from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
@@ -50,18 +48,12 @@ class Launch:
     """A step under way.
 
     plan: what it runs; report: what it will say of `plan.sampled`.
-    drafting: what it does about drafts.
     on_host: whether the host had a say in its tokens.
-    began: when, by the host's clock.
-    is_timed: whether its time tells of others': nothing was compiled or recorded until its report came.
     """
 
     plan: Plan
     report: StepReport
-    drafting: Drafting
     on_host: bool
-    began: float
-    is_timed: bool
 
 
 class Launcher:
@@ -73,39 +65,32 @@ class Launcher:
     chooses between them runs eagerly. With `batch_invariant` all of this is compiled, and from the first step on, since
     compiled code and eager code round differently.
 
-    Where processes share the model, each launches the same steps. What depends on a clock, on free memory or on the
-    host's choice of tokens, rank 0 decides for all.
+    Where processes share the model, each launches the same steps. What depends on free memory or on the host's choice
+    of tokens, rank 0 decides for all.
 
     Args:
         model: with the caches that `config` asks for.
-        lengths: the numbers of drafts that steps may make, ascending.
         ranks: of those processes; None for a process that has all of the model.
     """
 
-    def __init__(
-        self, model: ServedModel, config: FittedConfig, lengths: Sequence[int], ranks: Ranks | None = None
-    ) -> None:
-        self._model, self._config, self._lengths = model, config, lengths
-        self._ranks = ranks
-        self._longest = lengths[-1]
-        self._num_made = 0  # drafts for each row, by the last launch
-        self._device = model.device
+    def __init__(self, model: ServedModel, config: FittedConfig, ranks: Ranks | None = None) -> None:
+        self._model, self._config, self._ranks = model, config, ranks
+        self._k, self._device = config.num_speculative_tokens, model.device
         drafter = None
-        if self._longest > 0:
+        if self._k > 0:
             drafter = config.drafter.build(
-                DrafterSettings(model, self._longest, config.page_size, config.decode_backend)
+                DrafterSettings(model, self._k, config.page_size, config.decode_backend)
             )
         self._decoders = {
-            (sampled, length): SpeculativeDecoder(
+            sampled: SpeculativeDecoder(
                 model,
-                length,
+                self._k,
                 page_size=config.page_size,
                 shared=drafter,
                 sampled=sampled,
                 decode_backend=config.decode_backend,
             )
             for sampled in (False, True)
-            for length in lengths
         }
         why_not = _why_not_captured(config, self._device)
         self._pads = _compiles_mixed(model, why_not)
@@ -113,12 +98,13 @@ class Launcher:
         self._num_mixed = 0
         self._captures = Captures(
             config.max_rows,
+            q_len=1 + self._k,
             device=self._device,
             budget=config.capture_budget,
             why_not=why_not,
             agree=self._agreed,
         )
-        self._calls: dict[tuple[str, int, bool], Callable[..., Any]] = {}
+        self._calls: dict[tuple[str, bool], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
         self.choice_failed = False
@@ -127,15 +113,12 @@ class Launcher:
         self.rows = Rows(self._state_for, pages_per_grant=config.pages_per_grant, device=self._device)
         """The rows of the requests that run."""
 
-    def launch(self, plan: Plan, choose_length: Callable[[Hashable], int]) -> Launch:
+    def launch(self, plan: Plan) -> Launch:
         """Run a plan.
-
-        choose_length: see `DraftLength.choose`; rank 0's choice counts.
 
         Raises:
             RankZeroFailed: on a rank above 0, in the middle of a step whose tokens rank 0 chooses.
         """
-        began = time.perf_counter()
         self.choice_failed = False
         if plan.admitted:
             self._captures.check_again()
@@ -145,88 +128,71 @@ class Launcher:
         chunks = self._packed(plan, state) if plan.chunks else None
         self._num_mixed += bool(plan.chunks and plan.decodes)
         self._compiles_prompts |= self._pads and self._num_mixed > EAGER_MIXED_STEPS
-        bucket = variant, state.stop_ids.shape, on_host, chunks is not None
-        length = choose_length(bucket)
-        if len(self._lengths) > 1:
-            length = self._agreed(length)
-        unusual = self._captures.num_unusual
         if on_host:
-            self._run_in_halves(variant, length, state, chunks, plan)
+            self._run_in_halves(variant, state, chunks, plan)
         elif chunks is not None:
-            self._mixed(variant, length)(state, chunks)
+            self._mixed(variant)(state, chunks)
         else:
-            self.step(variant, length)(state)
+            self.step(variant)(state)
         rows = self.rows.of(sampled)
         counts: dict[int, int] = {}
         if variant.num_logprobs is not None:
             wanted = ((row, request.params.logprobs) for row, request in zip(rows, sampled, strict=True))
             counts = {row: count for row, count in wanted if count is not None}
-        report = StepReport(state, rows, counts)
-        drafting = Drafting(length, min(length, self._num_made), bucket)
-        self._num_made = length
-        return Launch(plan, report, drafting, on_host, began, self._captures.num_unusual == unusual)
+        return Launch(plan, StepReport(state, rows, counts), on_host)
 
     def _agreed(self, number: int) -> int:
         """Rank 0's number; while rank 0 chooses tokens, which it does alone, its own."""
         return number if self._ranks is None or self._chooses else self._ranks.agree([number])[0]
 
-    def step(self, variant: Variant, length: int) -> Step:
-        """The step of rows that all decode, with so many drafts."""
-        decoder = self._decoders[variant.sampled, length]
-        step: Step = self._call(variant.name, decoder, decoder.forward, is_checked=True)
+    def step(self, variant: Variant) -> Step:
+        """The step of rows that all decode."""
+        step: Step = self._call(variant.name, self._decoders[variant.sampled].forward, is_checked=True)
         return step
 
-    def _mixed(self, variant: Variant, length: int) -> Callable[[DecodeState, PackedChunks], None]:
+    def _mixed(self, variant: Variant) -> Callable[[DecodeState, PackedChunks], None]:
         """The step of rows that decode and prompts beside them."""
-        decoder = self._decoders[variant.sampled, length]
-        compile = self._compiles_prompts
-        return self._call(
-            f"mixed, {variant.name}", decoder, decoder.mixed, compile=compile, is_checked=compile
+        name, mixed, compile = (
+            f"mixed, {variant.name}",
+            self._decoders[variant.sampled].mixed,
+            self._compiles_prompts,
         )
+        return self._call(name, mixed, compile=compile, is_checked=compile)
 
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
-        """Compile a step for each number of drafts, and record it for all numbers of rows, largest first.
+        """Compile the step, and record it for all numbers of rows, largest first.
 
         prompts: where steps with prompts are compiled, or it pays to, compile those too, with a prompt that is nothing
         but padding.
         """
         self._captures.check_again()
         self._compiles_prompts |= self._pads and prompts
-        lengths = self._lengths[::-1]
         for size in reversed(self._captures.sizes):
             state = self._state_for(size, variant, num_stop_ids, False)
             state.active.zero_()
-            for length in lengths:
-                for _ in range(CALLS_TO_RECORD):
-                    self.step(variant, length)(state)
+            for _ in range(CALLS_TO_RECORD):
+                self.step(variant)(state)
         if prompts and self._compiles_prompts:
             # Any sizes will do: each is recorded when prompts first have it.
             state = self._state_for(1, variant, num_stop_ids, False)
             chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
             chunks.bounds.zero_()  # it is padding
-            for length in lengths:
-                self._mixed(variant, length)(state, chunks)
+            self._mixed(variant)(state, chunks)
 
     def capture_report(self) -> CaptureReport:
         return self._captures.report()
 
     def _call(
-        self,
-        name: str,
-        decoder: SpeculativeDecoder,
-        method: Callable[..., Any],
-        *,
-        compile: bool = True,
-        is_checked: bool = False,
+        self, name: str, method: Callable[..., Any], *, compile: bool = True, is_checked: bool = False
     ) -> Callable[..., Any]:
-        """The decoder's method, compiled on its first call; `name` and its number of drafts tell it from others."""
-        config, key = self._config, (name, decoder.k, compile)
+        """A decoder's method, compiled on its first call; `name` tells it from others."""
+        config, key = self._config, (name, compile)
         if key not in self._calls:
             call = method
             if config.compile and compile:
                 own, settings = with_own_code(method), config.compile_settings
                 call = torch.compile(own, backend="mla", fullgraph=True, **settings)
-                call = self._captures.measured(name, decoder.k + 1, call)
+                call = self._captures.measured(name, call)
             if is_checked and config.shadow_check_every is not None:
                 call = shadow_check(call, every=config.shadow_check_every)
             self._calls[key] = call
@@ -235,18 +201,17 @@ class Launcher:
     def _state_for(self, count: int, variant: Variant, num_stop_ids: int, on_host: bool) -> DecodeState:
         """The state of the bucket for so many rows, always the same one: captured graphs know its addresses."""
         name = VERIFY if on_host else variant.name
-        rows = self._captures.rows_for(name, self._longest + 1, count, num_stop_ids)
+        rows = self._captures.rows_for(name, count, num_stop_ids)
         num_logprobs = variant.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self._model.vocab_size)
         key = rows, num_stop_ids, variant.penalised, num_logprobs
         if key not in self._states:
             pages = self._config.pages_per_row
-            has_history = self._longest > 0 and self._config.drafter.needs_history
+            has_history = self._k > 0 and self._config.drafter.needs_history
             self._states[key] = DecodeState.allocate(
                 rows,
-                self._longest,
-                varying_drafts=len(self._lengths) > 1,
+                self._k,
                 max_pages=pages,
                 num_stop_ids=num_stop_ids,
                 penalised_vocab=self._model.vocab_size if variant.penalised else None,
@@ -272,31 +237,24 @@ class Launcher:
         )
 
     def _run_in_halves(
-        self,
-        variant: Variant,
-        length: int,
-        state: DecodeState,
-        chunks: PackedChunks | None,
-        plan: Plan,
+        self, variant: Variant, state: DecodeState, chunks: PackedChunks | None, plan: Plan
     ) -> None:
         """A step whose tokens the host has a say in, between its halves."""
-        decoder = self._decoders[variant.sampled, length]
+        decoder = self._decoders[variant.sampled]
         if chunks is None:
             begins = torch.zeros_like(state.active)
-            logits, hidden = self._call(VERIFY, decoder, decoder.verify)(state)
+            logits, hidden = self._call(VERIFY, decoder.verify)(state)
         else:
             begins, compile = chunks.begins, self._compiles_prompts
-            logits, hidden = self._call(f"mixed, {VERIFY}", decoder, decoder.verify, compile=compile)(
-                state, chunks
-            )
-        targets = self._chosen(lambda: self._choose(variant, decoder, state, logits, plan), state, length)
+            logits, hidden = self._call(f"mixed, {VERIFY}", decoder.verify, compile=compile)(state, chunks)
+        targets = self._chosen(lambda: self._choose(variant, decoder, state, logits, plan), state)
         hidden = hidden.clone()  # the next replay overwrites what this one returned
         for given in (targets, hidden, begins):
             mark_varying(given)
-        self._call(f"advance, {variant.name}", decoder, decoder.advance)(state, targets, hidden, begins)
+        self._call(f"advance, {variant.name}", decoder.advance)(state, targets, hidden, begins)
 
-    def _chosen(self, choose: Callable[[], Tensor], state: DecodeState, length: int) -> Tensor:
-        """What `choose` gives on rank 0, int64 `[rows, length + 1]`."""
+    def _chosen(self, choose: Callable[[], Tensor], state: DecodeState) -> Tensor:
+        """What `choose` gives on rank 0, int64 `[rows, k + 1]`."""
         if self._ranks is None:
             return choose()
         numbers: Sequence[int] = ()
@@ -309,7 +267,7 @@ class Launcher:
             numbers = self._ranks.agree(numbers)  # none, where choosing has failed
         if not numbers:
             raise RankZeroFailed
-        return torch.tensor(numbers, device=self._device).view(len(state.active), length + 1)
+        return torch.tensor(numbers, device=self._device).view(len(state.active), self._k + 1)
 
     def _choose(
         self, variant: Variant, decoder: SpeculativeDecoder, state: DecodeState, logits: Tensor, plan: Plan
@@ -318,12 +276,12 @@ class Launcher:
         sampled = [(self.rows[request], request) for request in plan.sampled]
         grammars = {row: request.grammar for row, request in sampled if request.grammar is not None}
         first = set(self.rows.of(plan.first_sampled))
-        guesses, allowed = state.drafts[:, : decoder.k], None
+        guesses, allowed = state.drafts, None
         if grammars:
             allowed = allowed_tokens(grammars, guesses, vocab_size=self._model.vocab_size, first=first)
         choose_targets = decoder.choose_targets
         if self._config.batch_invariant:
-            choose_targets = self._call(f"choose, {variant.name}", decoder, decoder.choose_targets)
+            choose_targets = self._call(f"choose, {variant.name}", decoder.choose_targets)
             logits = logits.clone()  # the next replay overwrites it
             for given in (logits, allowed):
                 if given is not None:
@@ -333,7 +291,7 @@ class Launcher:
         for choose in choosers:
             asked = {row: request for row, request in sampled if request.choose is choose}
             # A first token follows no drafts.
-            for n, rows in ((1, asked.keys() & first), (decoder.k + 1, asked.keys() - first)):
+            for n, rows in ((1, asked.keys() & first), (self._k + 1, asked.keys() - first)):
                 if not rows:
                     continue
                 index = torch.tensor(sorted(rows), device=self._device)

@@ -17,7 +17,7 @@ from mla_compile.engine.scheduler import Grant, Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.ops.segments import copied_to
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.speculate import DecodeState, row_drafts
+from mla_compile.speculate import DecodeState
 
 FEW = 4
 """A state is left for a smaller one where no more than one row in so many is used: moving costs copies."""
@@ -148,8 +148,6 @@ class Rows:
             values["stop_ids"] = stops.view(-1, width)
             told = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
             values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
-            if state.acceptance is not None:
-                state.acceptance.index_fill_(0, rows, row_drafts.START)
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))

@@ -71,8 +71,3 @@ class EngineStats:
     def acceptance_length(self) -> float | None:
         """Mean tokens emitted per row and verify step, 1..k+1; None before the first."""
         return self.num_verified_tokens / self.num_verified if self.num_verified else None
-
-    @property
-    def draft_length(self) -> float | None:
-        """Mean drafts verified per row and verify step, 0..k; None before the first."""
-        return self.num_drafts / self.num_verified if self.num_verified else None

@@ -175,7 +175,6 @@ def fitting_engine(
     max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     drafter: DrafterName | DrafterKind | None = None,
-    adaptive_draft_length: bool = False,
     compile: bool = True,
     batch_invariant: bool = False,
 ) -> Engine:
@@ -188,7 +187,7 @@ def fitting_engine(
     num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
         else none.
     sampling: as for `Engine.generate`; its `n` and `max_tokens` count.
-    drafter, adaptive_draft_length, compile, batch_invariant: see `EngineConfig`.
+    drafter, compile, batch_invariant: see `EngineConfig`.
     """
     model = checkpoint.model
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
@@ -203,7 +202,6 @@ def fitting_engine(
     config = EngineConfig(
         num_speculative_tokens=num_speculative_tokens,
         drafter=drafter,
-        adaptive_draft_length=adaptive_draft_length,
         max_rows=max_rows,
         max_model_len=max_model_len,
         num_pages=1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),

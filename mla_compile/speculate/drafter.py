@@ -28,7 +28,7 @@ from mla_compile.speculate.target import Target
 class Verified:
     """What came of a verification, before the state moves on, and what the step asks of its drafter.
 
-    k: drafts a row; 0 where other steps draft and this one keeps up what they read.
+    k: drafts a row.
     sampled: whether any row samples; see `choose_tokens`.
     targets: the target's tokens, int64 `[rows, k + 1]`, 0 where there is none; they take the positions after the
         state's `num_cached`.
@@ -53,7 +53,7 @@ class Verified:
 
 
 class Drafter(Protocol):
-    """Proposes k tokens a row. All steps of an engine share one, whatever their k.
+    """Proposes k tokens a row. All steps of an engine share one.
 
     Its methods are part of the captured step: nothing is read on the host.
     """
@@ -72,7 +72,7 @@ class DrafterSettings:
     """What a drafter is made for.
 
     model: whose caches have `page_size` tokens a page.
-    num_speculative_tokens: the most drafts that a step asks for.
+    num_speculative_tokens: k, the drafts of a step.
     decode_backend: of decode segments; see `DecodeSegment`.
     """
 
@@ -140,9 +140,6 @@ class MtpDrafter(nn.Module):
         hidden = self._run(
             state, verified.targets.view(-1), verified.hidden, state.num_cached, verified.q_lens, q_len
         )
-        if verified.k == 0:
-            # Nobody reads what the layer gave, so in a graph it comes down to the latents, as in `fill`.
-            return state.drafts[:, :0]
         accepted = verified.accepted
         picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
         hidden = torch.index_select(hidden, 0, picked)

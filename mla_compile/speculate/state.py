@@ -8,7 +8,6 @@ from torch import Tensor
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.ops.segments import decode_segment
-from mla_compile.speculate import row_drafts
 from mla_compile.torch_internals import mark_state_tensor
 
 COUNT, ACTIVE, NUM_VERIFIED, FIRST_TOKEN = 0, 1, 2, 3
@@ -38,8 +37,6 @@ class DecodeState:
         None in a state that tells none.
     history: the row's text by position, prompt and last token included, int32 `[rows, places]`, a place for each of
         `max_len` tokens; what stands behind the text means nothing. None where no drafter reads it.
-    acceptance: the share of a row's drafts that is accepted of late, float32 `[rows]` (`row_drafts.py`). None where
-        rows do not make fewer by themselves.
 
     What is None is compiled into a step.
     """
@@ -67,7 +64,6 @@ class DecodeState:
     logprobs: Tensor | None = None
     logprob_ids: Tensor | None = None
     history: Tensor | None = None
-    acceptance: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -80,7 +76,6 @@ class DecodeState:
         penalised_vocab: int | None = None,
         num_logprobs: int | None = None,
         history_len: int | None = None,
-        varying_drafts: bool = False,
         device: torch.device | str = "cpu",
     ) -> "DecodeState":
         """Inactive rows on page 0, the dummy page, which a step neither reads nor writes.
@@ -88,8 +83,6 @@ class DecodeState:
         penalised_vocab: the vocabulary's size, where rows may have penalties.
         num_logprobs: of how many most likely tokens to tell log-probabilities, besides the chosen one's.
         history_len: tokens of a row at most, where a drafter reads them.
-        varying_drafts: whether steps of different numbers of drafts, `num_speculative_tokens` at most, take turns, and
-            rows make fewer by themselves.
 
         The tensors are marked for the compiler: static addresses (CUDA graphs change them in place, no copy) and a
         number of rows that varies (one compiled graph serves every bucket).
@@ -111,8 +104,6 @@ class DecodeState:
                 optional["logprob_ids"] = zeros(rows, k + 1, 1 + num_logprobs)
             if history_len is not None:
                 optional["history"] = zeros(rows, history_len, dtype=torch.int32)
-            if varying_drafts:
-                optional["acceptance"] = zeros(rows, dtype=torch.float32) + row_drafts.START
             state = cls(
                 num_cached=zeros(rows, dtype=torch.int32),
                 last_token=zeros(rows),

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from mla_compile.defaults import MAX_DRAFTS, DrafterName
 from mla_compile.errors import MLAError
-from mla_compile.speculate import row_drafts
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
@@ -63,11 +62,9 @@ class SpeculativeDecoder(nn.Module):
 
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
-        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States may have room for more, for
-            steps that take turns.
+        num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States have as many.
         drafter: a name of `DRAFTERS`, or one of the caller's own; states need a `history` where it reads one.
-        shared: the drafter that all steps over the same states use, in place of a new one. A step of k = 0 keeps up
-            what it reads.
+        shared: the drafter that all steps over the same states use, in place of a new one.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
@@ -129,7 +126,7 @@ class SpeculativeDecoder(nn.Module):
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
             rows = state.num_rows()
-            tokens = torch.cat([state.last_token[:, None], state.drafts[:, : self.k]], dim=1)
+            tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
             batch, positions = state.decode_batch(
                 state.num_cached,
                 self.query_lens(state, state.active),
@@ -183,7 +180,7 @@ class SpeculativeDecoder(nn.Module):
                 torch._check(given.shape[0] == rows)
             position = state.num_cached[:, None] + torch.arange(1, self.k + 2, device=logits.device)
             targets = choose_tokens(
-                state, logits, position, state.drafts[:, : self.k], sampled=self.sampled, allowed=allowed
+                state, logits, position, state.drafts, sampled=self.sampled, allowed=allowed
             )
             self._tell_logprobs(state, logits, targets)
             return torch.where(can_choose(logits), targets, NO_TOKEN)
@@ -217,11 +214,7 @@ class SpeculativeDecoder(nn.Module):
             self._count_emitted(state, targets, count)
             if state.history is not None:
                 record(state.history, state.num_cached + 1, targets, count)
-            num_drafts = state.max_drafts.clamp(max=self.k)
-            if state.acceptance is not None:
-                state.acceptance.copy_(row_drafts.learn(state.acceptance, num_verified, accepted))
-                num_drafts = torch.minimum(num_drafts, row_drafts.worthwhile(state.acceptance, self.k))
-            state.num_drafts.copy_(torch.where(lacks_token, 0, num_drafts))
+            state.num_drafts.copy_(torch.where(lacks_token, 0, state.max_drafts))
             if self.drafter is not None:
                 q_lens = torch.where(active, q_lens, 0)
                 verified = Verified(
@@ -233,15 +226,14 @@ class SpeculativeDecoder(nn.Module):
                 if drafts.dim() != 2 or drafts.shape[1] != self.k or drafts.dtype != torch.int64:
                     got = f"{drafts.dtype} {list(drafts.shape)}"
                     raise MLAError("draft", f"int64 [rows, {self.k}] from the drafter", got)
-                state.drafts[:, : self.k].copy_(drafts)
+                state.drafts.copy_(drafts)
             last_token = targets.gather(1, accepted[:, None].long())[:, 0]
             state.last_token.copy_(torch.where(count > 0, last_token, state.last_token))
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
             # `num_cached` of a row that has failed is what it was.
             status = torch.where(has_failed, -1 - num_cached, active)
-            report = torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1)
-            state.report[:, : report.shape[1]].copy_(report)
+            state.report.copy_(torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1))
 
     def query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
         """How many of a row's k + 1 positions count, int32 `[rows]`; of a row that has just begun one does."""
@@ -260,10 +252,9 @@ class SpeculativeDecoder(nn.Module):
     def _tell_logprobs(self, state: DecodeState, logits: Tensor, tokens: Tensor) -> None:
         """Report on `tokens` `[rows, n]`, chosen from logits `[rows, n, vocab_size]`, where the state asks for it."""
         if state.logprobs is not None and state.logprob_ids is not None:
-            n = tokens.shape[1]
             logprobs, ids = top_logprobs(logits, tokens, state.logprobs.shape[2] - 1)
-            state.logprobs[:, :n].copy_(logprobs)
-            state.logprob_ids[:, :n].copy_(ids)
+            state.logprobs.copy_(logprobs)
+            state.logprob_ids.copy_(ids)
 
     def _accept(self, state: DecodeState, targets: Tensor, q_lens: Tensor) -> tuple[Tensor, Tensor]:
         """How many of `targets` each row emits, int32 `[rows]`, and which rows go on.
@@ -272,7 +263,7 @@ class SpeculativeDecoder(nn.Module):
         """
         index = torch.arange(self.k + 1, device=targets.device)
         # A draft counts only where its own position was run and a token can be sampled after it.
-        agrees = (state.drafts[:, : self.k] == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
+        agrees = (state.drafts == targets[:, : self.k]) & (index[1:] < q_lens[:, None])
         count = torch.minimum(1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1), q_lens)
         stops = (targets[..., None] == state.stop_ids[:, None]).any(dim=-1) & (index < count[:, None])
         first_stop = torch.where(stops, index, self.k + 1).amin(dim=1)

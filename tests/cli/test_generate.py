@@ -121,25 +121,6 @@ def test_three_tokens_are_drafted_by_default_where_there_is_an_mtp_layer_or_a_dr
 
 
 @pytest.mark.long
-def test_the_number_of_drafts_adapts_where_it_is_asked_to_and_the_tokens_are_the_same(complete, monkeypatch):
-    fixed, lengths, init = complete(MIXED), [], Engine.__init__
-
-    def spied(self, *args, **settings):
-        init(self, *args, **settings)
-        lengths.append(self.draft_length.lengths)
-
-    monkeypatch.setattr(Engine, "__init__", spied)
-    for flags in (
-        ["--adaptive-draft-length"],
-        ["--adaptive-draft-length", "--num-speculative-tokens", 2],
-        [],
-    ):
-        adaptive = complete(MIXED, *flags)
-        assert [line["token_ids"] for line in adaptive] == [line["token_ids"] for line in fixed]
-    assert lengths == [[0, 1, 2, 3], [0, 1, 2], [3]]
-
-
-@pytest.mark.long
 def test_drafts_without_an_mtp_layer_are_looked_up_in_the_text(complete, without_mtp):
     """The tiny model soon repeats itself, so what is looked up is mostly accepted."""
     flags = ([], ["--num-speculative-tokens", 2], ["--drafter", "ngram"])
@@ -263,7 +244,7 @@ def test_help_names_every_flag_and_the_default_number_of_drafts(run):
     text = " ".join(run("generate", "--help").stdout.split())
     assert "3 if the checkpoint has an MTP layer or --drafter is given, else 0" in text
     assert "mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts" in text
-    flags = "model prompt input output num-speculative-tokens drafter adaptive-draft-length max-new-tokens"
+    flags = "model prompt input output num-speculative-tokens drafter max-new-tokens"
     flags += " batch-invariant quantize dequantize"
     flags += " temperature top-k top-p min-p"
     flags += (

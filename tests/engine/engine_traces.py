@@ -18,11 +18,11 @@ from torch import Tensor
 from mla_compile import Engine, MLABatch, SamplingParams
 from mla_compile.engine import Completion, Request
 from mla_compile.engine.detokenizer import Found
-from mla_compile.engine.draft_length import Drafting
+from mla_compile.engine.reports import RowReport
+from mla_compile.engine.scheduler import Plan
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, Verified
-from tests.engine.any_length import AnyLength
-from tests.engine.engines import pool_of, with_lag, with_new_caches, with_policy
+from tests.engine.engines import pool_of, with_lag, with_new_caches
 from tests.engine.toy_engine import Arrival, Trace
 from tests.engine.watching import Watch
 from tests.models_for_tests import one_layer_model
@@ -122,7 +122,7 @@ class Outcome:
     num_aborted: int = 0
     num_stopped: int = 0
     num_cut: int = 0
-    num_accepted_adaptively: int = 0
+    num_accepted_of_few: int = 0
     num_failed: int = 0
     tokens: list[list[int]] = field(default_factory=list)
 
@@ -143,7 +143,6 @@ class EngineRun:
             self.model,
             num_speculative_tokens=trace.k,
             drafter=self.watch.kind(trace.drafter),
-            adaptive_draft_length=trace.adaptive,
             max_rows=trace.max_rows,
             max_model_len=self.max_model_len,
             page_size=trace.page_size,
@@ -153,16 +152,15 @@ class EngineRun:
             batch_invariant=trace.batch_invariant,
         )
         with_lag(self.engine, trace.lag)
-        if trace.adaptive:
-            with_policy(self.engine, AnyLength(trace.k, trace.seed))
-        learn = self.engine.draft_length.learn
+        scheduler = self.engine._scheduler
+        update = scheduler.update
 
-        def watched(drafting: Drafting, accepted: Sequence[int], seconds: float | None) -> None:
-            *_, has_chunks = drafting.bucket
-            self.outcome.num_emitting_mixed_steps += has_chunks and len(accepted) > 0
-            learn(drafting, accepted, seconds)
+        def watched(plan: Plan, reports: Sequence[RowReport]) -> None:
+            emits = any(report.tokens for report in reports[: len(plan.decodes)])
+            self.outcome.num_emitting_mixed_steps += bool(plan.chunks) and emits
+            update(plan, reports)
 
-        self.engine.draft_length.learn = watched
+        scheduler.update = watched
 
     def run(self) -> Outcome:
         for (
@@ -196,6 +194,7 @@ class EngineRun:
             max_new_tokens=arrival.max_new_tokens + 5 * longest,  # the model's length ends it, not its own
             stop_ids=stop_ids(self.trace),
             priority=arrival.priority,
+            max_drafts=arrival.max_drafts,
             client=arrival.client,
         )
         if arrival.num_until_stop is not None:
@@ -240,7 +239,6 @@ class EngineRun:
         outcome.num_preemptions, outcome.num_reused_tokens = stats.num_preemptions, stats.num_reused_tokens
         outcome.num_repeated_tokens = stats.num_repeated_tokens
         outcome.num_accepted = stats.num_verified_tokens - stats.num_verified
-        outcome.num_accepted_adaptively = self.trace.adaptive * outcome.num_accepted
         pool = pool_of(self.engine)
         assert pool.num_free == pool.num_pages - 1, "pages leaked"
         assert not any(pool.references(page) for page in range(pool.num_pages))
@@ -277,6 +275,10 @@ class EngineRun:
                 assert mine.keys() == expected.keys(), where
                 for token, told in mine.items():
                     assert abs(told.logprob - expected[token].logprob) < 1e-5, where
+        if arrival.max_drafts is not None:
+            most = max(completion.draft_positions, default=0)
+            assert most <= arrival.max_drafts, where
+            self.outcome.num_accepted_of_few += most > 0
         self.outcome.tokens.append(completion.token_ids)
 
     def _fails_after(self, prompt: list[int], tokens: list[int]) -> int | None:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from mla_compile import Engine
 from mla_compile.engine import Request
-from mla_compile.engine.draft_length import DraftLength
 from mla_compile.engine.pages import PagePool
 from mla_compile.models import MLAForCausalLM
 from tests.models_for_tests import one_layer_model, poison_caches
@@ -30,12 +29,6 @@ def finish(of: Engine) -> None:
 
 def texts(requests: Iterable[Request]) -> list[list[int]]:
     return [request.completion.token_ids for request in requests]
-
-
-def with_policy(of: Engine, policy: DraftLength) -> Engine:
-    """The engine, in which `policy` says how many drafts each step makes."""
-    of.draft_length = policy
-    return of
 
 
 def with_lag(of: Engine, lag: int) -> Engine:

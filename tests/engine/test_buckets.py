@@ -18,8 +18,7 @@ from mla_compile.ops.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
-from tests.engine.any_length import AnyLength
-from tests.engine.engines import engine, with_new_caches, with_policy
+from tests.engine.engines import engine, with_new_caches
 from tests.models_for_tests import one_layer_model
 
 K, STOP_IDS = 3, 8
@@ -78,7 +77,8 @@ class Graphs:
 
 
 def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
-    return Captures(max_rows, device=torch.device("cuda"), budget=budget, why_not=why_not, agree=int)
+    device = torch.device("cuda")
+    return Captures(max_rows, q_len=K + 1, device=device, budget=budget, why_not=why_not, agree=int)
 
 
 def test_row_sizes_double_up_to_the_most_rows() -> None:
@@ -115,14 +115,14 @@ def test_any_batches_are_served_and_nothing_is_recorded_beyond_the_budget(
     """batches: numbers of rows and of steps."""
     graphs, captures = Graphs(cost=1), captures_of(max_rows, budget)
     with graphs.instead_of_torch():
-        step = captures.measured("greedy", K + 1, graphs.step)
+        step = captures.measured("greedy", graphs.step)
         for count, steps in batches:
             count = min(count, max_rows)
             before, recorded = captures.report(), set(graphs.recorded)
             begun = {bucket.rows for bucket in before.buckets if bucket.why_not is None}
             assert begun == graphs.warm
             spent = budget is not None and before.num_bytes >= budget
-            rows = captures.rows_for("greedy", K + 1, count, STOP_IDS)
+            rows = captures.rows_for("greedy", count, STOP_IDS)
             own = min(size for size in captures.sizes if size >= count)
             roomy = [size for size in begun if size >= count]
             assert rows == (min(roomy, default=own) if spent else own)
@@ -147,11 +147,11 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
         ("sampled", sampled, ["uncaptured"] * 3),
     ):
         with graphs.instead_of_torch():
-            step = captures.measured(name, K + 1, graphs.step)
+            step = captures.measured(name, graphs.step)
             assert [step(state_of(8)) for _ in range(3)] == expected
-    assert captures.rows_for("greedy", K + 1, 1, STOP_IDS) == 8
-    assert captures.rows_for("sampled", K + 1, 1, STOP_IDS) == 1
-    assert captures.rows_for("greedy", K + 1, 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
+    assert captures.rows_for("greedy", 1, STOP_IDS) == 8
+    assert captures.rows_for("sampled", 1, STOP_IDS) == 1
+    assert captures.rows_for("greedy", 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
 
 
 def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_checked() -> None:
@@ -159,7 +159,7 @@ def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_chec
     graphs.graph = graphs
     other = DecodeState.allocate(4, K, max_pages=1, num_stop_ids=STOP_IDS)
     with graphs.instead_of_torch():
-        step = captures.measured("greedy", K + 1, graphs.step)
+        step = captures.measured("greedy", graphs.step)
         assert [step(state_of(4)) for _ in range(4)] == ["warm-up", "recorded", None, None]
         assert step(other) == "replayed", "by torch, which knows that the graph is of another state"
         assert graphs.num_replays == 2
@@ -180,9 +180,9 @@ def test_the_graph_of_another_call_is_not_taken_for_that_of_a_call_that_torch_re
     graphs, captures = Graphs(cost=1), captures_of(4, None)
     graphs.graph = graphs
     with graphs.instead_of_torch():
-        greedy = captures.measured("greedy", K + 1, graphs.step)
+        greedy = captures.measured("greedy", graphs.step)
         assert [greedy(state_of(4)) for _ in range(3)] == ["warm-up", "recorded", None]
-        refused = captures.measured("sampled", K + 1, lambda state: "ran")
+        refused = captures.measured("sampled", lambda state: "ran")
         assert [refused(state_of(4)) for _ in range(4)] == ["ran"] * 4
     assert captures.report().buckets[1].outcome.startswith("uncaptured: torch recorded no graph")
 
@@ -195,16 +195,16 @@ def test_a_bucket_whose_call_failed_serves_no_others() -> None:
 
     with graphs.instead_of_torch():
         with pytest.raises(MemoryError):
-            captures.measured("greedy", K + 1, out_of_memory)(state_of(4))
-        sampled = captures.measured("sampled", K + 1, graphs.step)
+            captures.measured("greedy", out_of_memory)(state_of(4))
+        sampled = captures.measured("sampled", graphs.step)
         assert [sampled(state_of(1)) for _ in range(2)] == ["warm-up", "recorded"], "the budget is spent"
-        assert captures.rows_for("greedy", K + 1, 2, STOP_IDS) == 2
+        assert captures.rows_for("greedy", 2, STOP_IDS) == 2
 
 
 def test_what_torch_refuses_to_record_is_reported_so() -> None:
     graphs, captures = Graphs(cost=1, refused=True), captures_of(4, None)
     with graphs.instead_of_torch():
-        step = captures.measured("greedy", K + 1, graphs.step)
+        step = captures.measured("greedy", graphs.step)
         step(state_of(4))
         assert "when it is called again" in captures.report().buckets[0].outcome
         step(state_of(4))
@@ -213,7 +213,7 @@ def test_what_torch_refuses_to_record_is_reported_so() -> None:
 
 def test_without_cuda_graphs_a_step_is_called_as_it_is() -> None:
     captures = captures_of(4, 0, why_not="the device is cpu")
-    step = captures.measured("greedy", K + 1, lambda state, *more: (state, *more))
+    step = captures.measured("greedy", lambda state, *more: (state, *more))
     for _ in range(3):
         assert step(state_of(4), "hidden") == (state_of(4), "hidden")
     (bucket,) = captures.report().buckets
@@ -297,25 +297,21 @@ def test_chunks_are_padded_to_few_numbers_of_chunks(num_chunks: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
-@pytest.mark.parametrize("longest", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(longest: int) -> None:
-    """Of each number of drafts, in one chunk or several, with rows to spare or none."""
-    drafts = {"adaptive_draft_length": True, "max_tokens_per_step": 10}
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(k: int) -> None:
+    """In one chunk or several, with rows to spare or none."""
     prompts = [[1, 2, 3], [4], [5] * 30, [6, 7], [8] * 12]
     model = one_layer_model(torch.float32)
     expected = engine(0, model).generate(prompts, max_new_tokens=12)
-    mine = engine(longest, model, compile=True, **drafts)
-    policy = AnyLength(longest, first=[*range(longest + 1)] * 10)
-    with_policy(mine, policy)
+    mine = engine(k, model, compile=True, max_tokens_per_step=10)
     torch._dynamo.utils.counters.clear()
     mine.warm_up()
-    assert compile_counters()["graphs"] == 2 * (longest + 1), "with prompts and without, of each length"
+    assert compile_counters()["graphs"] == 2, "with prompts and without"
     assert all(cache.isnan().all() for cache in model.caches()), "the prompt of the warm-up wrote to a page"
     completions = mine.generate(prompts, max_new_tokens=12)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
-    mixed = {drafting.length for drafting, _ in policy.learned if drafting.bucket[-1]}
-    assert mine.stats.num_mixed_steps > 3 and mixed == {*range(longest + 1)}
-    assert compile_counters()["graphs"] == 2 * (longest + 1), "nothing more was compiled"
+    assert mine.stats.num_mixed_steps > 3
+    assert compile_counters()["graphs"] == 2, "nothing more was compiled"
 
 
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")

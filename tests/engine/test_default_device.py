@@ -92,7 +92,6 @@ STOCK = {family: stock_model(family) for family in ("deepseek_v2", "kimi_linear"
 USES: dict[str, Callable[[], object]] = {
     "drafts": mixed,
     "look-ups": lambda: mixed(drafter="ngram"),
-    "adaptive": lambda: mixed(adaptive_draft_length=True),
     "checked": lambda: mixed(shadow_check_every=1),
     "warm_up": lambda: str(served().warm_up().why_not),
     "grammar": lambda: served().generate(PROMPTS, max_new_tokens=6, stop_ids=[0], grammars=GRAMMAR),

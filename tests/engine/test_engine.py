@@ -130,7 +130,6 @@ def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
         {"max_rows": 0},
         {"capture_budget": -1},
         {"capture_budget": 1e9},
-        {"adaptive_draft_length": "yes"},
         {"prefix_caching": "no"},
     ):
         with pytest.raises(MLAError, match=next(iter(bad))):

@@ -63,7 +63,7 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
     "Engine": (
         lambda of, **kwargs: Engine(**kwargs).generate([[1]], max_new_tokens=1),
         {"max_rows": 2, "max_model_len": 16, "page_size": 4, "compile": False},
-        "model num_speculative_tokens drafter adaptive_draft_length num_pages max_tokens_per_step prefix_caching "
+        "model num_speculative_tokens drafter num_pages max_tokens_per_step prefix_caching "
         "tokenizer mode shadow_check_every decode_backend capture_budget",
     ),
     "from_json_schema": (

@@ -82,9 +82,6 @@ def alone(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
             v2_config(vocab_size=96, q_lora_rank=None), 2, {"mtp": False, "expert_parallel": True}, id="v2"
         ),
         pytest.param(glm_config(vocab_size=96), 2, {"k": [3], "chooses": True}, id="glm, host"),
-        pytest.param(
-            v3_config(vocab_size=96), 2, {"engine": {"adaptive_draft_length": True}, "k": [2]}, id="adaptive"
-        ),
         pytest.param(v3_config(vocab_size=96, **WIDE), 2, {"load": {"quantize": "fp8"}, "k": [3]}, id="fp8"),
         pytest.param(SMALL, 2, EXACT | {"lowering": "aot_eager"}, id="exact"),
         pytest.param(SMALL, 2, EXACT, id="exact, inductor", marks=pytest.mark.slow),

@@ -48,7 +48,6 @@ class Reader:
         {"max_rows": 1},  # each alone, in the row of the one before
         {"num_pages": 17},  # preempted
         {"max_tokens_per_step": 26},  # chunks beside rows that decode
-        {"adaptive_draft_length": True},  # steps without drafts among others
     ],
     ids=str,
 )
@@ -71,7 +70,7 @@ def test_a_drafter_of_ones_own_reads_prompt_and_emitted_text_at_every_step(k: in
 def test_an_engine_builds_one_drafter_for_all_of_its_steps(seed: int) -> None:
     draw = random.Random(seed)
     k = draw.choice([0, 1, 2, 5])
-    settings = {"adaptive_draft_length": k > 0 and draw.random() < 0.5, "max_rows": draw.choice([1, 4])}
+    max_rows = draw.choice([1, 4])
     params = [draw.choice(MIXED) for _ in PROMPTS]  # greedy and sampled steps take turns, where rows are few
     built: list[DrafterSettings] = []
     asked: set[tuple[int, bool]] = set()
@@ -90,8 +89,6 @@ def test_an_engine_builds_one_drafter_for_all_of_its_steps(seed: int) -> None:
         return [completion.token_ids for completion in completions]
 
     drafter = DrafterKind("repeat", build, needs_history=True)
-    assert texts(k, drafter=drafter, **settings) == texts(0)
+    assert texts(k, drafter=drafter, max_rows=max_rows) == texts(0)
     assert [settings.num_speculative_tokens for settings in built] == [k] * (k > 0)
-    adaptive = settings["adaptive_draft_length"]
-    lengths = {steps for steps, _ in asked}
-    assert lengths <= set(range(k + 1)) if adaptive else lengths <= {k}
+    assert {steps for steps, _ in asked} == {k} - {0}

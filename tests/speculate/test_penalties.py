@@ -340,7 +340,7 @@ def test_logprobs_are_those_of_a_forward_from_scratch_per_token(model: MLAForCau
         assert math.isclose(completion.cumulative_logprob, total, rel_tol=1e-4)
 
 
-@pytest.mark.slow  # `test_adaptive_drafts.py` has such a step too, `test_mixed_step.py` one with other rows beside it
+@pytest.mark.slow  # `test_max_drafts.py` has such a step too, `test_mixed_step.py` one with other rows beside it
 def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding() -> None:
     model = one_layer_model(torch.float32)
     asked = with_logprobs(MIXED)
