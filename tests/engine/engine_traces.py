@@ -194,7 +194,7 @@ class EngineRun:
             max_new_tokens=arrival.max_new_tokens + 5 * longest,  # the model's length ends it, not its own
             stop_ids=stop_ids(self.trace),
             priority=arrival.priority,
-            max_drafts=arrival.max_drafts,
+            max_drafts=(number + 1) % (self.trace.k + 1) if self.trace.few_drafts else None,
             client=arrival.client,
         )
         if arrival.num_until_stop is not None:
@@ -275,9 +275,9 @@ class EngineRun:
                 assert mine.keys() == expected.keys(), where
                 for token, told in mine.items():
                     assert abs(told.logprob - expected[token].logprob) < 1e-5, where
-        if arrival.max_drafts is not None:
+        if request.max_drafts is not None:
             most = max(completion.draft_positions, default=0)
-            assert most <= arrival.max_drafts, where
+            assert most <= request.max_drafts, where
             self.outcome.num_accepted_of_few += most > 0
         self.outcome.tokens.append(completion.token_ids)
 

@@ -35,7 +35,6 @@ class Arrival:
     abort_step: when it is aborted, or None.
     num_until_stop: the host finds a stop string as soon as it knows so many of its new tokens, or None.
     client: whom it is of.
-    max_drafts: see `Engine.add`; in the real engine only.
     """
 
     step: int
@@ -47,7 +46,6 @@ class Arrival:
     abort_step: int | None = None
     num_until_stop: int | None = None
     client: str | None = None
-    max_drafts: int | None = None
 
     def prompt(self) -> list[int]:
         shared, own = random.Random(99), random.Random(self.seed)
@@ -66,6 +64,7 @@ class Trace:
     lag: steps that the host is late by.
     acceptance: with which probability a draft is right.
     vocab_size: of the model; one token of it ends a row.
+    few_drafts: requests have different numbers of drafts, up to k; in the real engine only.
     batch_invariant: whether latents of decode and of prefill are told apart.
     poison: what an id makes NaN or infinite where it is read, and the id; in the real engine only. See `engine_traces`.
     """
@@ -79,6 +78,7 @@ class Trace:
     lag: int = 1
     acceptance: float = 0.5
     vocab_size: int = 20
+    few_drafts: bool = False
     batch_invariant: bool = False
     poison: tuple[str, int] | None = None
     seed: int = 0
@@ -115,7 +115,6 @@ def traces(draw: st.DrawFn) -> Trace:
         priority=st.sampled_from([0, 0, 1, 2]),
         abort_step=maybe(st.integers(0, 30)),
         num_until_stop=maybe(st.integers(1, 10)),
-        max_drafts=maybe(st.integers(0, 2)),
     )
     drawn = draw(st.lists(arrivals, min_size=1, max_size=8))
     clients: tuple[str | None, ...] = [(None,), (None, "a"), tuple("abc")][len(drawn) % 3]
@@ -129,6 +128,7 @@ def traces(draw: st.DrawFn) -> Trace:
         lag=draw(st.sampled_from([1, 1, 0, 2])),
         acceptance=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
         vocab_size=draw(st.sampled_from([4, 20, 1000])),
+        few_drafts=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
 
