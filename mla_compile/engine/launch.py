@@ -152,12 +152,8 @@ class Launcher:
 
     def _mixed(self, variant: Variant) -> Callable[[DecodeState, PackedChunks], None]:
         """The step of rows that decode and prompts beside them."""
-        name, mixed, compile = (
-            f"mixed, {variant.name}",
-            self._decoders[variant.sampled].mixed,
-            self._compiles_prompts,
-        )
-        return self._call(name, mixed, compile=compile, is_checked=compile)
+        mixed, compile = self._decoders[variant.sampled].mixed, self._compiles_prompts
+        return self._call(f"mixed, {variant.name}", mixed, compile=compile, is_checked=compile)
 
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
         """Compile the step, and record it for all numbers of rows, largest first.
