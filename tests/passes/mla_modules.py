@@ -84,25 +84,6 @@ class TwoWeightsMLA(nn.Module):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-class UnbatchedMLA(nn.Module):
-    """Without a batch: `[head, token, feature]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = CompactMLA()
-
-    def forward(self, x: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None) -> Tensor:
-        q = self.inner.q_proj(x[0]).view(-1, HEADS, NOPE + ROPE).transpose(0, 1)
-        kv = F.linear(kv_c[0], self.inner.kv_up.weight).view(-1, HEADS, 2 * NOPE)
-        k = torch.empty(HEADS, len(kv), NOPE + ROPE, dtype=q.dtype)
-        k[..., :NOPE] = kv[..., :NOPE].transpose(0, 1)
-        k[..., NOPE:] = k_pe[0].expand(HEADS, -1, -1)
-        out = F.scaled_dot_product_attention(
-            q, k, kv[..., NOPE:].transpose(0, 1), None if mask is None else mask[:1], scale=0.3
-        )
-        return out.transpose(0, 1).reshape(len(x[0]), -1)
-
-
 class StaticCacheMLA(nn.Module):
     """Latents and rotary keys in one buffer, a row a page; `visible` makes the mask from positions `[batch, q_len]`."""
 

@@ -6,202 +6,208 @@
 What makes it MLA: the latents do not depend on the head, the weights on neither row nor key, and keys of each head
 are joined with a rotary part that all heads share, in one tensor or as a second product added to the scores.
 Attention is `scaled_dot_product_attention`, or two products with anything between them: the pass only moves brackets,
-`q . (kv_c w_uk) = (q w_uk) . kv_c`, so scale, mask, soft cap, softmax and dropout stay as they are written.
+`q . (kv_c w_uk) = (q w_uk) . kv_c`, so scale, mask, softmax and dropout stay as they are written.
 """
 
-import string
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from mla_compile.passes.absorption.index_map import same
-from mla_compile.passes.absorption.joins import Piece, trace_pieces
-from mla_compile.passes.absorption.match import RANK, Expansion, Keys, Match, NearMiss, Part, Values
-from mla_compile.passes.absorption.products import SUMMED, Product, as_product, source_product
-from mla_compile.passes.absorption.trace import View, is_layout, read, trace
+from mla_compile.passes.absorption.index_map import Sizes, same
+from mla_compile.passes.absorption.products import RANK, SUMMED, Product, as_product
+from mla_compile.passes.absorption.trace import Nodes, Part, Reader, parts_of, reader, trace
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
-
-
-def find(graph: fx.Graph) -> Iterator[Match | NearMiss]:
-    """Every attention of a graph that is MLA or nearly so, in order."""
-    scores: dict[fx.Node, Keys | NearMiss] = {}
-    for node in list(graph.nodes):
-        name = torch_name(node)
-        if name == "scaled_dot_product_attention" or str(node.target) == "flex_attention":
-            yield from _fused(node)
-        elif name in ("matmul", "bmm", "einsum"):
-            product, matched = as_product(node), False
-            for position in (0, 1) if product is not None else ():
-                assert product is not None
-                keys = _keys(product, position)
-                if keys is not None:
-                    scores[node] = keys
-                values = _values(product, position)
-                if isinstance(values, Values) and (origin := _scores_behind(values.weights.node, scores)):
-                    found, matched = scores.pop(origin), True
-                    yield Match(found, values) if isinstance(found, Keys) else found
-            if matched:
-                scores.pop(
-                    node, None
-                )  # weights beside which a sink was cut off look like keys that were joined
-    for node, left in scores.items():
-        unmatched = "its values are not up-projected from latents by a matrix product with a weight"
-        yield left if isinstance(left, NearMiss) else NearMiss(node, unmatched)
-
-
-def _fused(node: fx.Node) -> Iterator[Match | NearMiss]:
-    """`scaled_dot_product_attention`, taken for its two products."""
-    query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-    if not all(is_tensor(n) for n in (query, key, value)):
-        return
-    rank = tensor_of(query).dim()
-    if rank not in (3, 4) or tensor_of(key).dim() != rank or tensor_of(value).dim() != rank:
-        return
-    lead = "ab"[: rank - 2]
-    query_term, out_term = lead + "c" + SUMMED, lead + "cd"
-    keys = _keys(_product(node, (query, query_term), (key, lead + "d" + SUMMED), out_term), 1)
-    if keys is None:
-        return
-    # The weights have no node of their own: the query stands for them, and is not read.
-    values = _values(_product(node, (query, query_term), (value, lead + SUMMED + "d"), out_term), 1)
-    if isinstance(keys, NearMiss) or not isinstance(values, Values):
-        reason = f"its values are not up-projected from latents: {values}"
-        yield keys if isinstance(keys, NearMiss) else NearMiss(node, reason)
-        return
-    unsupported = _unsupported_arguments(node, query, key, value)
-    yield NearMiss(node, unsupported) if unsupported else Match(keys, values)
-
-
-def _product(node: fx.Node, left: tuple[fx.Node, str], right: tuple[fx.Node, str], out: str) -> Product:
-    views, sizes = zip(*(read(*side) for side in (left, right)))
-    return Product(node, views, (left[1], right[1]), {**sizes[0], **sizes[1]}, out)
-
-
-def _unsupported_arguments(node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node) -> str | None:
-    if str(node.target) == "flex_attention":
-        return (
-            "`flex_attention` stays as it is: use scaled_dot_product_attention, or the products spelled out"
-        )
-    if argument(node, 4, "dropout_p", 0.0) != 0.0:
-        return "dropout is on: call model.eval(), or pass dropout_p=0.0"
-    others = [tensor_of(n) for n in (key, value)]
-    if any(other.dtype != tensor_of(query).dtype for other in others):
-        return "queries, keys and values differ in dtype"
-    leading = tensor_of(query).shape[:-2]
-    if not all(same(size, mine) for other in others for size, mine in zip(other.shape[:-2], leading)):
-        return "keys have fewer heads or rows than queries: expand them to all heads"
-    scale = argument(node, 6, "scale")
-    return None if scale is None or isinstance(scale, (int, float)) else "scale is not a number"
-
-
-def _keys(product: Product, position: int) -> Keys | NearMiss | None:
-    """The operand at `position` as the keys of MLA; None where it does not even look like them."""
-    node, view, sizes = product.node, product.operands[position], product.sizes
-    free = set(product.terms[position]) - set(product.terms[1 - position])
-    if len(free) != 1:
-        return None
-    key = free.pop()
-    pieces = trace_pieces(view, sizes, SUMMED)
-    found = [_expansion(p.view, {**sizes, SUMMED: p.size}, key, SUMMED) for p in pieces]
-    expansions = [source for source in found if isinstance(source, Expansion)]
-    heads = _head_labels(expansions, pieces, key)
-    if heads is None:
-        behind = _joined_before(trace(view, sizes).node)
-        return NearMiss(node, behind) if behind else None
-    per_head = [bool(piece.view.labels & heads) for piece in pieces]
-    if all(per_head) and not _shared_addend(node, heads, key):
-        return None
-    for source, by_itself in zip(found, per_head):
-        if by_itself and isinstance(source, str):
-            return NearMiss(node, f"keys of each head: {source}")
-    parts = [
-        Part(p.start, p.size, source if isinstance(source, Expansion) else p.view)
-        for p, source in zip(pieces, found)
-    ]
-    query, term = product.operands[1 - position], product.terms[1 - position]
-    return Keys(node, query, term, product.out, tuple(parts), sizes) if expansions else None
-
-
-def _head_labels(expansions: list[Expansion], pieces: list[Piece], key: str) -> set[str] | None:
-    """The labels that some keys depend on and shared ones do not; None where all keys are of one kind."""
-    if expansions:
-        return expansions[0].weight.labels - {SUMMED, RANK} or None
-    every = set().union(*(piece.view.labels for piece in pieces))
-    lacking = set().union(*(every - piece.view.labels for piece in pieces)) - {SUMMED, key}
-    return lacking or None
-
-
-def _expansion(view: View, sizes: dict[str, Any], key: str, feature: str) -> Expansion | str:
-    """The latents and the weight that make up `view`, or why it is no such product."""
-    leaf = trace(view, sizes)
-    found = source_product(leaf, sizes, RANK)
-    name = torch_name(leaf.node) or leaf.node.name
-    if found is None:
-        return f"`{name}` is no matrix product of latents with a weight, so it cannot be moved to the queries"
-    product, left, right = found
-    if product.biased:
-        return f"the up-projection `{name}` has a bias, which the absorbed form leaves out: use bias=False"
-    for latent, weight in ((left, right), (right, left)):
-        apart = latent.labels & weight.labels == {RANK}
-        if apart and key in latent.labels and feature in weight.labels:
-            return Expansion(leaf.node, latent, weight, product.sizes[SUMMED])
-    return f"`{name}` multiplies no latents that all heads share with a weight that all keys share"
-
-
-def _values(product: Product, position: int) -> Values | str:
-    """The operand at `position` as the values of MLA, or why it is none."""
-    free = set(product.terms[position]) - set(product.terms[1 - position])
-    if len(free) != 1:
-        return "they are multiplied with no attention weights"
-    found = _expansion(product.operands[position], product.sizes, SUMMED, free.pop())
-    if isinstance(found, str):
-        return found
-    weights, term = product.operands[1 - position], product.terms[1 - position]
-    return Values(product.node, weights, term, product.out, found, product.sizes)
-
-
-def _shared_addend(node: fx.Node, heads: set[str], key: str) -> bool:
-    """Whether the scores are the sum of this product and one with keys that all heads share."""
-    for user in _through_scaling(node):
-        if torch_name(user) not in ("add", "iadd", "add_"):
-            continue
-        for addend in user.all_input_nodes:
-            product = as_product(_unscaled(addend))
-            if product is not None and product.node is not node:
-                views = [trace(view, product.sizes) for view in product.operands]
-                if any(key in view.labels and not view.labels & heads for view in views):
-                    return True
-    return False
-
-
-_SCALINGS = ("mul", "truediv", "div", "imul", "mul_", "div_", "itruediv")
-
-
-def _is_scaling(node: fx.Node) -> bool:
-    return torch_name(node) in _SCALINGS and len(node.all_input_nodes) == 1
-
-
-def _through_scaling(node: fx.Node) -> list[fx.Node]:
-    """Users of a product, or of a multiple of it."""
-    users = list(node.users)
-    return users + [later for user in users if _is_scaling(user) for later in user.users]
-
-
-def _unscaled(node: fx.Node) -> fx.Node:
-    while _is_scaling(node):
-        node = node.all_input_nodes[0]
-    return node
-
 
 _BETWEEN = 64
 """How many nodes may lie between scores and weights."""
 
 
-def _scores_behind(weights: fx.Node, scores: dict[fx.Node, Keys | NearMiss]) -> fx.Node | None:
+@dataclass(frozen=True)
+class Expansion:
+    """`sum over r of latent * weight`, computed by `node`."""
+
+    node: fx.Node
+    latent: Reader
+    weight: Reader
+    sizes: dict[str, Any]
+    rows: str
+    heads: str
+
+    @property
+    def passed(self) -> Nodes:
+        return (*self.latent.passed, *self.weight.passed)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that `scores` reads: of each head, and shared by all heads where these are in the same tensor."""
+
+    scores: Product
+    nope: Part
+    rope: Part | None
+    expansion: Expansion
+    shared: Reader | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """MLA: its two products, which are one node for a fused attention, with keys and values as they come from latents.
+
+    `values` is read with the letters of `output`, `keys` with those of its scores.
+    """
+
+    keys: Keys
+    output: Product
+    values: Expansion
+
+    @property
+    def node(self) -> fx.Node:
+        return self.output.node
+
+    @property
+    def fused(self) -> bool:
+        return self.keys.scores.node is self.node
+
+    @property
+    def readers(self) -> list[Reader]:
+        """What is read in place of keys and values."""
+        keys = self.keys
+        shared = [keys.shared] if keys.shared else []
+        return [keys.expansion.latent, keys.expansion.weight, self.values.weight, *shared]
+
+    @property
+    def passed(self) -> set[fx.Node]:
+        """The nodes between that and the attention."""
+        shared = self.keys.shared.passed if self.keys.shared else ()
+        return {*self.keys.expansion.passed, *self.values.passed, *shared}
+
+
+def find(graph: fx.Graph) -> Iterator[tuple[fx.Node, Attention | str]]:
+    """Every attention that is MLA, or looks like it, and why it stays as it is."""
+    scores: dict[fx.Node, Keys | str] = {}
+    for node in list(graph.nodes):
+        name = torch_name(node)
+        if name == "scaled_dot_product_attention":
+            found = _fused(node)
+            if found is not None:
+                yield node, found
+        elif name in ("matmul", "bmm", "einsum") and (product := as_product(node)) is not None:
+            origin = _scores_behind(product.operands[0], scores)
+            if origin is not None:
+                yield node, _attention(scores.pop(origin), product)
+            elif (keys := _keys(product)) is not None:
+                scores[node] = keys
+
+
+def _fused(node: fx.Node) -> Attention | str | None:
+    """`scaled_dot_product_attention`, taken for its two products."""
+    query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    if not all(is_tensor(x) and tensor_of(x).dim() == 4 for x in (query, key, value)):
+        return None
+    keys = _keys(Product(node, (query, key), ("abcz", "abdz"), "abcd"), "ab")
+    if keys is None:
+        return None
+    if argument(node, 4, "dropout_p", 0.0) != 0.0:
+        return "dropout is on: call model.eval(), or pass dropout_p=0.0"
+    if any(tensor_of(x).dtype != tensor_of(query).dtype for x in (key, value)):
+        return "queries, keys and values differ in dtype"
+    leading = tensor_of(query).shape[:-2]
+    if not all(same(*pair) for x in (key, value) for pair in zip(tensor_of(x).shape, leading)):
+        return "keys have fewer heads or rows than queries: expand them to all heads"
+    if not isinstance(argument(node, 6, "scale"), (int, float, type(None))):
+        return "scale is not a number"
+    # The weights have no node of their own: the query stands for their first dimensions, and is not read.
+    return _attention(keys, Product(node, (query, value), ("abc", "abzd"), "abcd"), "ab")
+
+
+def _keys(scores: Product, lead: str = "") -> Keys | str | None:
+    """The keys of MLA; None where they do not even look like them.
+
+    lead: the labels of rows and heads, where it must be these.
+    """
+    new = set(scores.out) - set(scores.terms[0])
+    if len(new) != 1 or not (lead or _whole(scores)):
+        return None
+    (key,), sizes = new, scores.sizes
+    parts = parts_of(scores.right, sizes, SUMMED)
+    both = [*parts, *(_added(scores) if len(parts) == 1 and not lead else [])]
+    if len(both) != 2:
+        return None
+    labels = [trace(part.view, sizes).labels for part in both]
+    (heads, *more) = (labels[0] ^ labels[1]) - {SUMMED, key} or {""}
+    if not heads or more:
+        return None
+    nope, rope = both if heads in labels[0] else both[::-1]
+    expansion = _expansion(nope, sizes, key, SUMMED, lead)
+    if isinstance(expansion, str):
+        return f"keys of each head: {expansion}"
+    if len(parts) == 1:
+        return Keys(scores, nope, None, expansion, None) if nope is parts[0] else None
+    met = reader(rope.view, {**sizes, SUMMED: rope.size}, expansion.rows + key + SUMMED)
+    if met is None:
+        return "the keys that all heads share cannot be read as they lie"
+    return Keys(scores, nope, rope, expansion, met)
+
+
+def _whole(product: Product) -> bool:
+    """Whether the left operand is not broadcast: it has all of the result's dimensions but the right one's own."""
+    shape = dict(zip(product.out, tensor_of(product.node).shape))
+    left = zip(product.terms[0], tensor_of(product.operands[0]).shape)
+    return all(label == SUMMED or same(size, shape[label]) for label, size in left)
+
+
+def _added(scores: Product) -> list[Part]:
+    """The keys of a product that is added to the scores."""
+    users = [user for user in scores.node.users if torch_name(user) in ("add", "iadd")]
+    addends = [node for user in users for node in user.all_input_nodes if node is not scores.node]
+    products = [product for node in addends if (product := as_product(node)) is not None]
+    return [Part(0, product.sizes[SUMMED], product.right) for product in products[:1]]
+
+
+def _expansion(part: Part, sizes: Sizes, key: str, feature: str, lead: str) -> Expansion | str:
+    """The latents and the weight that make up a part, or why it is no such product."""
+    sizes = {**sizes, feature: part.size}
+    leaf = trace(part.view, sizes)
+    product, name = as_product(leaf.node), torch_name(leaf.node) or leaf.node.name
+    if product is None:
+        return f"`{name}` is no matrix product of latents with a weight, so it cannot be moved to the queries"
+    if product.biased:
+        return f"the up-projection `{name}` has a bias, which the absorbed form leaves out: use bias=False"
+    latent, weight = product.behind(leaf)
+    rows, heads = latent.labels - {key, RANK}, weight.labels - {feature, RANK}
+    complete = {key, RANK} <= latent.labels and {feature, RANK} <= weight.labels
+    led = not lead or (rows <= {lead[0]} and heads == {lead[1]})
+    if not complete or not led or len(rows) > 1 or len(heads) != 1 or rows == heads:
+        return f"`{name}` multiplies no latents that all heads share with a weight that all keys share"
+    row, head = (lead[0], lead[1]) if lead else ("".join(rows), "".join(heads))
+    sizes = {**sizes, RANK: product.sizes[SUMMED]}
+    readers = reader(latent, sizes, row + key + RANK), reader(weight, sizes, head + RANK + feature)
+    if readers[0] is None or readers[1] is None:
+        return "the weight or the latents are laid out in a way that slices and `unflatten` cannot undo"
+    return Expansion(leaf.node, readers[0], readers[1], sizes, row, head)
+
+
+def _attention(keys: Keys | str, output: Product, lead: str = "") -> Attention | str:
+    if isinstance(keys, str):
+        return keys
+    new = set(output.out) - set(output.terms[0])
+    if len(new) != 1 or not (lead or _whole(output)):
+        return "its values are broadcast"
+    (feature,) = new
+    values = _expansion(Part(0, output.sizes[feature], output.right), output.sizes, SUMMED, feature, lead)
+    if isinstance(values, str):
+        return f"its values are not up-projected from latents: {values}"
+    if values.latent != keys.expansion.latent:
+        return "its values are made of other latents than its keys"
+    return Attention(keys, output, values)
+
+
+def _scores_behind(weights: fx.Node, scores: dict[fx.Node, Keys | str]) -> fx.Node | None:
     """The product that attention weights were made of."""
     pending, seen = [weights], set[fx.Node]()
-    while pending and len(seen) < _BETWEEN:
+    while pending and scores and len(seen) < _BETWEEN:
         source = pending.pop(0)
         if source in scores:
             return source
@@ -209,39 +215,3 @@ def _scores_behind(weights: fx.Node, scores: dict[fx.Node, Keys | NearMiss]) -> 
             seen.add(source)
             pending += source.all_input_nodes
     return None
-
-
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    shapes = tensor_of(a).shape, tensor_of(b).shape
-    return len(shapes[0]) == len(shapes[1]) and all(map(same, *shapes))
-
-
-def _joined_before(node: fx.Node) -> str | None:
-    """For keys that something else makes: whether they were joined of per-head and shared ones before it."""
-    name, layout = torch_name(node) or node.name, is_layout(node)
-    for _ in range(_BETWEEN):
-        sources = [source for source in node.all_input_nodes if is_tensor(source)]
-        if not layout or not is_layout(node):
-            sources = [source for source in sources if _same_shape(source, node)]
-        if not sources or as_product(node) is not None:
-            return None
-        node = sources[0]
-        if _is_joined(node):
-            why = (
-                "mixes the heads of the joined keys with something else, or repeats them"
-                if layout
-                else "changes the keys after they were expanded and joined, a norm perhaps"
-            )
-            return f"`{name}` {why}"
-    return None
-
-
-def _is_joined(node: fx.Node) -> bool:
-    """Whether some parts of a tensor depend on a dimension, heads that is, that the others do not."""
-    labels = string.ascii_lowercase[: tensor_of(node).dim()]
-    view, sizes = read(node, labels)
-    for label in labels:
-        pieces = trace_pieces(view, sizes, label)
-        if len(pieces) > 1 and _head_labels([], pieces, label):
-            return True
-    return False

@@ -1,97 +1,73 @@
 """Where the elements of a tensor come from: layout ops followed backwards through a Dynamo graph.
 
-`trace` stops where it does not know an op, or where elements are computed rather than moved; the view that it gives is
-right wherever it stops. What is written in place on the way is not its business: a `View` keeps its `steps`, by which
-`checks` finds writes in between.
+A walk ends where it does not know an op, or where elements are computed rather than moved; its views are right
+wherever it ends. What is written in place on the way is not its business: a `View` keeps the nodes that it `passed`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from mla_compile.passes.absorption.index_map import Index, Sizes, cut_at, expanded, index_of, reshaped
+from mla_compile.passes.absorption.index_map import (
+    Index,
+    Sizes,
+    cut_at,
+    expanded,
+    furthest,
+    index_of,
+    reshaped,
+    same,
+)
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name, value_of
-from mla_compile.torch_internals import storage_key
 
-Steps = tuple[tuple[fx.Node, fx.Node], ...]
-"""Nodes that were passed, each with the one that it reads."""
+Nodes = tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class View:
-    """The elements `node[indices]`. `steps` are the nodes passed on the way here, each with the one it read."""
+    """The elements `node[indices]`."""
 
     node: fx.Node
     indices: tuple[Index, ...]
-    steps: Steps = field(default=(), compare=False)
+    passed: Nodes = ()
 
     @property
     def labels(self) -> set[str]:
-        return set().union(*(index.labels for index in self.indices)) if self.indices else set()
+        return set().union(*(index.labels for index in self.indices))
 
-    def onto(self, node: fx.Node, indices: Sequence[Index]) -> "View":
-        return View(node, tuple(indices), (*self.steps, (self.node, node)))
+    def onto(self, node: fx.Node, indices: Sequence[Index], *between: fx.Node) -> "View":
+        return View(node, tuple(indices), (*self.passed, self.node, *between))
 
 
-def read(node: fx.Node, labels: Sequence[str]) -> tuple[View, dict[str, Any]]:
-    """The whole of a node with a label for every dimension, and the sizes. Dimensions of size 1 need no label."""
-    shape = tensor_of(node).shape
-    sizes = dict(zip(labels, shape))
-    return View(node, tuple(index_of(label, size) for label, size in zip(labels, shape))), sizes
+def read(node: fx.Node, labels: Sequence[str]) -> View:
+    """The whole of a node with a label for every dimension; those of size 1 are read at 0 and have none."""
+    return View(node, tuple(index_of(label, size) for label, size in zip(labels, tensor_of(node).shape)))
+
+
+def walk(view: View, sizes: Sizes) -> Iterator[View]:
+    """A view, then the same elements one layout op further up each time."""
+    source: View | None = view
+    while source is not None:
+        yield source
+        source = _source(source, sizes)
 
 
 def trace(view: View, sizes: Sizes) -> View:
     """Follow layout ops backwards as far as they go."""
-    while (source := _source(view, sizes)) is not None:
-        view = source
+    *_, view = walk(view, sizes)
     return view
 
 
-def rereads(view: View) -> list[fx.Node]:
-    """The nodes on the way that copied or computed: what the view's node held at the first of them is what counts."""
-    return [node for node, source in view.steps if _moves_data(node, source)]
-
-
-def _moves_data(node: fx.Node, source: fx.Node) -> bool:
-    if not is_tensor(node) or not is_tensor(source):
-        return False
-    return storage_key(tensor_of(node)) != storage_key(tensor_of(source))
-
-
 _PROPERTIES = {"T", "mT", "H", "mH"}
-_MOVES = _PROPERTIES | {
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "permute",
-    "movedim",
-    "moveaxis",
-    "t",
-    "adjoint",
-}
-_RESHAPES = {
-    "view",
-    "reshape",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "view_as",
-    "reshape_as",
-    "ravel",
-}
-_EXPANSIONS = {"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"}
-_COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16", "detach"}
-_SPLITS = {"split", "chunk", "unbind", "tensor_split", "split_with_sizes"}
+_MOVES = _PROPERTIES | {"transpose", "permute", "t", "swapaxes", "movedim"}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
+_EXPANSIONS = {"expand", "expand_as", "repeat"}
+_COPIES = {"contiguous", "clone", "to", "type_as"}
+_SPLITS = {"split", "split_with_sizes", "chunk", "unbind"}
 _CUTS = {"getitem", "narrow", "select"}
-
-
-def is_layout(node: fx.Node) -> bool:
-    """Whether an op only moves elements, one that `trace` cannot always follow perhaps."""
-    return torch_name(node) in _MOVES | _RESHAPES | _EXPANSIONS | _CUTS
 
 
 def _source(view: View, sizes: Sizes) -> View | None:
@@ -109,18 +85,13 @@ def _source(view: View, sizes: Sizes) -> View | None:
         indices = _moved(view, source)
     elif name in _RESHAPES:
         indices = reshaped(view.indices, tensor_of(node).shape, tensor_of(source).shape, sizes)
-    elif name in _EXPANSIONS and _repeats_all_alike(node):
+    elif name in _EXPANSIONS:
         indices = expanded(view.indices, tensor_of(node).shape, tensor_of(source).shape)
     elif name in _COPIES:
         indices = view.indices
     elif name in _CUTS:
         indices = _cut(view, source)
     return None if indices is None else view.onto(source, indices)
-
-
-def _repeats_all_alike(node: fx.Node) -> bool:
-    """Not `repeat_interleave` with a number of its own for each element."""
-    return torch_name(node) != "repeat_interleave" or isinstance(argument(node, 1, "repeats"), int)
 
 
 def _moved(view: View, source: fx.Node) -> Sequence[Index]:
@@ -140,7 +111,7 @@ def _moved(view: View, source: fx.Node) -> Sequence[Index]:
 
 def _split(view: View, source: fx.Node) -> View | None:
     """An element of `split`, `chunk` or `unbind`."""
-    (origin, *_), position = source.args, view.node.args[1]
+    origin, position = source.args[0], view.node.args[1]
     if not isinstance(origin, fx.Node) or not is_tensor(origin) or not isinstance(position, int):
         return None
     by_rows = torch_name(source) == "unbind"
@@ -154,7 +125,7 @@ def _split(view: View, source: fx.Node) -> View | None:
         if not all(isinstance(width, int) for width in before):
             return None
         indices[dim] = indices[dim].shifted(sum(before))
-    return replace(view, steps=(*view.steps, (view.node, source))).onto(origin, indices)
+    return view.onto(origin, indices, source)
 
 
 def _cut(view: View, source: fx.Node) -> list[Index] | None:
@@ -171,3 +142,158 @@ def _cut(view: View, source: fx.Node) -> list[Index] | None:
     if name == "select":
         return [*view.indices[:dim], Index(start), *view.indices[dim:]]
     return [index.shifted(start) if i == dim else index for i, index in enumerate(view.indices)]
+
+
+# --- tensors that are joined of parts
+
+CATS = ("cat", "concat")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`size` positions of a label from `start` on, and the view that has them at 0, 1, ...."""
+
+    start: int
+    size: int
+    view: View
+
+
+def parts_of(view: View, sizes: Sizes, label: str) -> list[Part]:
+    """The parts that a tensor is joined of along `label`; itself where it is not."""
+    view = trace(view, sizes)
+    joined = joined_parts(view.node)
+    dims = [dim for dim, index in enumerate(view.indices) if index == Index(0, ((label, 1),))]
+    if joined is None or dims != [joined[0]] or sizes[label] != tensor_of(view.node).shape[dims[0]]:
+        return [Part(0, sizes[label], view)]
+    parts, start = [], 0
+    for source, between in joined[1]:
+        width = tensor_of(source).shape[dims[0]]
+        index = index_of(label, width)
+        indices = (*view.indices[: dims[0]], index, *view.indices[dims[0] + 1 :])
+        parts.append(Part(start, width, view.onto(source, indices, *between)))
+        start += width
+    return parts
+
+
+def joined_parts(node: fx.Node) -> tuple[int, list[tuple[fx.Node, Nodes]]] | None:
+    """Dimension and parts of a `cat`, or of an empty tensor that is filled slice by slice, and what fills it."""
+    if torch_name(node) in ("new_empty", "empty"):
+        return _filled(node)
+    if torch_name(node) not in CATS:
+        return None
+    parts, dim = argument(node, 0, "tensors"), argument(node, 1, "dim", 0) % tensor_of(node).dim()
+    alike = all(is_tensor(part) and _alike(part, node) for part in parts)
+    static = alike and all(isinstance(tensor_of(part).shape[dim], int) for part in parts)
+    return (dim, [(part, ()) for part in parts]) if static else None
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    return tensor_of(node).dtype == tensor_of(other).dtype and tensor_of(node).dim() == tensor_of(other).dim()
+
+
+def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Nodes]]] | None:
+    """The slices along the last dimension that `buffer[..., a:b].copy_(x)` or `buffer[..., a:b] = x` write.
+
+    None unless they cover all of it, each once, before anything reads it. Sources must have the slice's shape.
+    """
+    shape = tensor_of(buffer).shape
+    last = len(shape) - 1
+    labels = [Index(0, ((str(dim), 1),)) for dim in range(len(shape))]
+    found: list[tuple[int, fx.Node, Nodes]] = []
+    source: Any
+    path: Nodes
+    for user in buffer.users:
+        write = next(iter(user.users), user) if torch_name(user) == "getitem" else user
+        if torch_name(write) == "copy_" and write.args[0] is user and len(user.users) == 1:
+            source, key, path = write.args[1], user.args[1], (write, user)
+        elif torch_name(write) == "setitem" and write.args[0] is buffer:
+            source, key, path = write.args[2], write.args[1], (write,)
+        else:
+            continue
+        region = cut_at(labels, key, shape)
+        if region is None or not is_tensor(source) or not _alike(source, buffer):
+            return None
+        rows = region[:-1] == labels[:-1] and all(map(same, tensor_of(source).shape[:-1], shape[:-1]))
+        if not rows or region[last].terms != labels[last].terms:
+            return None
+        found.append((region[last].offset, source, path))
+    found.sort(key=lambda part: part[0])
+    widths = [tensor_of(source).shape[-1] for _, source, _ in found]
+    tiled = [start for start, _, _ in found] == [sum(widths[:i]) for i in range(len(widths))]
+    written = {node for _, _, path in found for node in path}
+    in_time = all(write < user for write in written for user in buffer.users if user not in written)
+    if not tiled or sum(widths) != shape[-1] or not in_time:
+        return None
+    return last, [(source, path) for _, source, path in found]
+
+
+# --- reading what a view says
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A tensor that is read: methods called on `node`, `steps`, give one dimension for each letter of `term`."""
+
+    node: fx.Node
+    steps: tuple[tuple[Any, ...], ...]
+    term: str = field(compare=False)
+    passed: Nodes = field(default=(), compare=False)
+
+    def __call__(self, x: Any) -> Any:
+        for name, *arguments in self.steps:
+            x = getattr(x, name)(*arguments)
+        return x
+
+
+def reader(view: View, sizes: Sizes, term: str) -> Reader | None:
+    """Read a view, or what it is a layout of, with its dimensions in the order of `term`.
+
+    A letter that the view does not depend on has size 1. None where slicing and `unflatten` cannot do it.
+    """
+    return next((found for source in walk(view, sizes) if (found := _reader(source, sizes, term))), None)
+
+
+def _reader(view: View, sizes: Sizes, term: str) -> Reader | None:
+    steps: list[tuple[Any, ...]] = []
+    found: list[str] = []
+    for dim in range(len(view.indices) - 1, -1, -1):
+        taken = _take(dim, view.indices[dim], tensor_of(view.node).shape[dim], sizes)
+        if taken is None:
+            return None
+        steps += taken[0]
+        found = taken[1] + found
+    if len(set(found)) != len(found) or not set(found) <= set(term):
+        return None
+    order = [found.index(label) for label in term if label in found]
+    if order != sorted(order):
+        steps.append(("permute", order))
+    steps += [("unsqueeze", dim) for dim, label in enumerate(term) if label not in found]
+    return Reader(view.node, tuple(steps), term, view.passed)
+
+
+def _take(dim: int, index: Index, size: Any, sizes: Sizes) -> tuple[list[tuple[Any, ...]], list[str]] | None:
+    """Steps that leave of one dimension what `index` reads, as one dimension for each of its labels, and the labels.
+
+    `24 * head + feature` becomes `unflatten(dim, (heads, 24))` with the features cut out of the 24.
+    """
+    if not index.terms:
+        return [("select", dim, index.offset)], []
+    (label, step), *rest = sorted(index.terms, key=lambda term: -term[1])
+    count = sizes[label]
+    if step == 1 and not rest and index.offset == 0 and same(count, size):
+        return [], [label]
+    if step < 1 or not isinstance(count, int) or not isinstance(size, int):
+        return None
+    inner = Index(0, tuple(rest))
+    width = furthest(inner, sizes)
+    if width is None or width >= step:
+        return None
+    inner = inner.shifted(index.offset % step if index.offset % step + width < step else 0)
+    first = index.offset - inner.offset
+    if first + count * step > size:
+        return None
+    cut: list[tuple[Any, ...]] = [] if count * step == size else [("narrow", dim, first, count * step)]
+    if step == 1:
+        return cut, [label]
+    below = _take(dim + 1, inner, step, sizes)
+    return below and ([*cut, ("unflatten", dim, (count, step)), *below[0]], [label, *below[1]])
