@@ -99,20 +99,6 @@ def test_mla_is_absorbed_however_it_is_written(
     assert len(said()) == 1
 
 
-def test_is_causal_is_kept() -> None:
-    class Causal(CompactMLA):
-        def forward(self, x: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
-            q = self.q_proj(x).unflatten(-1, (HEADS, NOPE + ROPE)).transpose(1, 2)
-            k_nope, v = self.keys_and_values(kv_c)
-            k = torch.cat([k_pe[:, None].expand(-1, HEADS, -1, -1), k_nope], dim=-1)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    gm = run(Causal(), *make_inputs(q_len=3))
-    (attention,) = nodes_of(gm, "mla_masked_decode")
-    assert shape(attention.args[4]) == (3, KEYS)
-    assert not expanded_tensors(gm)
-
-
 # --- a static cache
 
 
@@ -135,13 +121,6 @@ def test_a_token_that_sees_no_key_gets_zeros() -> None:
         torch.randn(BATCH, 2, HIDDEN).double(),
         torch.tensor([0, 3]),
     )
-    assert len(nodes_of(gm, "mla_masked_decode")) == 1
-
-
-@pytest.mark.parametrize("q_len", [1, 4])
-def test_a_cache_that_wraps_around_is_absorbed(q_len: int) -> None:
-    starts = torch.tensor([KEYS - 2, KEYS + 7])  # tokens on both sides of the end, and behind it
-    gm = run(StaticCacheMLA(batched), torch.randn(BATCH, q_len, HIDDEN).double(), starts)
     assert len(nodes_of(gm, "mla_masked_decode")) == 1
 
 

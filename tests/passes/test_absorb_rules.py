@@ -41,19 +41,6 @@ class Einops(Written):
         return einops.rearrange(self.attend(q, k, v), "b h t d -> b t (h d)")
 
 
-class TokensOfAllRows(Written):
-    """Rows and tokens are one dimension where keys and values are expanded."""
-
-    def keys_and_values(self, kv_c: Tensor) -> tuple[Tensor, ...]:
-        kv = self.kv_up(kv_c.reshape(-1, RANK)).view(*kv_c.shape[:2], HEADS, 2 * NOPE)
-        return kv.transpose(1, 2).split(NOPE, -1)
-
-
-class DropoutOfNothing(Written):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.dropout((q @ k.mT).softmax(-1), 0.0, training=True) @ v
-
-
 class ViewOfTheResult(Written):
     """A `view` that only holds for the layout of the product's result."""
 
@@ -90,8 +77,7 @@ class LatentsOfOneRowSpelledOut(LatentsOfOneRow):
                 torch.__version__ < "2.13", reason="Dynamo of torch 2.11 keeps einops' functions whole"
             ),
         ),
-        *(Written, TokensOfAllRows, DropoutOfNothing),
-        *(LatentsOfOneRow, LatentsOfOneRowSpelledOut, ViewOfTheResult, ViewOfAnEinsum),
+        *(Written, LatentsOfOneRow, LatentsOfOneRowSpelledOut, ViewOfTheResult, ViewOfAnEinsum),
     ],
 )
 def test_an_unusual_layout_is_absorbed(module: type[nn.Module]) -> None:

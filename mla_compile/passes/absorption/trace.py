@@ -98,13 +98,9 @@ def _moved(view: View, source: fx.Node) -> Sequence[Index]:
     """Run the permutation on a tensor whose sizes tell its dimensions apart."""
     node, name = view.node, torch_name(view.node)
     probe = torch.empty(tuple(range(2, 2 + tensor_of(source).dim())), device="meta")
-    if name in _PROPERTIES:
-        moved = getattr(probe, name)
-    elif node.op == "call_method":
-        moved = getattr(probe, name)(*node.args[1:], **node.kwargs)
-    else:
-        assert callable(node.target)
-        moved = node.target(probe, *node.args[1:], **node.kwargs)
+    moved = getattr(probe, name)
+    if name not in _PROPERTIES:
+        moved = moved(*node.args[1:], **node.kwargs)
     order = [size - 2 for size in moved.shape]
     return [view.indices[order.index(dim)] for dim in range(len(order))]
 
@@ -114,34 +110,29 @@ def _split(view: View, source: fx.Node) -> View | None:
     origin, position = source.args[0], view.node.args[1]
     if not isinstance(origin, fx.Node) or not is_tensor(origin) or not isinstance(position, int):
         return None
-    by_rows = torch_name(source) == "unbind"
-    dim = argument(source, 1 if by_rows else 2, "dim", 0) % tensor_of(origin).dim()
-    position %= len(value_of(source))
-    indices = list(view.indices)
-    if by_rows:
-        indices.insert(dim, Index(position))
+    if torch_name(source) == "unbind":
+        indices = _cut_along(view, origin, argument(source, 1, "dim", 0), position)
     else:
-        before = [part.shape[dim] for part in value_of(source)[:position]]
-        if not all(isinstance(width, int) for width in before):
-            return None
-        indices[dim] = indices[dim].shifted(sum(before))
-    return view.onto(origin, indices, source)
+        dim, position = argument(source, 2, "dim", 0), position % len(value_of(source))
+        start = sum(part.shape[dim] for part in value_of(source)[:position])
+        indices = _cut_along(view, origin, dim, slice(start, None))
+    return None if indices is None else view.onto(origin, indices, source)
 
 
 def _cut(view: View, source: fx.Node) -> list[Index] | None:
     """Slices, single indices and new dimensions: `x[:, None, 2:]`, `narrow`, `select`."""
-    node, shape = view.node, tensor_of(source).shape
-    name = torch_name(node)
+    node, name = view.node, torch_name(view.node)
     if name == "getitem":
-        return cut_at(view.indices, node.args[1], shape)
-    dim = argument(node, 1, "dim") % len(shape)
+        return cut_at(view.indices, node.args[1], tensor_of(source).shape)
     start = argument(node, 2, "index" if name == "select" else "start")
-    if not isinstance(start, int) or not isinstance(shape[dim], int):
-        return None
-    start = start + shape[dim] if start < 0 else start
-    if name == "select":
-        return [*view.indices[:dim], Index(start), *view.indices[dim:]]
-    return [index.shifted(start) if i == dim else index for i, index in enumerate(view.indices)]
+    return _cut_along(
+        view, source, argument(node, 1, "dim"), start if name == "select" else slice(start, None)
+    )
+
+
+def _cut_along(view: View, source: fx.Node, dim: int, key: Any) -> list[Index] | None:
+    shape = tensor_of(source).shape
+    return cut_at(view.indices, (*[slice(None)] * (dim % len(shape)), key), shape)
 
 
 # --- tensors that are joined of parts
