@@ -46,6 +46,18 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
             torch.zeros(1, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
         ),
     ),
+    "by head, tiles": (
+        by_head,
+        lambda: by_head.multiply_by_head_tiles(
+            torch.zeros(8, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
+        ),
+    ),
+    "by head, tiles, across": (
+        by_head,
+        lambda: by_head.multiply_by_head_tiles(
+            torch.zeros(8, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
+        ),
+    ),
     "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
     "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
     "norm and router": (
