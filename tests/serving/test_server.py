@@ -270,10 +270,12 @@ def test_the_client_of_the_docs(url: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def running(url: str) -> int:
+    return metric(url, "mla_rows_in_use")
+
+
+def metric(url: str, name: str) -> int:
     text = get(f"{url}/metrics")[1].decode()
-    return sum(
-        int(float(line.split()[1])) for line in text.splitlines() if line.startswith("mla_rows_in_use ")
-    )
+    return sum(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
 LONG = {"model": "shipped", "prompt": PROMPT, "temperature": 0, "max_tokens": 500, "ignore_eos": True}
@@ -330,11 +332,13 @@ def test_a_plain_request_beside_four_heavy_clients_gets_the_next_row() -> None:
 
     with served(*flags) as server, ThreadPoolExecutor(8) as threads:
         url = server.url()
-        heavy = [
-            threads.submit(ask_as, client, n=4, max_tokens=n) for n, client in zip((60, 64, 68, 72), "abcd")
-        ]
+        heavy = [threads.submit(ask_as, "a", n=4, max_tokens=160)]
         deadline = time.monotonic() + 60
         while running(url) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        heavy += [threads.submit(ask_as, client, n=4, max_tokens=40) for client in "bcd"]
+        while metric(url, "mla_waiting") < 12:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         before = sum(each.done() for each in heavy)
