@@ -27,24 +27,26 @@ def checks_of(gm: fx.GraphModule) -> list[Check]:
     checks: dict[str, Check] = {}
     for node in gm.graph.find_nodes(op="call_function", target=attention_op):
         args: dict[str, Any] = dict.fromkeys(_NAMES) | dict(zip(_NAMES, node.args))
+        segments = [segment for segment in _SEGMENTS if args[f"{segment}_slot_mapping"] is not None]
         given = {"kv_cache": args["kv_cache"]}
-        for segment, fields in _SEGMENTS.items():
-            if args[f"{segment}_slot_mapping"] is not None:
-                given |= {f"{segment}_{f}": args[f if f in args else f"{segment}_{f}"] for f in fields}
-        is_mixed = {"decode_slot_mapping", "prefill_slot_mapping"} <= given.keys()
+        for segment in segments:
+            given |= {
+                f"{segment}_{f}": args[f if f in args else f"{segment}_{f}"] for f in _SEGMENTS[segment]
+            }
         inputs = {name: position.get(x, -1) for name, x in given.items() if isinstance(x, fx.Node)}
         cache, tokens = (args[name].meta["example_value"] for name in ("kv_cache", "q_nope"))
-        if -1 in inputs.values() or not (cache.is_cpu or is_mixed):
+        if -1 in inputs.values() or not (cache.is_cpu or len(segments) == 2):
             continue
         constants = {name: x for name, x in given.items() if name not in inputs}
         # Layers with caches of one size share a check.
         key = f"{inputs | {'kv_cache': cache.shape}} {constants} {tokens.shape[0]}"
         if key not in checks:
-            checks[key] = _check(inputs, constants, size_in_call(tokens.shape[0], gm), cache.is_cpu)
+            checks[key] = _check(segments, inputs, constants, size_in_call(tokens.shape[0], gm), cache.is_cpu)
     return list(checks.values())
 
 
 def _check(
+    segments: list[str],
     positions: dict[str, int],
     constants: dict[str, Any],
     num_tokens: Callable[[Sequence[Any]], int] | None,
@@ -54,19 +56,15 @@ def _check(
 
     def check(inputs: Sequence[Any]) -> None:
         given = {name: inputs[i] for name, i in positions.items()} | constants
-        expected = sum(
-            given[f"{name}_slot_mapping"].shape[0] for name in _SEGMENTS if f"{name}_slot_mapping" in given
-        )
+        expected = sum(given[f"{segment}_slot_mapping"].shape[0] for segment in segments)
         num = expected if num_tokens is None else num_tokens(inputs)
         if has_values or num != expected:
             cache = given["kv_cache"]
-            segments = (
-                tuple(given[f"{name}_{field}"] for field in fields)
-                if f"{name}_slot_mapping" in given
-                else None
-                for name, fields in _SEGMENTS.items()
+            decode, prefill = (
+                tuple(given[f"{segment}_{field}"] for field in fields) if segment in segments else None
+                for segment, fields in _SEGMENTS.items()
             )
-            check_batch(cache.new_empty(1).expand(num, 1, 1), cache, *segments)
+            check_batch(cache.new_empty(1).expand(num, 1, 1), cache, decode, prefill)
 
     return check
 
