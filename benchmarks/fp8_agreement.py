@@ -18,6 +18,7 @@ import torch
 from benchmarks.acceptance import PROMPTS
 from benchmarks.reporting import add_row
 from mla_compile import Engine, MLABatch, load_model, load_tokenizer, prefill_segment
+from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.models import MLAForCausalLM
 
@@ -33,10 +34,10 @@ MODELS: list[tuple[torch.dtype, Literal["fp8"] | None]] = [
 def likeliest(model: MLAForCausalLM, ids: list[int], device: str) -> list[int]:
     """The model's choice after each of the tokens."""
     pages = -(-len(ids) // PAGE_SIZE)
-    model.allocate_cache(1 + pages, PAGE_SIZE)
+    allocate(model.cache_specs(), 1 + pages, PAGE_SIZE)
     table = torch.arange(1, 1 + pages, dtype=torch.int32, device=device)[None]
     segment, positions = prefill_segment([len(ids)], [0], table, page_size=PAGE_SIZE)
-    hidden = model(torch.tensor(ids, device=device), positions, MLABatch(prefill=segment))
+    hidden = model(torch.tensor(ids, device=device), positions, MLABatch(prefill=segment)).hidden
     chosen: list[int] = model.logits(hidden).argmax(-1).tolist()
     return chosen
 

@@ -30,6 +30,7 @@ from benchmarks.random_weights import Weights, random_model, settings_of
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, prefill_segment
+from mla_compile.caches import allocate
 from mla_compile.engine import launch
 from mla_compile.models import MLAForCausalLM
 
@@ -80,7 +81,7 @@ def judged(model: MLAForCausalLM, prompt: list[int], written: list[int]) -> dict
     """What the model, run eagerly, thinks of tokens after a prompt."""
     ids = torch.tensor(prompt + written[:-1], device=DEVICE)
     pages = -(-len(ids) // PAGE_SIZE)
-    model.allocate_cache(1 + pages, PAGE_SIZE)
+    allocate(model.cache_specs(), 1 + pages, PAGE_SIZE)
     table = torch.arange(1, 1 + pages, dtype=torch.int32, device=DEVICE)[None]
     segment, positions = prefill_segment([len(ids)], [0], table, page_size=PAGE_SIZE)
     logits = model.logits(model(ids, positions, MLABatch(prefill=segment))[len(prompt) - 1 :]).float()

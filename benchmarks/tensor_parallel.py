@@ -326,7 +326,7 @@ def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list
 
 def latents(model: MLAForCausalLM) -> int:
     """A sum of the bits of all pages but the dummy one, to which any row may write."""
-    caches = (cache[1:].view(torch.int16) for cache in model.caches() if cache is not None)
+    caches = (spec.cache[1:].view(torch.int16) for spec in model.cache_specs())
     return sum(int(bits.sum(dtype=torch.int64)) for bits in caches)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile import Engine, load_model, load_tokenizer
+from mla_compile.batch import ForwardOutput
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.speculate import (
     DecodeState,
@@ -39,7 +40,7 @@ class Bigrams(nn.Module):
             follower[token] = successor
         self.register_buffer("follower", follower)
 
-    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
         """Nothing is kept of prompts."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:

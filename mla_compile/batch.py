@@ -1,12 +1,13 @@
-"""Batch metadata: which of a call's packed tokens are decode rows, which are prompt chunks, and where they live.
+"""What a model's forward reads and gives: which of its packed tokens are decode rows and which are prompt chunks, where
+they live, and the hidden states that come of them.
 
-The three classes are pytree nodes: their tensors are the leaves, so `tree_map(lambda t: t.to(device), batch)` moves a
-batch and `torch.export` takes one as an argument.
+The three classes of a batch are pytree nodes: their tensors are the leaves, so
+`tree_map(lambda t: t.to(device), batch)` moves a batch and `torch.export` takes one as an argument.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,3 +136,18 @@ def _register(kind: type, *, static: Sequence[str]) -> None:
 _register(DecodeSegment, static=("page_size", "q_len", "backend"))
 _register(PrefillSegment, static=("page_size",))
 _register(MLABatch, static=())
+
+
+class ForwardOutput(NamedTuple):
+    """What a model's forward gives, of the same tokens throughout.
+
+    hidden: the hidden states after the final norm, `[tokens, hidden_size]`.
+    aux: the outputs of the layers that were asked for as `aux_layers`, in their order, each `[tokens, hidden_size]`.
+    """
+
+    hidden: Tensor
+    aux: tuple[Tensor, ...] = ()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ForwardOutput":
+        """With `change` made to each tensor."""
+        return ForwardOutput(change(self.hidden), tuple(change(each) for each in self.aux))

@@ -3,9 +3,11 @@
 from functools import cache
 
 import torch
+from torch import Tensor
 from transformers import DeepseekV3Config
 
 from mla_compile.models import MLAForCausalLM
+from mla_compile.speculate import ServedModel
 from tests.models.small import randomize
 
 VOCAB = 40
@@ -69,8 +71,12 @@ def one_layer_model(dtype: torch.dtype = torch.float64) -> MLAForCausalLM:
     return model.to(dtype)
 
 
+def caches_of(model: ServedModel) -> list[Tensor]:
+    """The caches that are allocated, the target's first."""
+    return [spec.cache for spec in model.cache_specs() if spec.layer.kv_cache is not None]
+
+
 def poison_caches(model: MLAForCausalLM) -> None:
     """NaN in every page: whatever is read before it was written shows."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("kv_cache"):
-            buffer.fill_(torch.nan)
+    for each in caches_of(model):
+        each.fill_(torch.nan)

@@ -17,6 +17,7 @@ from mla_compile import (
     pack_batch,
     prefill_segment,
 )
+from mla_compile.caches import allocate
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import Engine, capture, launch
 from mla_compile.engine.capture import LONG
@@ -34,7 +35,7 @@ from mla_compile.torch_internals import (
 )
 from tests.cases import Case, make_case, relative_error
 from tests.engine.engines import finish, texts
-from tests.models_for_tests import poison_caches, tiny_model
+from tests.models_for_tests import caches_of, poison_caches, tiny_model
 from tests.shadow_streams import run_checked_streams
 from tests.test_packing import KINDS
 
@@ -68,14 +69,14 @@ def test_a_mixed_step_of_a_users_own_is_one_cuda_graph() -> None:
     before = len(recorded_cuda_graphs(torch.cuda.current_device()))
     eager, model = (tiny_model(torch.float64).cuda() for _ in range(2))
     for each in (eager, model):
-        each.allocate_cache(num_pages=41, page_size=4)
+        allocate(each.cache_specs(), num_pages=41, page_size=4)
     step = torch.compile(model, backend="mla", mode="reduce-overhead", fullgraph=True)
     tables = 1 + torch.randperm(40).int().view(4, 10).cuda()
     for decoded, prefilled in (([5, 3], [0, 0]), ([1, 20], [9, 2]), ([30, 8], [0, 31]), ([2, 2], [7, 0])):
         poison_caches(eager)  # and then the same latents in both, for all that rows see
-        for cache in eager.caches():
+        for cache in caches_of(eager):
             cache[tables.long().flatten()] = torch.randn_like(cache[1:])
-        for mine, its in zip(model.caches(), eager.caches(), strict=True):
+        for mine, its in zip(caches_of(model), caches_of(eager), strict=True):
             mine.copy_(its)
         cached = torch.tensor(decoded, dtype=torch.int32, device="cuda")
         rows, positions = decode_segment(cached, tables[:2].clone(), q_len=3, page_size=4)
@@ -98,7 +99,7 @@ def test_any_batches_of_a_users_own_module_make_three_graphs_and_few_recordings(
         for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
     )
     for each in (exact, eager, model):
-        each.allocate_cache(num_pages=41, page_size=64)
+        allocate(each.cache_specs(), num_pages=41, page_size=64)
     compiled = torch.compile(model, backend="mla", mode="reduce-overhead", fullgraph=True)
     tables = 1 + torch.randperm(40).int().view(10, 4).cuda()
     sizes = set()
@@ -117,7 +118,7 @@ def test_any_batches_of_a_users_own_module_make_three_graphs_and_few_recordings(
                 page_size=64,
                 num_speculative_tokens=2,
             )
-            for cache, *others in zip(eager.caches(), model.caches(), exact.caches(), strict=True):
+            for cache, *others in zip(caches_of(eager), caches_of(model), caches_of(exact), strict=True):
                 cache.normal_()
                 for other in others:
                     other.copy_(cache)
@@ -242,7 +243,7 @@ def test_a_warmed_up_engine_records_nothing_more(budget: int | None) -> None:
     others = "captured" if budget is None else "padded to 8 rows: the budget is spent"
     assert outcomes(captured) == {8: "captured", 4: others, 2: others, 1: others}, report
     assert list(outcomes(captured)) == [8, 4, 2, 1], "largest first"
-    assert all(cache.isnan().all() for cache in captured.model.caches()), "no page is written"
+    assert all(cache.isnan().all() for cache in caches_of(captured.model)), "no page is written"
     for rows in (8, 1, 3, 8):
         assert generate(captured, rows, SamplingParams(), 40) == generate(plain, rows, SamplingParams(), 40)
     assert captured.capture_report() == report

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mla_compile import SamplingParams, check_batch_invariance, load_model, pack_batch
+from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from mla_compile.ops.kernels.row_sums import sum_triton
@@ -61,7 +62,7 @@ def test_all_kinds_of_sampling_of_a_tiny_model() -> None:
 
 def test_a_users_own_module() -> None:
     model = load_model(SHIPPED_MODEL, dtype=torch.bfloat16, device="cuda")
-    model.allocate_cache(num_pages=41, page_size=64)
+    allocate(model.cache_specs(), num_pages=41, page_size=64)
     compiled = torch.compile(model, backend="mla", fullgraph=True, options={"batch_invariant": True})
     tables = 1 + torch.arange(40, device="cuda", dtype=torch.int32).view(10, 4)
     prompt = torch.randint(1, 3000, (100,), device="cuda")

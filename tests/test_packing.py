@@ -15,6 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mla_compile import MLABatch, MLAError, PackedBatch, decode_segment, mla_attention, pack_batch
+from mla_compile.caches import allocate
 from mla_compile.ops import backends
 from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport, select_backend
 from mla_compile.ops.reference import mla_attention_reference
@@ -319,7 +320,7 @@ class DeepSeek(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = tiny_model(torch.float32)
-        self.model.allocate_cache(1 + MAX_ROWS * PAGES_PER_ROW, PAGE_SIZE)
+        allocate(self.model.cache_specs(), 1 + MAX_ROWS * PAGES_PER_ROW, PAGE_SIZE)
 
     def forward(self, ids: Tensor, scale: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
         return self.model.logits(self.model(ids, positions, batch))

@@ -221,7 +221,7 @@ def _read_latents(engine: Engine, request: Request, num_new: int, result: _Resul
         request.is_running and request.is_decoding and request.num_cached - under_way >= end
     ):
         return
-    caches = [spec.cache for spec in engine.model.cache_specs() if spec.owner == "target"]
+    caches = [spec.cache for spec in engine._caches.specs if spec.owner == "target"]
     result.start = max(0, end - _LATENTS)
     position = torch.arange(result.start, end, device=engine.device)
     size = engine.config.page_size

@@ -8,7 +8,7 @@ from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAUL
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
 from mla_compile.ops.segments import MAX_KEYS
-from mla_compile.speculate import DrafterKind, ServedModel
+from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.speculate.step import check_num_drafts
 from mla_compile.suggest import suggestions
@@ -198,6 +198,13 @@ class FittedConfig(EngineConfig):
     max_tokens_per_step: int
     pages_per_grant: int
 
+    def build_drafter(self, model: ServedModel) -> Drafter | None:
+        """The one drafter of an engine; None where nothing drafts."""
+        k = self.num_speculative_tokens
+        if k == 0:
+            return None
+        return self.drafter.build(DrafterSettings(model, k, self.page_size, self.decode_backend))
+
     @property
     def pages_per_row(self) -> int:
         """Cache pages of a request of `max_model_len` tokens."""
@@ -253,9 +260,8 @@ def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineCo
 def _check_model(model: object) -> None:
     needed = (
         "logits",
-        "allocate_cache",
         "cache_specs",
-        "caches",
+        "prepare",
         "vocab_size",
         "device",
         "has_mtp",

@@ -6,17 +6,15 @@ On a device the host plans step i + 1 while step i runs, and reads of step i wha
 """
 
 import asyncio
-import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-import torch
-
 from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
+from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean, config_of
 from mla_compile.engine.grammar import Grammar
@@ -77,17 +75,17 @@ class Engine:
         self.report_lag = int(self.device.type == "cuda")
         self._calls = EngineCalls(self.abort, self.leave, self.turn)
         self._intake = Intake(model, self.config, tokenizer, self._calls)
-        self._launcher = Launcher(model, self.config, ranks)
+        drafter = self.config.build_drafter(model)
+        self._caches = EngineCaches(model, drafter)
         self._leader: Leader | None = None
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._turn = Turn()
         self._is_closed = False
-        self._forget_all()
         if ranks is not None:  # nothing is refused any more
             self._leader = Leader(ranks, self.config)
-        with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
-            model.allocate_cache(self.config.num_pages, self.config.page_size)
-        self._caches = model.caches()
+        self._caches.allocate(self.config)
+        self._launcher = Launcher(model, drafter, self.config, ranks)
+        self._forget_all()
         self._weights = Weights(model if self.config.prefix_caching else None)
 
     def _begin_anew(self) -> None:
@@ -104,7 +102,7 @@ class Engine:
             self._leader.fail()
 
     def _forget_all(self) -> None:
-        self._scheduler = Scheduler.of(self.config)
+        self._scheduler = Scheduler.of(self.config, self._caches.lookahead)
         self._launcher.rows.clear()
         self._under_way: deque[Launch] = deque()
         self._is_launching = False  # so other ranks may wait for this one
@@ -447,13 +445,13 @@ class Engine:
             for request in self._scheduler.requests():
                 self.abort(request)
             self._under_way.clear()
-            if self._leader is not None and self._has_caches() and not self._is_closed:
+            if self._leader is not None and self._caches.are_in_place() and not self._is_closed:
                 self._leader.close()
             self._is_closed = True
 
     def _take_on(self, request: Request) -> None:
         with self._turn:
-            self._check_caches()
+            self._check_caches(layers=True)
             self._scheduler.add(request)
 
     def _check_idle(self, name: str) -> None:
@@ -464,15 +462,11 @@ class Engine:
         while self.has_work():  # reports of requests that were aborted
             self.step()
 
-    def _has_caches(self) -> bool:
-        """Whether the model's caches are those that this engine allocated."""
-        caches = self.model.caches()
-        return len(caches) == len(self._caches) and all(map(operator.is_, caches, self._caches))
-
-    def _check_caches(self) -> None:
+    def _check_caches(self, *, layers: bool = False) -> None:
+        """layers: whether the model's own list is looked at too, before a request; a step's time is too dear."""
         if self._is_closed:
             raise MLAError("engine", "one that is not closed", "a closed one", "make another")
-        if not self._has_caches():
+        if not self._caches.are_in_place() or (layers and not self._caches.are_of_all_layers()):
             mend = "make an engine after moving the model or changing its layers, and use a model's newest one only"
             raise MLAError("model", "the caches that this engine allocated", "others", mend)
 

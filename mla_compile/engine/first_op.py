@@ -31,7 +31,7 @@ def first_different_op(model: ServedModel, prompts: Sequence[Sequence[int]], pag
     recorder = _Recorder()
 
     def forward(*given: Any) -> Tensor:
-        return model.logits(model(*given))
+        return model.logits(model(*given).hidden)
 
     compiled: Callable[..., Tensor] = torch.compile(forward, backend=recorder.compile, fullgraph=True)
     columns = -(-_MOST_TOKENS // page_size)

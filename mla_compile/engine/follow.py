@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_compile.engine.buckets import CaptureReport
+from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.launch import Launcher, RankZeroFailed
 from mla_compile.engine.orders import Order, PlanReader, settings_of
@@ -88,6 +89,7 @@ class _Follower:
             names = ", ".join(repr(kind.name) for kind in self._drafters)
             raise MLAError("drafters", f"rank 0's among {names}", repr(name), "give it to `follow` too")
         config = EngineConfig(**settings | {"drafter": kind}).fitted_to(self._model)
-        self.launcher = Launcher(self._model, config, self._ranks)
+        drafter = config.build_drafter(self._model)
+        EngineCaches(self._model, drafter).allocate(config)
+        self.launcher = Launcher(self._model, drafter, config, self._ranks)
         self._reader.forget_all()
-        self._model.allocate_cache(config.num_pages, config.page_size)

@@ -20,6 +20,7 @@ from mla_compile.errors import MLAError, is_request_error
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import (
     DecodeState,
+    Drafter,
     PackedChunks,
     PromptChunk,
     ServedModel,
@@ -28,7 +29,6 @@ from mla_compile.speculate import (
     shadow_check,
 )
 from mla_compile.speculate.choice import NO_TOKEN
-from mla_compile.speculate.drafter import DrafterSettings
 from mla_compile.torch_internals import mark_varying, with_own_code
 
 VERIFY = "verify"
@@ -69,24 +69,21 @@ class Launcher:
     of tokens, rank 0 decides for all.
 
     Args:
-        model: with the caches that `config` asks for.
+        model, drafter: with allocated caches.
         ranks: of those processes; None for a process that has all of the model.
     """
 
-    def __init__(self, model: ServedModel, config: FittedConfig, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: ServedModel, drafter: Drafter | None, config: FittedConfig, ranks: Ranks | None = None
+    ) -> None:
         self._model, self._config, self._ranks = model, config, ranks
         self._k, self._device = config.num_speculative_tokens, model.device
-        drafter = None
-        if self._k > 0:
-            drafter = config.drafter.build(
-                DrafterSettings(model, self._k, config.page_size, config.decode_backend)
-            )
         self._decoders = {
             sampled: SpeculativeDecoder(
                 model,
                 self._k,
                 page_size=config.page_size,
-                shared=drafter,
+                drafter=drafter,
                 sampled=sampled,
                 decode_backend=config.decode_backend,
             )
@@ -239,15 +236,15 @@ class Launcher:
         decoder = self._decoders[variant.sampled]
         if chunks is None:
             begins = torch.zeros_like(state.active)
-            logits, hidden = self._call(VERIFY, decoder.verify)(state)
+            logits, output = self._call(VERIFY, decoder.verify)(state)
         else:
             begins, compile = chunks.begins, self._compiles_prompts
-            logits, hidden = self._call(f"mixed, {VERIFY}", decoder.verify, compile=compile)(state, chunks)
+            logits, output = self._call(f"mixed, {VERIFY}", decoder.verify, compile=compile)(state, chunks)
         targets = self._chosen(lambda: self._choose(variant, decoder, state, logits, plan), state)
-        hidden = hidden.clone()  # the next replay overwrites what this one returned
-        for given in (targets, hidden, begins):
+        output = output.map(torch.clone)  # the next replay overwrites what this one returned
+        for given in (targets, output.hidden, *output.aux, begins):
             mark_varying(given)
-        self._call(f"advance, {variant.name}", decoder.advance)(state, targets, hidden, begins)
+        self._call(f"advance, {variant.name}", decoder.advance)(state, targets, output, begins)
 
     def _chosen(self, choose: Callable[[], Tensor], state: DecodeState) -> Tensor:
         """What `choose` gives on rank 0, int64 `[rows, k + 1]`."""

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mla_compile.engine.config import EngineConfig, FittedConfig
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import check_divisible, division
 from mla_compile.ops.segments import MAX_KEYS
+from mla_compile.speculate.drafter import cache_specs
 
 RESERVED = 0.05
 """The share of a GPU's memory that is left to CUDA itself, the code of kernels, collectives' buffers and gaps."""
@@ -18,7 +19,7 @@ RESERVED = 0.05
 class MemoryPlan:
     """Bytes on each of `num_gpus` GPUs.
 
-    weights: parameters and buffers; alike: those of them that every GPU has.
+    weights: parameters and buffers, the drafter's own too; alike: those of them that every GPU has.
     cache: latents of `num_pages` pages, the dummy page included.
     steps: an estimate of what the largest step computes with.
     graphs: what recordings may hold before no further one is begun. The last one may pass it, by a step at most.
@@ -74,10 +75,13 @@ def plan_memory(
     """
     check_divisible(model, num_gpus, expert_parallel=expert_parallel, argument=argument)
     fitted = config.fitted_to(model)
-    caches = {id(cache) for cache in model.caches()}
+    drafter = fitted.build_drafter(model)
+    specs = cache_specs(model, drafter)
+    caches = {id(spec.layer.kv_cache) for spec in [*model.cache_specs(), *specs]}
+    of_model = {id(tensor) for _, tensor in _named_tensors(model)}
     divided: list[Tensor] = []
-    alike: list[Tensor] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    alike = [x for _, x in _named_tensors(drafter) if id(x) not in of_model and id(x) not in caches]
+    for name, tensor in _named_tensors(model):
         if id(tensor) in caches:
             continue
         how = division(name, expert_parallel=expert_parallel)
@@ -89,12 +93,19 @@ def plan_memory(
         num_gpus=num_gpus,
         weights=_num_bytes(divided) + _num_bytes(alike),
         alike=_num_bytes(alike),
-        cache=fitted.num_pages * fitted.page_size * sum(spec.bytes_per_token for spec in model.cache_specs()),
+        cache=fitted.num_pages * fitted.page_size * sum(spec.bytes_per_token for spec in specs),
         num_pages=fitted.num_pages,
         page_size=fitted.page_size,
         steps=_of_step(model, fitted, num_gpus),
         graphs=fitted.capture_budget or 0,
     )
+
+
+def _named_tensors(module: object) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers; none of a drafter that is no module."""
+    if not isinstance(module, nn.Module):
+        return []
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -148,13 +148,13 @@ class Scheduler:
         self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
 
     @classmethod
-    def of(cls, config: FittedConfig) -> "Scheduler":
-        """With a pool of its own, for an engine of these settings."""
+    def of(cls, config: FittedConfig, lookahead: int) -> "Scheduler":
+        """With a pool of its own, for an engine of these settings. lookahead: see `PagePool`."""
         k, grant = config.num_speculative_tokens, config.pages_per_grant
         pool = PagePool(
             1 + (config.num_pages - 1) // grant,
             config.page_size * grant,
-            lookahead=config.drafter.lookahead if k > 0 else 0,
+            lookahead=lookahead,
             keeps_prefixes=config.prefix_caching,
         )
         return cls(
@@ -222,10 +222,15 @@ class Scheduler:
     def plan(self) -> Plan:
         """What the next step runs; to be launched if it is not empty."""
         plan = Plan(removed=self._removed)  # the list itself: preemptions add to it
+        ending = [request for request in self._running if request.is_decoding and request.will_have_ended]
         may_admit = self._plan_decodes(plan)
-        self._plan_chunks(plan, may_admit=may_admit)
+        self._plan_chunks(plan, self.q_len * (len(plan.decodes) + len(ending)), may_admit=may_admit)
         if plan:  # else nothing is done with it, and the next one removes these
             self._removed = []
+            # A step whose logits are not finite gives no token: then these rows have not ended, and run in this one.
+            for request in ending:
+                if request.is_running:
+                    self._decode(plan, request)
         return plan
 
     def update(self, plan: Plan, reports: Sequence[RowReport]) -> None:
@@ -272,7 +277,7 @@ class Scheduler:
 
     def _plan_decodes(self, plan: Plan) -> bool:
         """Returns whether all who wanted pages got them without a preemption."""
-        q_len, reach, page_size = self.q_len, self._reach, self.pool.page_size
+        reach, page_size = self._reach, self.pool.page_size
         num_running = len(self._running)
         for request in self._running:  # it may lose rows at its end
             if not request.is_decoding or request.will_have_ended:
@@ -280,14 +285,17 @@ class Scheduler:
             has_room = request.num_cached + reach <= len(request.pages) * page_size
             if not has_room and not self._extend(plan, request):
                 continue
-            plan.decodes.append(request)
-            request.num_cached += q_len
-            request.num_steps += 1
-            request.num_samples += 1
+            self._decode(plan, request)
         return len(self._running) == num_running
 
-    def _plan_chunks(self, plan: Plan, *, may_admit: bool) -> None:
-        room = self.max_tokens_per_step - self.q_len * len(plan.decodes)
+    def _decode(self, plan: Plan, request: Request) -> None:
+        plan.decodes.append(request)
+        request.num_cached += self.q_len
+        request.num_steps += 1
+        request.num_samples += 1
+
+    def _plan_chunks(self, plan: Plan, num_decode_tokens: int, *, may_admit: bool) -> None:
+        room = self.max_tokens_per_step - num_decode_tokens
         # Prompts that are cut are cut to a size that they would be padded to.
         full = max(fitting_prompt_tokens(room), self.max_tokens_per_step - self.q_len * self.max_rows)
         tokens, keys = 0, self._max_keys

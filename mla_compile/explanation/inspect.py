@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import allocate
 from mla_compile.errors import MLAError
 from mla_compile.explanation.explain import Explanation, explain
 from mla_compile.models import MLAForCausalLM
@@ -71,7 +72,7 @@ def inspect_step(model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows
 
 def _allocate(model: MLAForCausalLM, pages: int) -> None:
     """Nothing runs, so the cache's size only shows in the picture: it need not hold a very large batch."""
-    model.allocate_cache(1 + min(pages, 1000), PAGE_SIZE)
+    allocate(model.cache_specs(), 1 + min(pages, 1000), PAGE_SIZE)
 
 
 def _check(num_speculative_tokens: int, rows: int, prefill_tokens: int) -> None:
@@ -93,5 +94,5 @@ class _NeededLogits(nn.Module):
         self.model = model
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch, needed: Tensor) -> Tensor:
-        hidden = self.model(token_ids, positions, batch)
+        hidden = self.model(token_ids, positions, batch).hidden
         return self.model.logits(torch.index_select(hidden, 0, needed))

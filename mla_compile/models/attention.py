@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import CacheSpec, Owner
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.layers import RMSNorm
@@ -39,11 +40,18 @@ class MLAAttention(nn.Module):
         """`w_uk` and `w_uv`, the two halves of `kv_b_proj`."""
         return up_projections(self.kv_b_proj.weight, self.num_heads, self.arch.qk_nope_head_dim)
 
+    def cache_spec(self, name: str, owner: Owner, lookahead: int = 0) -> CacheSpec:
+        """Latents in the weights' dtype."""
+        weight = self.kv_b_proj.weight
+        width = self.arch.latent_width
+        return CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)
+
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
         """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
         arch = self.arch
         if self.kv_cache is None:
-            raise MLAError("kv_cache", "an allocated cache", "none", "call model.allocate_cache first")
+            mend = "call mla_compile.caches.allocate(model.cache_specs(), ...) first"
+            raise MLAError("kv_cache", "an allocated cache", "none", mend)
         if arch.q_lora_rank is None:
             q = self.q_proj(x)
         else:

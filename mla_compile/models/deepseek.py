@@ -1,16 +1,16 @@
 """The DeepSeek architecture over packed tokens, for DeepSeek-V2, DeepSeek-V3 and GLM-4 MoE Lite checkpoints."""
 
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mla_compile.batch import MLABatch
-from mla_compile.caches import CacheSpec, allocate
+from mla_compile.batch import ForwardOutput, MLABatch
+from mla_compile.caches import CacheSpec
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
-from mla_compile.models.attention import MLAAttention
 from mla_compile.models.decoder import DecoderLayer
 from mla_compile.models.layers import RMSNorm
 from mla_compile.models.mtp import MTPLayer
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class MLAForCausalLM(nn.Module):
     """A language model with multi-head latent attention and, where `mtp`, one multi-token prediction layer.
 
-    Inference only: no parameter requires a gradient. Call `allocate_cache` before the first forward.
+    Inference only: no parameter requires a gradient. Call `caches.allocate(model.cache_specs(), ...)` before the first
+    forward.
     """
 
     def __init__(self, config: "PreTrainedConfig", *, mtp: bool) -> None:
@@ -69,46 +70,35 @@ class MLAForCausalLM(nn.Module):
 
     def cache_specs(self) -> list[CacheSpec]:
         """A cache of each layer, the MTP layer's last: latents in the weights' dtype."""
-        specs = []
-        for i, attention in enumerate(self._attentions()):
-            is_trunk, weight = i < len(self.layers), attention.kv_b_proj.weight
-            name = f"layers.{i}.self_attn" if is_trunk else "mtp.layer.self_attn"
-            owner: Literal["target", "drafter"] = "target" if is_trunk else "drafter"
-            specs.append(
-                CacheSpec(name, owner, self.arch.latent_width, weight.dtype, weight.device, attention)
-            )
+        layers = cast("list[DecoderLayer]", list(self.layers))
+        specs = [
+            layer.self_attn.cache_spec(f"layers.{i}.self_attn", "target") for i, layer in enumerate(layers)
+        ]
+        if self.mtp is not None:
+            specs.append(self.mtp.layer.self_attn.cache_spec("mtp.layer.self_attn", "drafter", lookahead=1))
         return specs
 
-    def allocate_cache(self, num_pages: int, page_size: int) -> None:
-        """Give every attention layer, the MTP layer's too, its own zeroed cache; see `allocate`."""
-        allocate(self.cache_specs(), num_pages, page_size)
+    def prepare(self, num_pages: int) -> None:
+        """Nothing: the caches are all that the model keeps of its rows."""
 
-    def caches(self) -> list[Tensor | None]:
-        """The layers' caches, in the order of `cache_specs`; None where there is none yet."""
-        return [attention.kv_cache for attention in self._attentions()]
-
-    def _attentions(self) -> list[MLAAttention]:
-        # Not by a walk over all modules: an engine asks for the caches before every step.
-        layers = [*self.layers, *([] if self.mtp is None else [self.mtp.layer])]
-        return [cast("DecoderLayer", layer).self_attn for layer in layers]
-
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
         """Run the trunk and append every layer's latents to its cache.
 
         Args:
             token_ids: int64 `[tokens]`, decode rows first, then prefill tokens.
             positions: int64 `[tokens]`, each token's place in its sequence.
             batch: the tokens' rows and slots.
-
-        Returns:
-            Hidden states after the final norm, `[tokens, hidden_size]`.
+            aux_layers: layers whose outputs are asked for too, by index.
         """
         rope = self.rotary(positions)
         hidden = self._embed(token_ids)
+        outputs = []
         for layer in self.layers:
             hidden = layer(hidden, rope, batch)
-        out: Tensor = self.norm(hidden)
-        return out
+            outputs.append(hidden)
+        return ForwardOutput(self.norm(hidden), tuple(outputs[i] for i in aux_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states `[..., hidden_size]`, of the trunk or the MTP layer, to logits `[..., vocab_size]`."""

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mla_compile.batch import MLABatch
+from mla_compile.batch import ForwardOutput, MLABatch
+from mla_compile.caches import CacheSpec
 from mla_compile.defaults import DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import choose_tokens
@@ -35,7 +36,7 @@ class Verified:
     accepted: how many drafts a row emits, int32 `[rows]`: those that were accepted, as far as stop ids and its length
         let them.
     count: how many of them a row emits, int32 `[rows]`; 0 for an inactive row.
-    hidden: the trunk's hidden states at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
+    output: what the trunk's forward gave at the k + 1 positions, `[rows * (k + 1), hidden_size]`.
     num_cached: the state's from now on, int32 `[rows]`.
     active: the rows that go on, bool `[rows]`.
     q_lens: how many of its k + 1 positions a row that goes on has run, int32 `[rows]`; 0 for any other row.
@@ -46,20 +47,22 @@ class Verified:
     targets: Tensor
     accepted: Tensor
     count: Tensor
-    hidden: Tensor
+    output: ForwardOutput
     num_cached: Tensor
     active: Tensor
     q_lens: Tensor
 
 
 class Drafter(Protocol):
-    """Proposes k tokens a row. All steps of an engine share one.
+    """Proposes k tokens a row. It owns its weights and caches; all steps of an engine share one.
 
-    Its methods are part of the captured step: nothing is read on the host.
+    Its methods are part of the captured step: nothing is read on the host. It may have two more members:
+    `cache_specs()`, for caches of its own, which the engine allocates (a list of `CacheSpec`); and `aux_layers`, a
+    tuple of the target's layers, by index, whose outputs it reads beside the final hidden states.
     """
 
-    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
-        """Take in prompt chunks, of which the trunk has made `hidden` `[tokens, hidden_size]`."""
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
+        """Take in prompt chunks, of whose tokens the trunk's forward gave `output`."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """Drafts for the `verified.k` positions behind the newest tokens, int64 `[rows, k]`; anything for inactive
@@ -90,21 +93,16 @@ class DrafterKind:
     build: makes the one drafter of an engine.
     needs_mtp: whether it runs the model's MTP layer.
     needs_history: whether it reads `DecodeState.history`; states have none otherwise.
-    lookahead: tokens after a page on which the latents depend that it caches in that page. Pages are shared by prompts
-        only where those agree too.
     """
 
     name: str
     build: Callable[[DrafterSettings], Drafter]
     needs_mtp: bool = False
     needs_history: bool = False
-    lookahead: int = 0
 
     def __post_init__(self) -> None:
         if not callable(self.build):
             raise MLAError("build", "a function of DrafterSettings that makes a drafter", repr(self.build))
-        if type(self.lookahead) is not int or self.lookahead < 0:
-            raise MLAError("lookahead", "an integer >= 0", repr(self.lookahead))
 
     def serves(self, *, has_mtp: bool) -> bool:
         """Whether a model has what it needs."""
@@ -127,18 +125,22 @@ class MtpDrafter(nn.Module):
         self.page_size = settings.page_size
         self.decode_backend = settings.decode_backend
 
-    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+    def cache_specs(self) -> list[CacheSpec]:
+        """The cache of the layer."""
+        return [spec for spec in self.model.cache_specs() if spec.owner == "drafter"]
+
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
         """Write the layer's latents of the chunks."""
         # Nobody reads what this returns, so in a graph it comes down to the latents. They are there before a decode row
         # attends. That of a prompt's last token, whose successor is yet unknown, `draft` writes again.
         batch = MLABatch(prefill=chunks.segment)
-        self.model.forward_mtp(chunks.next_token_ids, hidden, chunks.positions, batch)
+        self.model.forward_mtp(chunks.next_token_ids, output.hidden, chunks.positions, batch)
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """See `Drafter`."""
         q_len = verified.k + 1
         hidden = self._run(
-            state, verified.targets.view(-1), verified.hidden, state.num_cached, verified.q_lens, q_len
+            state, verified.targets.view(-1), verified.output.hidden, state.num_cached, verified.q_lens, q_len
         )
         accepted = verified.accepted
         picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
@@ -193,7 +195,7 @@ class NgramDrafter(nn.Module):
     def __init__(self, settings: DrafterSettings) -> None:
         super().__init__()
 
-    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
         """Nothing: a row's history has its whole prompt from the start."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
@@ -204,13 +206,20 @@ class NgramDrafter(nn.Module):
 
 
 DRAFTERS = (
-    DrafterKind("mtp", MtpDrafter, needs_mtp=True, lookahead=1),
+    DrafterKind("mtp", MtpDrafter, needs_mtp=True),
     DrafterKind("ngram", NgramDrafter, needs_history=True),
 )
 """The first one that serves a model drafts for it where nobody has asked for another."""
 
 ANY_MODEL = next(kind.name for kind in DRAFTERS if kind.serves(has_mtp=False))
 """The drafter to recommend to those whose model has no MTP layer."""
+
+
+def cache_specs(model: Target, drafter: Drafter | None) -> list[CacheSpec]:
+    """The caches that steps of a model and its drafter use, the target's first."""
+    specs = [spec for spec in model.cache_specs() if spec.owner == "target"]
+    own: list[CacheSpec] = getattr(drafter, "cache_specs", list)()
+    return specs + own
 
 
 def known_drafter(drafter: object) -> DrafterKind | None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,9 +9,9 @@ from torch import Tensor
 from mla_compile.errors import MLAError
 from mla_compile.ops.paging import slots_of
 from mla_compile.speculate.chunks import PackedChunks
+from mla_compile.speculate.drafter import cache_specs
 from mla_compile.speculate.state import FIRST_TOKEN, DecodeState
 from mla_compile.speculate.step import SpeculativeDecoder
-from mla_compile.speculate.target import ServedModel
 from mla_compile.torch_internals import uncompiled
 
 
@@ -58,7 +57,7 @@ def shadow_check(
         tolerance: of a latent, relative to its largest entry. By default the square root of the dtype's epsilon:
             0.09 in bfloat16, 0.03 in float16, 3.5e-4 in float32 and float64 (rotary angles are float32 in both).
         decoder: what does the same eagerly. Found where `step` is a `SpeculativeDecoder`, its `forward` or its `mixed`,
-            compiled or not. The caches of `model.cache_specs()` must be all that a step changes besides the state.
+            compiled or not. The caches of its model and its drafter must be all that a step changes besides the state.
 
     Raises:
         MLAError: a bad argument, named; no decoder was found or given.
@@ -105,7 +104,7 @@ class _Shadow:
 
     def run(self, state: DecodeState, *chunks: PackedChunks) -> list[str]:
         """Run the step, in place; a line for each layer and tensor of the state in which its eager run differs."""
-        specs = cast("ServedModel", self.decoder.model).cache_specs()
+        specs = cache_specs(self.decoder.model, self.decoder.drafter)
         caches = [spec.cache for spec in specs]
         live = [*caches, *state.tensors()]
         kept = [tensor.clone() for tensor in live]

@@ -36,6 +36,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mla_compile.batch import ForwardOutput
 from mla_compile.defaults import MAX_DRAFTS, DrafterName
 from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
@@ -63,8 +64,8 @@ class SpeculativeDecoder(nn.Module):
     Args:
         model: an `nn.Module` that is a `Target`; its caches have `page_size` tokens a page.
         num_speculative_tokens: k in [0, 32]; 0 is plain decoding, one token a step. States have as many.
-        drafter: a name of `DRAFTERS`, or one of the caller's own; states need a `history` where it reads one.
-        shared: the drafter that all steps over the same states use, in place of a new one.
+        drafter: the one that all steps over the same states share; a new one of the kind, or of that name in
+            `DRAFTERS`. States need a `history` where it reads one.
         sampled: whether any row samples. A greedy step has no noise and no sort in its graph. Penalties and
             log-probabilities are in it where the state has tensors for them.
         decode_backend: of every decode segment; see `DecodeSegment`.
@@ -78,27 +79,28 @@ class SpeculativeDecoder(nn.Module):
         num_speculative_tokens: int,
         *,
         page_size: int,
-        drafter: DrafterName | DrafterKind = "mtp",
-        shared: Drafter | None = None,
+        drafter: Drafter | DrafterName | DrafterKind | None = "mtp",
         sampled: bool = False,
         decode_backend: str | None = None,
     ) -> None:
         super().__init__()
         check_num_drafts(num_speculative_tokens)
-        kind = select_drafter(drafter, has_mtp=True)  # whoever serves the model has asked what it has
         self.model = model
         self.k = num_speculative_tokens
         self.page_size = page_size
         self.sampled = sampled
         self.decode_backend = decode_backend
-        self.drafter = shared
-        if shared is None and self.k > 0:
-            self.drafter = kind.build(DrafterSettings(model, self.k, page_size, decode_backend))
+        if drafter is None or isinstance(drafter, (str, DrafterKind)):
+            settings = DrafterSettings(model, self.k, page_size, decode_backend)
+            kind = select_drafter(drafter, has_mtp=True)  # an engine asks what the model has
+            drafter = kind.build(settings) if self.k > 0 else None
+        self.drafter = drafter
+        self.aux_layers: tuple[int, ...] = getattr(drafter, "aux_layers", ())
 
     def forward(self, state: DecodeState) -> None:
         """One MTP iteration, in place; `state.report` says what came of it."""
-        logits, hidden = self.verify(state)
-        self.advance(state, self.choose_targets(state, logits), hidden)
+        logits, output = self.verify(state)
+        self.advance(state, self.choose_targets(state, logits), output)
 
     def mixed(self, state: DecodeState, packed: PackedChunks) -> None:
         """One MTP iteration that prefills prompt chunks in the same forward.
@@ -110,18 +112,18 @@ class SpeculativeDecoder(nn.Module):
         A row that begins is a decode row with `num_cached` one less than its prompt, of which one position counts.
         What that position reads and gives comes from the chunk; all that follows treats rows alike.
         """
-        logits, hidden = self.verify(state, packed)
-        self.advance(state, self.choose_targets(state, logits), hidden, packed.begins)
+        logits, output = self.verify(state, packed)
+        self.advance(state, self.choose_targets(state, logits), output, packed.begins)
 
-    def verify(self, state: DecodeState, packed: PackedChunks | None = None) -> tuple[Tensor, Tensor]:
+    def verify(self, state: DecodeState, packed: PackedChunks | None = None) -> tuple[Tensor, ForwardOutput]:
         """The first half of a step: run the last token and the drafts, and prompt chunks if there are any.
 
         Rows that begin are active afterwards.
 
         Returns:
-            logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and the trunk's hidden
-            states `[rows * (k + 1), hidden_size]` for `advance`. In a row that begins, j = 0 is its first token, and
-            the others mean nothing.
+            logits `[rows, k + 1, vocab_size]` of the tokens at positions `num_cached + 1 + j`, and what the trunk's
+            forward gave of `[rows * (k + 1)]` tokens, for `advance`. In a row that begins, j = 0 is its first token,
+            and the others mean nothing.
         """
         # Not the decorator: Dynamo would find its code, which all decorated functions share, instead of ours.
         with torch.no_grad():
@@ -140,32 +142,33 @@ class SpeculativeDecoder(nn.Module):
                 tokens = torch.cat([tokens, chunks.token_ids])
                 positions = torch.cat([positions, chunks.positions])
                 batch = replace(batch, prefill=chunks.segment)
-            hidden = self.model(tokens, positions, batch)
+            output = self.model(tokens, positions, batch, self.aux_layers)
             if chunks is not None:
-                hidden = self._begin_rows(state, chunks, hidden, positions)
-            return self.model.logits(hidden).view(rows, self.k + 1, -1), hidden
+                output = self._begin_rows(state, chunks, output, positions)
+            return self.model.logits(output.hidden).view(rows, self.k + 1, -1), output
 
     def _begin_rows(
-        self, state: DecodeState, chunks: PromptChunks, hidden: Tensor, positions: Tensor
-    ) -> Tensor:
+        self, state: DecodeState, chunks: PromptChunks, output: ForwardOutput, positions: Tensor
+    ) -> ForwardOutput:
         """Fill the drafter's caches with the chunks, and make decode rows of those whose prompts end with them.
 
-        hidden, positions: of all tokens, decode rows' first, `[rows * (k + 1) + tokens, ...]`.
+        output, positions: of all tokens, decode rows' first, `[rows * (k + 1) + tokens, ...]`.
 
-        Returns the hidden states of the k + 1 positions of each row, `[rows * (k + 1), hidden_size]`.
+        Returns the output of the k + 1 positions of each row, `[rows * (k + 1), ...]`.
         """
         # Sizes were checked before: a check in a graph, as a write, is where a gather stops climbing.
         rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
         if self.drafter is not None:
-            self.drafter.fill(chunks, torch.split(hidden, [rows * q_len, chunks.token_ids.shape[0]])[1])
+            sizes = [rows * q_len, chunks.token_ids.shape[0]]
+            self.drafter.fill(chunks, output.map(lambda hidden: torch.split(hidden, sizes)[1]))
         # k + 1 tokens of a row that decodes, 1 of a prompt's last chunk, 0 of any other chunk.
-        gather_ids = torch.arange(rows * q_len, device=hidden.device).view(rows, q_len)
+        gather_ids = torch.arange(rows * q_len, device=positions.device).view(rows, q_len)
         first = torch.where(begins, rows * q_len + chunks.last_of_row, gather_ids[:, 0])
         gather_ids = torch.cat([first[:, None], gather_ids[:, 1:]], dim=1).view(-1)
-        hidden = torch.index_select(hidden, 0, gather_ids)
+        output = output.map(lambda hidden: torch.index_select(hidden, 0, gather_ids))
         state.num_cached.copy_(torch.where(begins, torch.index_select(positions, 0, first), state.num_cached))
         state.active.copy_(state.active | begins)
-        return hidden
+        return output
 
     def choose_targets(self, state: DecodeState, logits: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Between the halves: the target's tokens, int64 `[rows, k + 1]`, from the logits of `verify`.
@@ -186,17 +189,18 @@ class SpeculativeDecoder(nn.Module):
             return torch.where(can_choose(logits), targets, NO_TOKEN)
 
     def advance(
-        self, state: DecodeState, targets: Tensor, hidden: Tensor, begins: Tensor | None = None
+        self, state: DecodeState, targets: Tensor, output: ForwardOutput, begins: Tensor | None = None
     ) -> None:
         """The second half: accept, draft, move on.
 
         targets: of `choose_targets`, or of the caller's choice, int64 `[rows, k + 1]`; -1 where there is none.
-        hidden: from `verify`. begins: of the chunks that `verify` was given, bool `[rows]`; None for no row.
+        output: from `verify`. begins: of the chunks that `verify` was given, bool `[rows]`; None for no row.
         """
         with torch.no_grad():
             rows, q_len = state.num_rows(), self.k + 1
             torch._check(targets.shape[0] == rows)
-            torch._check(hidden.shape[0] == rows * q_len)
+            for hidden in (output.hidden, *output.aux):
+                torch._check(hidden.shape[0] == rows * q_len)
             q_lens = self.query_lens(state, state.active)
             if begins is not None:
                 torch._check(begins.shape[0] == rows)
@@ -218,7 +222,7 @@ class SpeculativeDecoder(nn.Module):
             if self.drafter is not None:
                 q_lens = torch.where(active, q_lens, 0)
                 verified = Verified(
-                    self.k, self.sampled, targets, accepted, count, hidden, num_cached, active, q_lens
+                    self.k, self.sampled, targets, accepted, count, output, num_cached, active, q_lens
                 )
                 drafts = self.drafter.draft(state, verified)
                 if not isinstance(drafts, Tensor):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_compile import Engine, MLABatch, SamplingParams
+from mla_compile.batch import ForwardOutput
 from mla_compile.engine import Completion, Request
 from mla_compile.engine.detokenizer import Found
 from mla_compile.engine.reports import RowReport
@@ -51,10 +52,14 @@ class Poisoned(MLAForCausalLM):
     where: str
     poison: int
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
-        hidden = super().forward(token_ids, positions, batch)
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
+        output = super().forward(token_ids, positions, batch, aux_layers)
         worst = {"logits": torch.nan, "infinite logits": torch.inf}.get(self.where)
-        return hidden if worst is None else torch.where((token_ids == self.poison)[:, None], worst, hidden)
+        if worst is None:
+            return output
+        return output.map(lambda x: torch.where((token_ids == self.poison)[:, None], worst, x))
 
     def forward_mtp(
         self, next_token_ids: Tensor, hidden: Tensor, positions: Tensor, batch: MLABatch
@@ -202,7 +207,8 @@ class EngineRun:
         self.requests[number] = request
 
     def _step(self) -> None:
-        engine, pool, caches = self.engine, pool_of(self.engine), self.model.caches()
+        engine, pool = self.engine, pool_of(self.engine)
+        caches = [spec.cache for spec in engine._caches.specs]
         blank = torch.tensor(pool._blank, dtype=torch.int64)
         for latents in caches:
             latents[blank] = torch.nan

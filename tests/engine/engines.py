@@ -1,6 +1,7 @@
 """Small engines for tests, by the seams that engines have."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mla_compile import Engine
 from mla_compile.engine import Request
@@ -43,7 +44,6 @@ def pool_of(of: Engine) -> PagePool:
 
 def with_new_caches(of: Engine, num_pages: int) -> Engine:
     """The engine on caches of so many pages with NaN in them, made after its own."""
-    of.model.allocate_cache(num_pages, of.config.page_size)
-    of._caches = of.model.caches()
+    of._caches.allocate(replace(of.config, num_pages=num_pages))
     poison_caches(of.model)
     return of

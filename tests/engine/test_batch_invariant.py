@@ -24,7 +24,7 @@ from tests.engine.engines import engine, pool_of, with_lag
 from tests.engine.test_requests import MIXED, PROMPTS, alone, tokenizer
 from tests.engine.test_scheduler import Driven, chunks, decodes, goes_on
 from tests.kernel_cases import BACKENDS
-from tests.models_for_tests import one_layer_model
+from tests.models_for_tests import caches_of, one_layer_model
 
 FEW_PAGES = 1 + 64 // 4 + 3
 
@@ -65,7 +65,7 @@ def test_recurrent_layers_are_refused_before_anything_is_allocated() -> None:
     model.__class__ = Recurrent
     with pytest.raises(MLAError, match=r"^batch_invariant: expected False for a model with"):
         Engine(model, batch_invariant=True)
-    assert not any(cache is not None for cache in model.caches())
+    assert not caches_of(model)
 
 
 def test_a_decode_backend_that_does_not_promise_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

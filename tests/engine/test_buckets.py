@@ -19,7 +19,7 @@ from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs
 from tests.engine.engines import engine, with_new_caches
-from tests.models_for_tests import one_layer_model
+from tests.models_for_tests import caches_of, one_layer_model
 
 K, STOP_IDS = 3, 8
 
@@ -268,7 +268,7 @@ def test_warming_up_reads_and_writes_no_page(temperature: float, monkeypatch: py
     expected = mine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling)
     report = with_new_caches(mine, 2).warm_up(sampling=sampling, stop_ids=range(9))
     assert report.why_not == "compile=False"
-    assert all(cache.isnan().all() for cache in mine.model.caches())
+    assert all(cache.isnan().all() for cache in caches_of(mine.model))
     assert sorted(of_rows for of_rows, width in allocated if width == 16) == [1, 2, 4, 8]
     with_new_caches(mine, mine.config.num_pages)
     assert mine.generate([[1, 2, 3]] * 3, max_new_tokens=20, sampling=sampling) == expected
@@ -307,7 +307,7 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(k: int
     torch._dynamo.utils.counters.clear()
     mine.warm_up()
     assert compile_counters()["graphs"] == 2, "with prompts and without"
-    assert all(cache.isnan().all() for cache in model.caches()), "the prompt of the warm-up wrote to a page"
+    assert all(cache.isnan().all() for cache in caches_of(model)), "the prompt of the warm-up wrote to a page"
     completions = mine.generate(prompts, max_new_tokens=12)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
     assert mine.stats.num_mixed_steps > 3

@@ -10,6 +10,7 @@ import torch
 
 import mla_compile
 from mla_compile import Engine, Grammar, SamplingParams, decode_segment, load_model, prefill_segment
+from mla_compile.caches import allocate
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.explanation.inspect import inspect_forward
 from mla_compile.integrations.transformers import accelerate
@@ -112,7 +113,7 @@ USES: dict[str, Callable[[], object]] = {
 @pytest.mark.long
 def test_a_step_is_one_graph_whatever_the_default_device() -> None:
     model, k = one_layer_model(), 1
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     decoder = SpeculativeDecoder(model, k, page_size=4, sampled=True)
     state = DecodeState.allocate(2, k, max_pages=4, penalised_vocab=40, num_logprobs=5)
     graphs = []

@@ -9,12 +9,23 @@ import pytest
 import torch
 
 from mla_compile import Engine, MLAError, SamplingParams
+from mla_compile.batch import ForwardOutput
+from mla_compile.caches import CacheSpec
 from mla_compile.engine import Completion, EngineConfig
 from mla_compile.engine.config import EngineSettings
+from mla_compile.engine.memory import plan_memory
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
-from mla_compile.speculate import DrafterKind, PackedChunks, PromptChunk
-from tests.engine.engines import engine
+from mla_compile.speculate import (
+    DecodeState,
+    DrafterKind,
+    DrafterSettings,
+    PackedChunks,
+    PromptChunk,
+    PromptChunks,
+    Verified,
+)
+from tests.engine.engines import engine, pool_of
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model
 
@@ -193,13 +204,65 @@ def test_drafts_of_another_shape_or_dtype_are_refused(wrong: torch.Tensor | None
         mine.generate(PROMPTS[:1], max_new_tokens=4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [({"build": None}, "build"), ({"lookahead": -1}, "lookahead"), ({"lookahead": 1.5}, "lookahead")],
-)
-def test_a_wrong_kind_of_drafter_is_refused_where_it_is_made(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(MLAError, match=f"^{name}: expected "):
-        DrafterKind(**{"name": "mine", "build": lambda _: None, **settings})
+def test_a_wrong_kind_of_drafter_is_refused_where_it_is_made() -> None:
+    with pytest.raises(MLAError, match=r"^build: expected "):
+        DrafterKind("mine", build=None)
+
+
+class WithCache(torch.nn.Module):
+    """A drafter with a cache of its own, that reads two layers of the target."""
+
+    aux_layers = (1, 0)
+
+    def __init__(self, settings: DrafterSettings, lookahead: int) -> None:
+        super().__init__()
+        self.lookahead = lookahead
+        self.register_buffer("kv_cache", None, persistent=False)
+        self.weight = torch.nn.Parameter(torch.zeros(3, 5, device=settings.model.device), requires_grad=False)
+        self.seen: list[ForwardOutput] = []
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return [CacheSpec("own", "drafter", 6, torch.int8, self.weight.device, self, self.lookahead)]
+
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
+        self.seen.append(output)
+        self.kv_cache.flatten(0, 1)[chunks.segment.slot_mapping] = 1
+
+    def draft(self, state: DecodeState, verified: Verified) -> torch.Tensor:
+        self.seen.append(verified.output)
+        return verified.targets[:, : verified.k]
+
+
+def with_cache(lookahead: int) -> DrafterKind:
+    return DrafterKind("own", lambda settings: WithCache(settings, lookahead))
+
+
+def test_a_drafter_owns_weights_and_caches_and_reads_the_layers_that_it_asks_for() -> None:
+    model = tiny_model()
+    mine = engine(2, model, drafter=with_cache(3))
+    drafter = mine._launcher._decoders[False].drafter
+    assert drafter is mine._launcher._decoders[True].drafter, "one for all steps"
+    assert tuple(drafter.kv_cache.shape) == (mine.config.num_pages, 4, 6)
+    assert pool_of(mine).lookahead == 3
+    specs = model.cache_specs()
+    assert specs[-1].owner == "drafter" and specs[-1].layer.kv_cache is None, "nothing runs the MTP layer"
+    assert tokens(mine) == tokens(engine(0, tiny_model()))
+    assert int(drafter.kv_cache.count_nonzero()) > 0
+    for output in drafter.seen:
+        assert [tuple(each.shape) for each in output.aux] == [tuple(output.hidden.shape)] * 2
+    first, last = drafter.seen[0].aux[1], drafter.seen[0].aux[0]
+    assert torch.equal(model.norm(last), drafter.seen[0].hidden) and not torch.equal(first, last)
+    config = mine.config
+    planned = (
+        plan_memory(model, config).cache - plan_memory(model, replace(config, num_speculative_tokens=0)).cache
+    )
+    assert planned == config.num_pages * 4 * 6
+
+
+def test_a_wrong_lookahead_is_refused_before_anything_is_allocated() -> None:
+    for wrong in (-1, 1.5):
+        with pytest.raises(MLAError, match=r"^lookahead: expected an integer >= 0"):
+            engine(2, drafter=with_cache(wrong))
 
 
 def test_the_settings_that_an_engine_takes_are_those_of_its_config() -> None:

@@ -21,7 +21,7 @@ from mla_compile.engine.scheduler import Scheduler
 from mla_compile.engine.variants import Variant
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from tests.engine.engine_traces import POISONS, Outcome, run, sampling, text
-from tests.engine.toy_engine import Trace, batch_invariant_traces, check_traces, traces
+from tests.engine.toy_engine import Arrival, Trace, batch_invariant_traces, check_traces, traces
 
 
 @pytest.mark.long
@@ -47,6 +47,15 @@ def poisoned_traces() -> st.SearchStrategy[Trace]:
 def test_a_request_whose_logits_become_nan_ends_in_an_error_and_no_other_does() -> None:
     met = check_traces(run, 40, poisoned_traces())
     assert min(met["num_failed"], met["num_reused_tokens"], met["num_accepted"]) > 5, met
+
+
+def test_a_row_whose_step_gave_no_token_is_read_in_the_step_that_others_launch() -> None:
+    arrivals = [
+        Arrival(0, num_shared, 2, max_new_tokens) for num_shared, max_new_tokens in ((4, 4), (0, 1), (0, 1))
+    ]
+    poison = "latents", 23
+    trace = Trace(tuple(arrivals), page_size=1, spare_pages=0, max_rows=3, spare_tokens=0, lag=2, seed=543)
+    run(replace(trace, acceptance=0.0, poison=poison))
 
 
 @pytest.mark.slow

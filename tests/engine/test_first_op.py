@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from mla_compile.caches import allocate
 from mla_compile.engine.first_op import first_different_op
 from mla_compile.ops import implementations, moe
 from tests.models_for_tests import tiny_model
@@ -15,7 +16,7 @@ PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerat
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     model = tiny_model(torch.float32)
-    model.allocate_cache(64, 4)
+    allocate(model.cache_specs(), 64, 4)
     return model
 
 

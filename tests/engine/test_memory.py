@@ -12,6 +12,7 @@ from mla_compile.models import load_model
 from mla_compile.models.outline import outline
 from tests.models import published
 from tests.models.small import glm_config, reference_model, reference_mtp_layer, save, v2_config, v3_config
+from tests.models_for_tests import caches_of
 
 CONFIGS = {
     "v3": v3_config(moe_intermediate_size=128, q_lora_rank=128, num_nextn_predict_layers=1),
@@ -43,7 +44,7 @@ def test_weights_and_cache_of_a_loaded_model_are_as_planned(
     assert plan.weights == sum(storages.values())
     engine = Engine(model, config)
     assert (plan.num_pages, plan.page_size) == (engine.config.num_pages, 4)
-    assert plan.cache == sum(cache.nbytes for cache in model.caches() if cache is not None)
+    assert plan.cache == sum(cache.nbytes for cache in caches_of(model))
     engine.generate([[1, 2, 3]], max_new_tokens=2)
     assert plan.weights + plan.cache == sum(x.untyped_storage().nbytes() for x in _whole(model))
 
@@ -89,13 +90,14 @@ def test_what_is_divided_adds_up_to_what_one_gpu_would_hold(
     one, *others = (
         plan_memory(model, EngineConfig(), size, expert_parallel=expert_parallel) for size in (1, 2, 4)
     )
+    drafting = plan_memory(model, EngineConfig(num_speculative_tokens=1))
     for plan in others:
         assert plan.alike == one.alike
         assert (plan.weights - plan.alike) * plan.num_gpus == one.weights - one.alike
         assert plan.cache == one.cache, "every GPU has all latents"
     assert one.alike < 0.06 * one.weights
-    layers = model.arch.num_layers + 1
-    assert one.cache == one.num_pages * one.page_size * layers * (512 + 64) * 2
+    for plan, layers in ((one, model.arch.num_layers), (drafting, model.arch.num_layers + 1)):
+        assert plan.cache == plan.num_pages * plan.page_size * layers * (512 + 64) * 2
 
 
 def test_the_pages_that_fit_are_the_most_that_do(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mla_compile.engine.weights import Weights
 from mla_compile.models import MLAForCausalLM
 from tests.engine.engines import engine, finish, pool_of, texts
 from tests.models.small import randomize
-from tests.models_for_tests import one_layer_model
+from tests.models_for_tests import caches_of, one_layer_model
 
 
 def drawn(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -210,7 +210,7 @@ def test_caches_and_what_no_module_has_are_no_weights() -> None:
     model = one_layer_model()
     Engine(model, compile=False, max_model_len=32)
     weights = Weights(model)
-    for cache in model.caches():
+    for cache in caches_of(model):
         cache.add_(1)
     assert not weights.have_changed()
     assert not Weights(object()).have_changed()

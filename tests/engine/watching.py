@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from mla_compile.batch import ForwardOutput
+from mla_compile.caches import CacheSpec
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import Request
 from mla_compile.speculate import (
@@ -15,7 +17,7 @@ from mla_compile.speculate import (
     PromptChunks,
     Verified,
 )
-from mla_compile.speculate.drafter import known_drafter
+from mla_compile.speculate.drafter import MtpDrafter, known_drafter
 
 Change = Callable[[DecodeState, Verified, Tensor], Tensor]
 
@@ -52,8 +54,11 @@ class _Watched:
     ) -> None:
         self._watch, self._drafter = watch, build(settings)
 
-    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
-        self._drafter.fill(chunks, hidden)
+    def cache_specs(self) -> list[CacheSpec]:
+        return self._drafter.cache_specs() if isinstance(self._drafter, MtpDrafter) else []
+
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
+        self._drafter.fill(chunks, output)
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         self._watch.state = state

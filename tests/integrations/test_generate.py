@@ -524,7 +524,7 @@ def test_no_memory_for_more_room_is_no_end(model: Any, monkeypatch: pytest.Monke
     accelerate(model, compile=False)
     no_room = lambda *_: (_ for _ in ()).throw(MemoryError)  # noqa: E731
     with monkeypatch.context() as patched:
-        patched.setattr(type(model.mla.target), "allocate_cache", no_room)
+        patched.setattr(type(model.mla.target), "prepare", no_room)
         with pytest.raises(MemoryError):
             generate(model)
     assert torch.equal(generate(model), expected)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import MLABatch
+from mla_compile.caches import allocate
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops.segments import decode_segment, prefill_segment
 from tests.integrations import stock
@@ -28,7 +29,8 @@ class Reader:
     def __init__(self, family: str, **changes: Any) -> None:
         self.model = stock_model(family, **changes)
         self.target = TransformersTarget(self.model, None)
-        self.target.allocate_cache(1 + TABLE.numel(), PAGE_SIZE)
+        self.target.prepare(1 + TABLE.numel())
+        allocate(self.target.cache_specs(), 1 + TABLE.numel(), PAGE_SIZE)
         self.done = [0] * len(PROMPTS)
 
     def prefill(self, lengths: list[int]) -> list[Tensor]:
@@ -46,7 +48,7 @@ class Reader:
         rows = zip(texts(), self.done, lengths, strict=True)
         tokens = torch.tensor([token for text, start, n in rows for token in text[start : start + n]])
         with self.target.installed(64):
-            logits = self.target.logits(self.target(tokens, positions, batch))
+            logits = self.target.logits(self.target(tokens, positions, batch).hidden)
         self.done = [start + n for start, n in zip(self.done, lengths, strict=True)]
         return list(logits.split(lengths))
 

@@ -101,15 +101,11 @@ def test_greedy_tokens_of_a_compiled_model_are_those_of_stock(family):
     "family",
     [pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")],
 )
-def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_of_stock(family, caplog):
-    torch.compiler.reset()  # else Dynamo traces twice: a number that was another one in the family before
+def test_greedy_tokens_of_a_compiled_model_with_one_group_of_experts_are_those_of_stock(family):
     model = stock_model(family, n_group=1, topk_group=1, num_hidden_layers=2)
     expected = stock.greedy(model, prompts(), STEPS)
     accelerate(model)
-    with caplog.at_level("INFO", "mla_compile"):
-        assert stock.greedy(model, prompts(), STEPS) == expected
-    routers = sum(hasattr(module, "experts") for module in model.modules())
-    assert caplog.text.count("topk of one element dropped") == routers > 0
+    assert stock.greedy(model, prompts(), STEPS) == expected
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.modeling_layers import MtpLayer
 
 from mla_compile import MLABatch, decode_segment, prefill_segment
+from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 
 PAGE_SIZE = 4
@@ -187,7 +188,7 @@ class Session:
     def __init__(self, model: MLAForCausalLM, rows: int, max_len: int = 64) -> None:
         self.model = model
         self.pages_per_row = -(-max_len // PAGE_SIZE)
-        model.allocate_cache(1 + rows * self.pages_per_row, PAGE_SIZE)
+        allocate(model.cache_specs(), 1 + rows * self.pages_per_row, PAGE_SIZE)
         order = torch.randperm(rows * self.pages_per_row, generator=torch.Generator().manual_seed(3)) + 1
         self.block_table = order.view(rows, -1).to(model.norm.weight.device, torch.int32)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mla_compile.caches import allocate
 from mla_compile.engine import Engine
 from mla_compile.models import MLAForCausalLM, load_model
 from mla_compile.models.moe import Router
@@ -59,7 +60,7 @@ def test_it_has_the_numbers_and_chooses_the_experts_of_one_loaded_so(path, seed)
     options: dict[str, Any] = {"mtp": draw.choice([None, False]), "quantize": draw.choice([None, "fp8"])}
     model = load_model(path, **options)
     if draw.random() < 0.5:
-        model.allocate_cache(3, 4)
+        allocate(model.cache_specs(), 3, 4)
     expected, found = load_model(path, dtype=dtype, **options), WAYS[way](model, dtype)
     state = expected.state_dict() | {"inv_freq": expected.rotary.inv_freq}
     for name, value in (found.state_dict() | {"inv_freq": found.rotary.inv_freq}).items():

@@ -62,7 +62,7 @@ def logits(model: MLAForCausalLM) -> Tensor:
     session, found = Session(model, 2), []
     for batch, positions in (session.prefill([7, 5], [0, 0]), session.decode([7, 5], 2)):
         ids = positions * 7 % 90
-        hidden = model(ids, positions, batch)
+        hidden = model(ids, positions, batch).hidden
         found += [model.logits(hidden), model.logits(model.forward_mtp(ids + 1, hidden, positions, batch))]
     return torch.cat(found)
 

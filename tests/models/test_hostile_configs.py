@@ -133,7 +133,7 @@ def written(config: dict[str, Any], changes: dict[str, str]) -> str:
 
 def assert_finite(model: MLAForCausalLM) -> None:
     batch, positions = Session(model, 1).prefill([5], [0])
-    hidden = model(torch.arange(5), positions, batch)
+    hidden = model(torch.arange(5), positions, batch).hidden
     assert model.logits(hidden).isfinite().all()
     if model.has_mtp:
         assert model.logits(model.forward_mtp(torch.arange(5), hidden, positions, batch)).isfinite().all()

@@ -9,6 +9,7 @@ from torch._dynamo.decorators import mark_unbacked
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3RotaryEmbedding
 
 from mla_compile import MLAError
+from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.layers import RMSNorm
 from mla_compile.models.rotary import Rope, RotaryEmbedding
@@ -26,7 +27,7 @@ def both_hidden(model: MLAForCausalLM, length: int = 12) -> torch.Tensor:
     """Hidden states of the trunk and the MTP layer after one prompt."""
     batch, positions = Session(model, rows=1).prefill([length], [0])
     tokens = torch.arange(length, device=positions.device) * 7 % 97
-    hidden = model(tokens, positions, batch)
+    hidden = model(tokens, positions, batch).hidden
     return torch.cat([hidden, model.forward_mtp(tokens.roll(-1), hidden, positions, batch)])
 
 
@@ -92,7 +93,7 @@ def test_frequencies_survive_a_change_of_dtype_and_an_empty_device():
 
 def test_every_layer_has_its_own_cache_that_checkpoints_do_not_hold():
     model = random_model()
-    model.allocate_cache(num_pages=5, page_size=4)
+    allocate(model.cache_specs(), num_pages=5, page_size=4)
     caches = {name: buffer for name, buffer in model.named_buffers() if name.endswith("kv_cache")}
     assert len(caches) == 3 + 1
     assert {tuple(cache.shape) for cache in caches.values()} == {(5, 4, 32 + 8)}
@@ -113,7 +114,7 @@ def test_a_forward_without_a_cache_says_what_to_call():
     model = random_model()
     batch, positions = Session(model, rows=1).prefill([3], [0])
     fresh = random_model()
-    with pytest.raises(MLAError, match=r"kv_cache: expected an allocated cache.*allocate_cache"):
+    with pytest.raises(MLAError, match=r"kv_cache: expected an allocated cache.*caches.allocate"):
         fresh(torch.zeros(3, dtype=torch.int64), positions, batch)
 
 
@@ -127,7 +128,7 @@ def test_a_model_without_an_mtp_layer_says_so():
 @pytest.mark.parametrize("pages", [(0, 4), (4, 0)])
 def test_a_cache_of_no_size_is_refused(pages):
     with pytest.raises(MLAError, match="num_pages, page_size: expected >= 1"):
-        random_model().allocate_cache(*pages)
+        allocate(random_model().cache_specs(), *pages)
 
 
 @pytest.mark.long
@@ -150,7 +151,7 @@ def test_one_graph_without_breaks_serves_every_number_of_tokens(config):
         return gm
 
     def step(tokens, positions, batch):
-        hidden = model(tokens, positions, batch)
+        hidden = model(tokens, positions, batch).hidden
         return model.logits(model.forward_mtp(tokens, hidden, positions, batch))
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)

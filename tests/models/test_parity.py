@@ -63,7 +63,7 @@ def run(model: MLAForCausalLM, tokens: Tensor, steps: list[tuple[str, int]]) -> 
             batch, positions = session.prefill([n] * rows, [done] * rows)
         else:
             batch, positions = session.decode([done] * rows, q_len=n)
-        hidden = model(tokens[:, done : done + n].flatten(), positions, batch)
+        hidden = model(tokens[:, done : done + n].flatten(), positions, batch).hidden
         following = tokens[:, done + 1 : done + n + 1].flatten()
         drafted = model.forward_mtp(following, hidden, positions, batch)
         trunk.append(model.logits(hidden).view(rows, n, -1))

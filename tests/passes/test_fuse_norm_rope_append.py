@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mla_compile import MLABatch, explain, mla_attention
+from mla_compile.caches import allocate
 from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.passes import fuse_norm_rope_append as fuse_module
@@ -453,7 +454,7 @@ def test_a_gather_climbs_past_the_fused_op_as_past_an_append() -> None:
 @pytest.mark.long
 def test_every_append_of_a_speculative_step_is_fused_on_tensors_without_values() -> None:
     model = tiny_model(torch.bfloat16).to("meta")
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     decoder = SpeculativeDecoder(model, 1, page_size=4)
     found = capture_graph(decoder, (DecodeState.allocate(2, 1, max_pages=4, device="meta"),), {})
     assert found is not None

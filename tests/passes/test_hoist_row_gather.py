@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 
 from mla_compile import MLABatch
+from mla_compile.caches import allocate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.moe import moe_experts, moe_experts_op
 from mla_compile.passes import pipeline
@@ -442,7 +443,7 @@ def test_reduced_nodes_keep_their_provenance_and_carry_example_values() -> None:
 @pytest.mark.long
 def test_in_a_speculative_step_only_the_latents_of_the_mtp_layer_are_made_for_all_tokens() -> None:
     model = tiny_model(torch.float32)
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     rows, k = 2, 3
     decoder = SpeculativeDecoder(model, k, page_size=4, decode_backend="reference")
     found = capture_graph(decoder, (DecodeState.allocate(rows, k, max_pages=4),), {})

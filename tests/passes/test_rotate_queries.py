@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile import MLABatch, mla_attention
+from mla_compile.caches import allocate
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops import implementations
 from mla_compile.ops.norm_rope_append import norm_rope_append_op
@@ -385,7 +386,7 @@ def test_passing_again_changes_nothing() -> None:
 @pytest.mark.long
 def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
     model = tiny_model(torch.bfloat16).to("meta")
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     decoder = SpeculativeDecoder(model, 1, page_size=4)
     found = capture_graph(decoder, (DecodeState.allocate(2, 1, max_pages=4, device="meta"),), {})
     assert found is not None
@@ -411,7 +412,7 @@ def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_lau
     pytest.importorskip("triton")
     model = stock_model("glm4_moe_lite", num_hidden_layers=2)
     target = TransformersTarget(model, random_mtp(model).layers[0]).to("meta", torch.bfloat16)
-    target.allocate_cache(9, 4)
+    allocate(target.cache_specs(), 9, 4)
     state = DecodeState.allocate(2, 1, max_pages=4, device="meta")
     decoder = SpeculativeDecoder(target, 1, page_size=4)
     packed = PackedChunks.pack(

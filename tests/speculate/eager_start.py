@@ -15,7 +15,7 @@ def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[in
     model, n = decoder.model, len(prompt)
     segment, positions = prefill_segment([n], [0], state.block_table, page_size=decoder.page_size)
     batch = MLABatch(prefill=segment)
-    hidden = model(torch.tensor(prompt), positions, batch)
+    hidden = model(torch.tensor(prompt), positions, batch).hidden
     if decoder.k > 0:
         # The last token's successor is not known yet: this latent is written again.
         model.forward_mtp(torch.tensor([*prompt[1:], 0]), hidden, positions, batch)

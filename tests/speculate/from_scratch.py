@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_compile import MLABatch, prefill_segment
+from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import SamplingParams
 from mla_compile.speculate.sampling import sample
@@ -53,9 +54,9 @@ class FromScratch:
         return text[len(prompt) :]
 
     def _trunk(self, text: list[int]) -> Tensor:
-        self.model.allocate_cache(2 + (len(text) + 8) // PAGE, PAGE)
+        allocate(self.model.cache_specs(), 2 + (len(text) + 8) // PAGE, PAGE)
         batch, positions = self._batch(len(text))
-        return self.model(torch.tensor(text), positions, batch)
+        return self.model(torch.tensor(text), positions, batch).hidden
 
     def drafts(self, text: list[int], count: int, choose: Choose = greedy) -> list[int]:
         """What the MTP layer proposes after `text`, whose last token the target has just sampled."""

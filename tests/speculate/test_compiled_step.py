@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from mla_compile import MLABatch, decode_segment
+from mla_compile.caches import allocate
 from mla_compile.engine import Engine
 from mla_compile.passes import pipeline
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
@@ -49,7 +50,7 @@ def test_one_compiled_step_serves_every_row_bucket_with_the_tokens_of_plain_deco
 @pytest.mark.long
 def test_a_step_computes_the_metadata_of_each_forward_once() -> None:
     k, model = 2, tiny_model(torch.float32)
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     found = capture_graph(
         SpeculativeDecoder(model, k, page_size=4), (DecodeState.allocate(2, k, max_pages=4),), {}
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_compile.batch import ForwardOutput
 from mla_compile.speculate import DecodeState, DrafterKind, DrafterSettings, PromptChunks, Verified
 from mla_compile.speculate.history import record
 from tests.engine.engines import engine
@@ -28,7 +29,7 @@ class Reader:
     def __init__(self, texts: list[list[int]]) -> None:
         self.texts = texts
 
-    def fill(self, chunks: PromptChunks, hidden: Tensor) -> None:
+    def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
         pass
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:

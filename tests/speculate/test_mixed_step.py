@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from mla_compile import MLABatch, MLAError
+from mla_compile.batch import ForwardOutput
+from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import live_nodes
@@ -28,7 +30,7 @@ from mla_compile.torch_internals import (
     with_own_code,
 )
 from tests.host_sync import NoHostSync
-from tests.models_for_tests import VOCAB, one_layer_model, poison_caches
+from tests.models_for_tests import VOCAB, caches_of, one_layer_model, poison_caches
 from tests.passes.capture import nodes_of, shape
 from tests.speculate.eager_start import start_alone
 from tests.speculate.from_scratch import PAGE, FromScratch
@@ -69,8 +71,8 @@ class Runner:
 
     def __init__(self, model: MLAForCausalLM, k: int, rows: int) -> None:
         self.model, self.k = model, k
-        if model.caches()[0] is None:  # compiled code knows the caches that it was compiled with
-            model.allocate_cache(1 + MAX_ROWS * MAX_PAGES, PAGE)
+        if not caches_of(model):  # compiled code knows the caches that it was compiled with
+            allocate(model.cache_specs(), 1 + MAX_ROWS * MAX_PAGES, PAGE)
         poison_caches(model)
         self.decoder = SpeculativeDecoder(model, k, page_size=PAGE, sampled=True)
         self.step: Callable[[DecodeState], None] = self.decoder
@@ -138,7 +140,7 @@ class Runner:
         """Of each layer, what later steps read of a row."""
         slots = self.state.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)
         slots = slots.view(-1)[: self.state.num_cached[row]]
-        caches = [cache for cache in self.model.caches() if cache is not None]
+        caches = caches_of(self.model)
         # Without drafts nobody runs the MTP layer, whose cache is the last.
         return [cache.flatten(0, 1)[slots] for cache in (caches if self.k else caches[:-1])]
 
@@ -237,9 +239,11 @@ def test_a_prompt_of_as_many_tokens_as_a_decode_row_has_is_prefilled(
     batches: list[MLABatch] = []
     forward = model.forward
 
-    def spy(token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def spy(
+        token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: tuple[int, ...]
+    ) -> ForwardOutput:
         batches.append(batch)
-        return forward(token_ids, positions, batch)
+        return forward(token_ids, positions, batch, aux_layers)
 
     monkeypatch.setattr(model, "forward", spy)
     runner.run([(1, 0, k + 1)])
@@ -312,7 +316,7 @@ def test_nothing_is_written_but_positions_of_the_rows_that_run(model: MLAForCaus
     serve(runner, [Request(prompt, max_new_tokens=4) for prompt in PROMPTS[:3]], 3, 14)
     assert not runner.state.active.any()
     last = [len(prompt) + 3 for prompt in PROMPTS[:3]] + [0]
-    for layer in model.caches():
+    for layer in caches_of(model):
         assert layer is not None
         written = layer.flatten(0, 1).isfinite().all(-1)
         assert not written[:PAGE].any(), "page 0 is nobody's"
@@ -353,7 +357,7 @@ def test_a_preempted_row_prefills_what_it_has_said_and_goes_on_as_if_nothing_had
 
 
 def poison_pages(runner: Runner, row: int) -> None:
-    for layer in runner.model.caches():
+    for layer in caches_of(runner.model):
         assert layer is not None
         layer[runner.state.block_table[row].long()] = torch.nan
 
@@ -368,7 +372,7 @@ def test_padding_changes_nothing(model: MLAForCausalLM) -> None:
             runner.run([chunk], pad=True)
     runner.run()
     runner.check()
-    for layer in model.caches():
+    for layer in caches_of(model):
         assert layer is not None and layer[0].isnan().all(), "page 0 is nobody's"
 
 
@@ -382,9 +386,9 @@ def test_tokens_may_be_chosen_between_the_halves_of_a_mixed_step(model: MLAForCa
     allowed[1] = False
     allowed[1, :, 17] = True
     chunks = runner.chunks([(1, 0, 7)])
-    logits, hidden = runner.decoder.verify(runner.state, chunks)
+    logits, output = runner.decoder.verify(runner.state, chunks)
     targets = runner.decoder.choose_targets(runner.state, logits, allowed)
-    runner.decoder.advance(runner.state, targets, hidden, chunks.begins)
+    runner.decoder.advance(runner.state, targets, output, chunks.begins)
     assert runner.state.last_token[1] == 17
     runner.note([True, True, False])
     said = runner.said.pop(1)
@@ -455,7 +459,7 @@ class NoWait(NoHostSync):
 def test_a_mixed_step_never_waits_for_the_device(k: int) -> None:
     """On meta tensors, which have no values to read."""
     model = one_layer_model().to("meta")
-    model.allocate_cache(9, PAGE)
+    allocate(model.cache_specs(), 9, PAGE)
     state = DecodeState.allocate(4, k, max_pages=2, device="meta")
     host = DecodeState.allocate(4, k, max_pages=2)
     chunks = PackedChunks.pack([PromptChunk(1, [1, 2, 3], 0, 3)], host, page_size=PAGE)
@@ -555,12 +559,12 @@ def test_each_half_of_a_mixed_step_compiles_by_itself(model: MLAForCausalLM) -> 
     )
 
     def mixed(state: DecodeState, chunks: PackedChunks) -> None:
-        logits, hidden = verify(state, chunks)
+        logits, output = verify(state, chunks)
         targets = decoder.choose_targets(state, logits)
         begins = chunks.begins
-        for tensor in (targets, hidden, begins):
+        for tensor in (targets, output.hidden, begins):
             mark_varying(tensor)
-        advance(state, targets, hidden, begins)
+        advance(state, targets, output, begins)
 
     runner.mixed = mixed
     serve(runner, [Request(prompt) for prompt in PROMPTS[:3]], 2, 8)
@@ -618,7 +622,7 @@ def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAF
     chunks = PackedChunks.pack([PromptChunk(0, [1, 2], 0, 2)], other, page_size=PAGE)
     with pytest.raises(MLAError, match="chunks: expected those of a state of 2 rows, got 3"):
         runner.mixed(runner.state, chunks)
-    assert all(layer is not None and layer.isnan().all() for layer in model.caches())
+    assert all(layer.isnan().all() for layer in caches_of(model))
 
 
 @pytest.mark.long

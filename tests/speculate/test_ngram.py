@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_compile import MLAError
+from mla_compile.caches import allocate
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import Completion, Engine
 from mla_compile.models import MLAForCausalLM
@@ -195,7 +196,7 @@ def test_mixed_steps_compile() -> None:
 
 def test_a_step_never_waits_for_the_device() -> None:
     model = without_mtp().to("meta")
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     state = DecodeState.allocate(4, 3, max_pages=2, history_len=8, device="meta")
     decoder = SpeculativeDecoder(model, 3, page_size=4, drafter="ngram", sampled=True)
     with NoHostSync():
@@ -226,6 +227,6 @@ def test_what_cannot_draft_is_refused_by_name() -> None:
     with pytest.raises(MLAError, match=message):
         ngram_engine(without_mtp(), 3, drafter="mtp")
     model = without_mtp()
-    model.allocate_cache(9, 4)
+    allocate(model.cache_specs(), 9, 4)
     with pytest.raises(MLAError, match=r"state\.history: expected a tensor"):
         SpeculativeDecoder(model, 3, page_size=4, drafter="ngram")(DecodeState.allocate(2, 3, max_pages=2))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_compile import Completion, MLAError, SamplingParams
+from mla_compile.caches import allocate
 from mla_compile.engine.variants import Variant
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
@@ -283,7 +284,7 @@ def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_step_with_penalties_and_logprobs_never_waits_for_the_device(k: int, sampled: bool) -> None:
     model = tiny_model().to("meta")
-    model.allocate_cache(9, PAGE)
+    allocate(model.cache_specs(), 9, PAGE)
     state = DecodeState.allocate(4, k, max_pages=2, penalised_vocab=VOCAB, num_logprobs=5, device="meta")
     step = SpeculativeDecoder(model, k, page_size=PAGE, sampled=sampled)
     with NoHostSync():

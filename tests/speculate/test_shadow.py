@@ -13,7 +13,7 @@ from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, Specul
 from mla_compile.speculate.state import FIRST_TOKEN
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
-from tests.models_for_tests import one_layer_model, tiny_model
+from tests.models_for_tests import caches_of, one_layer_model, tiny_model
 from tests.shadow_streams import run_checked_streams
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
@@ -34,7 +34,7 @@ class Started:
         self.engine = small_engine(k, dtype)
         step, self.state = self.engine.start(PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
         self.decoder: SpeculativeDecoder = step.__self__
-        self.caches = self.engine.model.caches()
+        self.caches = caches_of(self.engine.model)
 
     def message(self, fault: Callable[["Started"], None], steps: int = 2) -> str:
         """What the check says of a step that does `fault` in the last of some steps."""

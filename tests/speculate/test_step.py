@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mla_compile import MLAError
+from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.library import implementations
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
@@ -246,7 +247,7 @@ def test_a_padded_bucket_gives_the_tokens_of_the_rows_alone(
 
 
 def test_an_all_inactive_bucket_runs_on_a_cache_of_two_pages(model: MLAForCausalLM) -> None:
-    model.allocate_cache(2, PAGE)
+    allocate(model.cache_specs(), 2, PAGE)
     poison_caches(model)
     state = DecodeState.allocate(8, 3, max_pages=16)
     SpeculativeDecoder(model, 3, page_size=PAGE)(state)
@@ -259,7 +260,7 @@ def test_an_all_inactive_bucket_runs_on_a_cache_of_two_pages(model: MLAForCausal
 def test_a_step_never_waits_for_the_device(k: int, sampled: bool) -> None:
     """On meta tensors, which take every branch of a device's tensors and have no values to read."""
     model = tiny_model().to("meta")
-    model.allocate_cache(9, PAGE)
+    allocate(model.cache_specs(), 9, PAGE)
     state = DecodeState.allocate(4, k, max_pages=2, device="meta")
     step = SpeculativeDecoder(model, k, page_size=PAGE, sampled=sampled)
     with NoHostSync():

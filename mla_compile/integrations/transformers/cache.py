@@ -8,14 +8,14 @@ nobody, and the compiler drops it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mla_compile.batch import MLABatch
-from mla_compile.caches import CacheSpec
+from mla_compile.caches import CacheSpec, Owner
 from mla_compile.errors import MLAError
 
 
@@ -34,13 +34,11 @@ class LatentLayer(CacheLayerMixin):
         self.kv_cache: Tensor | None = None
         self._incoming: tuple[Tensor, Tensor] | None = None
 
-    def spec(self, name: str, owner: Literal["target", "drafter"]) -> CacheSpec:
+    def spec(self, name: str, owner: Owner, lookahead: int = 0) -> CacheSpec:
         """Latents in the dtype of the up-projection's weight."""
-        width, weight = (
-            self.attention.kv_lora_rank + self.attention.qk_rope_head_dim,
-            self.attention.kv_b_proj.weight,
-        )
-        return CacheSpec(name, owner, width, weight.dtype, weight.device, self)
+        weight = self.attention.kv_b_proj.weight
+        width = self.attention.kv_lora_rank + self.attention.qk_rope_head_dim
+        return CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep kv_c `[batch, 1, tokens, kv_lora_rank]` and k_pe `[.., qk_rope_head_dim]`; returns both."""

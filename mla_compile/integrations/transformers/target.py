@@ -1,6 +1,6 @@
 """A transformers model, and its MTP layer, as what our engine serves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mla_compile.batch import MLABatch
-from mla_compile.caches import CacheSpec, allocate
+from mla_compile.batch import ForwardOutput, MLABatch
+from mla_compile.caches import CacheSpec
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.cache import PagedLatentCache, attention_layers
 from mla_compile.integrations.transformers.functions import ATTENTION, experts, has_our_experts
@@ -82,32 +82,31 @@ class TransformersTarget(nn.Module):
         cache = next(iter(self._trunk.latent.values())).kv_cache
         return cache is not None and _is_like(cache, _up_projection(self._trunk))
 
-    def allocate_cache(self, num_pages: int, page_size: int) -> None:
+    def prepare(self, num_pages: int) -> None:
+        """Place what must lie where the model's weights lie by now, and forget the states of recurrent layers."""
         if self.mtp_layer is not None and self._mtp is not None:
             weight = _up_projection(self._trunk)
             if not _is_like(weight, _up_projection(self._mtp)):  # `model.to` does not reach the layer
                 self.mtp_layer.to(weight.device, weight.dtype)
         self._rope = FixedRope(self.model)
-        allocate(self.cache_specs(), num_pages, page_size)
         if self._states is not None:
             self._states.allocate(num_pages)
 
     def cache_specs(self) -> list[CacheSpec]:
         specs = [layer.spec(f"layers.{i}.self_attn", "target") for i, layer in self._trunk.latent.items()]
         if self._mtp is not None:
-            specs += [layer.spec("mtp.layer.self_attn", "drafter") for layer in self._mtp.latent.values()]
+            specs += [layer.spec("mtp.layer.self_attn", "drafter", 1) for layer in self._mtp.latent.values()]
         return specs
-
-    def caches(self) -> list[Tensor | None]:
-        return [layer.kv_cache for cache in self._paged() for layer in cache.latent.values()]
 
     def _paged(self) -> list[PagedLatentCache]:
         return [cache for cache in (self._trunk, self._mtp) if cache is not None]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: MLABatch, aux_layers: Sequence[int] = ()
+    ) -> ForwardOutput:
         if self._states is not None:
-            return self._states.forward(self._run, token_ids, positions, batch)
-        return self._run(token_ids[None], positions[None], batch)[0]
+            return ForwardOutput(self._states.forward(self._run, token_ids, positions, batch))
+        return ForwardOutput(self._run(token_ids[None], positions[None], batch)[0])
 
     def _run(self, input_ids: Tensor, position_ids: Tensor, batch: MLABatch) -> Tensor:
         """`[rows, tokens]` to hidden states `[rows, tokens, hidden_size]`; `batch` takes the tokens row by row."""
