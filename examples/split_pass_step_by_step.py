@@ -43,8 +43,8 @@ INPUTS = {"l_args_0_": "x", "l_args_2_": "wanted"}
 COMMENTS = {
     "captured": "What Dynamo sees: one opaque op. It attends, and writes kv_cache.",
     "split_prefill_decode": (
-        "The op is spelled out: append the latents, move the queries into the latent space (einsum with w_uk),\n"
-        "attend there, and come back (einsum with w_uv). No row is a prompt, so nothing of prefill is built."
+        "The op is spelled out: append the latents, move the queries into the latent space (times w_uk), attend\n"
+        "there, and come back (times w_uv). No row is a prompt, so nothing of prefill is built."
     ),
     "hoist_row_gather": (
         "Of 3 rows x 4 tokens only 3 are wanted, so the gather has climbed: query, attention and o_proj run on 3\n"

@@ -12,7 +12,6 @@ from mla_compile.errors import MLAError
 from mla_compile.ops.backends import check_name
 from mla_compile.passes import pipeline
 from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
-from mla_compile.passes.spell_by_head import spell_by_head
 from mla_compile.torch_internals import (
     errors_passed_on,
     inductor_modes,
@@ -56,7 +55,7 @@ def mla(
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
         chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
-        gm = pipeline.run(gm, example_inputs, [*chosen, spell_by_head])
+        gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)
         return checked(lower_with_inductor(gm, example_inputs, settings), checks)

@@ -50,15 +50,15 @@ layers.0-2: 3 calls, all the same
   join     cat          [6, 3, 5] + [4, 3, 5] -> [10, 3, 5]
 
 nodes after each pass
-  op             captured  split_prefill_decode
-  mla_append            -                     3
-  mla_attention         3                     -
-  mla_decode            -                     3
-  mla_prefill           -                     3
-  cat                   -                     7
-  einsum                -                     6
-  getitem              12                    27
-  split                 6                    12
+  op              captured  split_prefill_decode
+  mla_append             -                     3
+  mla_attention          3                     -
+  mla_decode             -                     3
+  mla_prefill            -                     3
+  cat                    -                     7
+  getitem               12                    27
+  matmul_by_head         -                     6
+  split                  6                    12
 """
     assert text == expected
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-import torch
 from torch import fx
 
 from mla_compile.explanation.shapes import Shapes
 from mla_compile.ops.attention import attention_op
 from mla_compile.ops.decode import decode_op
+from mla_compile.ops.matmul import matmul_by_head_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.effects import appended_cache
 from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, rows_of, tensor_of, value_of
@@ -197,7 +197,7 @@ def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> De
         q_len=shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
         tokens=shapes.rows(after),
         all_tokens=shapes.rows(before),
-        q_nope=shapes.shape(_einsum_operand(q_latent)),
+        q_nope=shapes.shape(_absorbed(q_latent)),
         q_pe=shapes.shape(given["q_pe"]),
         q_latent=shapes.shape(q_latent),
         out=shapes.shape(_up_projected(after)),
@@ -217,22 +217,22 @@ def _prefill(shapes: Shapes, node: fx.Node | None) -> Prefill | None:
     )
 
 
-def _einsum_operand(node: fx.Node) -> fx.Node:
-    """What `absorb` multiplied; the node itself where a pass has fused that away.
+def _absorbed(node: fx.Node) -> fx.Node:
+    """What `matmul_by_head` multiplied; the node itself where a pass has fused that away.
 
     A pass may have put ops of one input in between, a clamp say.
     """
     product = node
-    while product.target is not torch.einsum and len(product.all_input_nodes) == 1:
+    while not is_call(product, matmul_by_head_op) and len(product.all_input_nodes) == 1:
         (product,) = product.all_input_nodes
-    return product.all_input_nodes[0] if product.target is torch.einsum else node
+    return product.all_input_nodes[0] if is_call(product, matmul_by_head_op) else node
 
 
 def _up_projected(decode: fx.Node) -> fx.Node:
-    """The einsum with w_uv that follows a decode op."""
+    """The product with w_uv that follows a decode op."""
     for out in decode.users:
         if out.target is operator.getitem and out.args[1] == 0:
-            return next((user for user in out.users if user.target is torch.einsum), out)
+            return next((user for user in out.users if is_call(user, matmul_by_head_op)), out)
     return decode
 
 

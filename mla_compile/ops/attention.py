@@ -11,12 +11,13 @@ from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
 from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.matmul import matmul_by_head_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.torch_internals import run_check
 
 
 @define_op(
-    run=lambda *args: lower_mla_attention(*args).contiguous(),
+    run=lambda *args: lower_mla_attention(*args),
     name="mla_attention",
     mutates=("kv_cache",),
     static="page_size",
@@ -102,7 +103,7 @@ def lower_mla_attention(
 
     outputs = []
     if decode_slot_mapping is not None:
-        q_latent = torch.einsum("thn,hnl->thl", decode_q_nope, w_uk)
+        q_latent = matmul_by_head_op(decode_q_nope, w_uk)
         latent_out, _ = decode_op(
             q_latent,
             decode_q_pe,
@@ -114,7 +115,7 @@ def lower_mla_attention(
             softmax_scale,
             decode_backend,
         )
-        outputs.append(torch.einsum("thl,hlv->thv", latent_out, w_uv))
+        outputs.append(matmul_by_head_op(latent_out, w_uv))
     if prefill_slot_mapping is not None:
         outputs.append(
             prefill_op(

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
-from mla_compile.passes.nodes import is_by_head, tensor_of, value_of, values_of
+from mla_compile.passes.nodes import tensor_of, value_of, values_of
 
 _SHARED = (torch.cat, torch.ops.aten.sym_size.int)
 """Emitted once per pass and argument list: every layer asks for the same sizes and the same joined slots."""
@@ -97,17 +97,10 @@ def example_value(
         (node.args, node.kwargs), lambda n: instead[n] if n in instead else n.meta["example_value"]
     )
     with fake_mode:
-        if is_by_head(node):
-            return product_by_head(*args[1:])  # the same in a fifth of the time
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target), f"cannot run {node.format_node()}"
         return node.target(*args, **kwargs)
-
-
-def product_by_head(x: Any, w: Any) -> Any:
-    """What `torch.einsum("thk,hkn->thn", x, w)` gives, its strides included."""
-    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
 def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:

@@ -32,12 +32,12 @@ from mla_compile.ops.attention import attention_op
 from mla_compile.ops.library import FLAG
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.matmul import batch_invariant_matmul_op as matmul_op
+from mla_compile.ops.matmul import matmul_by_head_op
 from mla_compile.ops.row_sums import row_sum_op
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
-    is_by_head,
     namespace_of,
     tensor_of,
     value_of,
@@ -109,7 +109,10 @@ def _ask(node: fx.Node, target: Any) -> None:
     if target in (masked_decode_op, attention_op):
         mend = "use `mla_compile.mla_attention` and the backend's own passes"
         raise _refused(node, f"the op {target}", mend)
-    if any(argument.name == FLAG for argument in schema_arguments(target)):
+    if target is matmul_by_head_op:
+        node.target = matmul_op  # of the same arguments
+        set_example_value(node, fake_mode_of(node))
+    elif any(argument.name == FLAG for argument in schema_arguments(target)):
         node.args, node.kwargs = with_arguments(node, **{FLAG: True})
         set_example_value(node, fake_mode_of(node))  # which refuses a backend that is named and is not so
 
@@ -155,15 +158,6 @@ def _matmul(node: fx.Node, given: dict[str, Any]) -> Any:
         _check_weights(node, b)
         return inline(node, _product_of, (a, b))
     raise _refused(node, f"a product of {list(left.shape)} by {list(right.shape)}", "write it as F.linear")
-
-
-def _einsum(node: fx.Node, given: dict[str, Any]) -> Any:
-    """`thk,hkn->thn` by any letters: tokens by heads, with a matrix for each head."""
-    equation, *operands = node.args
-    if is_by_head(node):
-        _check_weights(node, operands[1])
-        return inline(node, matmul_op, tuple(operands))
-    raise _refused(node, f"einsum {equation}", "write it as F.linear, or as 'thk,hkn->thn'")
 
 
 # --- sums along the last dimension
@@ -262,7 +256,6 @@ _REDUCTION = ("input", "dim", "keepdim", "dtype")
 _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
     "linear": (("input", "weight", "bias"), _linear),
     **dict.fromkeys(("matmul", "mm", "bmm"), (_PRODUCT, _matmul)),
-    "einsum": (("equation", "operands", "more"), _einsum),
     "sum": (_REDUCTION, _add_up(mean=False)),
     "mean": (_REDUCTION, _add_up(mean=True)),
     "softmax": (("input", "dim", "dtype"), _softmax(log=False)),
@@ -277,7 +270,7 @@ _ATTENTION = {"scaled_dot_product_attention", "flex_attention", "multi_head_atte
 _ATTENTION_MEND = "attention is `mla_compile.mla_attention`"
 _WITHOUT_A_RULE = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
-    addmm addbmm baddbmm addmv mv dot vdot inner tensordot bilinear trace
+    addmm addbmm baddbmm addmv mv dot vdot inner tensordot bilinear trace einsum
     grouped_mm scaled_mm scaled_grouped_mm chain_matmul multi_dot matrix_power matrix_exp
     rms_norm layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
     normalize norm vector_norm matrix_norm renorm cdist pdist dist cosine_similarity pairwise_distance

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.torch_internals import overload_of, schema_arguments, statically_known_true
+from mla_compile.torch_internals import overload_of, schema_arguments
 
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 """The names that torch takes from numpy for its own; Dynamo leaves them in the graph."""
@@ -35,18 +35,6 @@ def is_call(node: fx.Node, *ops: Any) -> bool:
 def calls(graph: fx.Graph, *ops: Any) -> list[fx.Node]:
     """Every call of one of these ops, in order."""
     return [node for node in graph.nodes if is_call(node, *ops)]
-
-
-def is_by_head(node: fx.Node) -> bool:
-    """Whether a node is the einsum `thk,hkn->thn`, by any letters: tokens by heads, with a matrix for each head."""
-    equation, *operands = node.args if is_call(node, torch.einsum) and node.args else ("",)
-    parts = str(equation).replace(" ", "").replace("->", ",").split(",")
-    if [len(part) for part in parts] != [3, 3, 3] or not all(is_tensor(operand) for operand in operands):
-        return False
-    first, second, third = parts
-    in_order = second[:2] == first[1:] and third == first[:2] + second[2] and len({*first, second[2]}) == 4
-    x, w = (tensor_of(operand).shape for operand in operands)  # type: ignore[arg-type]
-    return in_order and len(x) == len(w) == 3 and statically_known_true(x[1] == w[0])
 
 
 def call_of_result(node: fx.Node, index: int, op: Any) -> fx.Node | None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from mla_compile.ops.collectives import all_gather_op, all_reduce_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.matmul import matmul_by_head_op
 from mla_compile.ops.moe import moe_experts_op
 from mla_compile.passes.nodes import arguments, is_tuple, op_arguments, rows_of, tensor_of, value_of
 from mla_compile.torch_internals import overload_of, statically_known_true
@@ -188,19 +189,6 @@ def _all_of_one_rank(nodes: Sequence[fx.Node]) -> _Carriers:
     return list(nodes) if len({_rank(node) for node in nodes}) == 1 else None
 
 
-def _einsum(node: fx.Node, rows: Any) -> _Carriers:
-    """The first operand's leading label is the result's, and no other operand has it."""
-    equation, *operands = node.args or (None,)
-    if not isinstance(equation, str) or not isinstance(operands[0], fx.Node):
-        return None
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    first, *others = inputs.split(",")
-    label = first[:1]
-    elsewhere = "".join((first[1:], *others))
-    row_wise = label.isalpha() and output.startswith(label) and label not in elsewhere
-    return [operands[0]] if row_wise else None
-
-
 def _getitem(node: fx.Node, rows: Any) -> _Carriers:
     """An element of a tuple of results, or slices, single indices and new dimensions behind dimension 0.
 
@@ -258,9 +246,9 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(RESHAPES, _reshape),
     F.embedding: _embedding,
     operator.getitem: _getitem,
-    torch.einsum: _einsum,
     moe_experts_op: _op("x", "topk_weights", "topk_ids"),
     fp8_linear_op: _op("x"),
+    matmul_by_head_op: _op("x"),
     all_reduce_op: _op("x"),
     all_gather_op: _op("x"),
     decode_op: _op("q_latent", "q_pe"),

@@ -8,8 +8,7 @@
 
 A segment that the batch lacks (its metadata is None) is not built, and then there is no split and no cat. One
 append, one query projection before and one `o_proj` after serve both segments. Absorbing and up-projecting are
-plain einsums, which Inductor may fuse with what surrounds them. The cat of queries goes again where `rotate_queries`
-finds their parts side by side.
+`matmul_by_head`. The cat of queries goes again where `rotate_queries` finds their parts side by side.
 
 The new nodes are those of `mla_compile.ops.attention.lower_mla_attention`, which eager calls run.
 """

@@ -20,6 +20,13 @@ def test_it_is_a_product_for_each_head_written_by_token(dtype: torch.dtype, toke
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_the_cpu_it_has_the_bits_of_the_einsum(dtype: torch.dtype) -> None:
+    for tokens, k, n in ((1, 16, 6), (5, 128, 512), (33, 512, 128)):
+        x, w = torch.randn(tokens, 3, k + 8, dtype=dtype)[..., :k], torch.randn(3, n, k, dtype=dtype).mT
+        assert torch.equal(matmul_by_head(x, w), torch.einsum("thk,hkn->thn", x, w))
+
+
 def test_contract() -> None:
     for tokens in (0, 1, 5):
         opcheck(matmul_by_head_op, (torch.randn(tokens, 3, 16), torch.randn(3, 6, 16).mT))

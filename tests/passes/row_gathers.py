@@ -360,38 +360,6 @@ def embedding(g: Drawn, x: fx.Node) -> Call:
     return F.embedding, (ids, table), {}
 
 
-EQUATIONS = (
-    *("tn,nhl->thl", "tn,tn->tn", "tn,tm->nm", "ij,kj->ik", "tn->tn", "tn->nt", "ab,bc->ac", "ab,bc->ca"),
-    *(
-        "tnh,hl->tnl",
-        "tnh,nhl->tl",
-        "t...,...n->tn",
-        "t...->t...",
-        "...t,tn->...n",
-        "tn,m->tmn",
-        "t->t",
-        "tn",
-    ),
-    *("tt->t", "tan,an->ta", "ta,ab->at", "tnh,tnh->tn", "tab -> tba", "t,n->tn", "tan,->ta", "tn,nt->t"),
-)
-
-
-def einsum(g: Drawn, x: fx.Node) -> Call:
-    """Sizes fall to labels by chance: those of `x` to the first operand's, any to the others'."""
-    rank = value_of(x).dim()
-    fitting = [e for e in EQUATIONS if len(e.partition("->")[0].split(",")[0].strip()) == rank or "." in e]
-    equation = g.rng.choice(fitting or EQUATIONS)
-    first, *others = equation.partition("->")[0].replace(" ", "").split(",")
-    sizes = dict(zip(first, value_of(x).shape))
-    if "..." in first or "..." in "".join(others):
-        operands = [g.like(x) for _ in others]
-    else:
-        operands = [g.input([sizes.get(label, 2) for label in other]) for other in others]
-    operands = [x if g.rng.random() < 0.15 else operand for operand in operands]
-    every = [x, *operands]
-    return torch.einsum, (equation, every) if g.rng.random() < 0.2 else (equation, *every), {}
-
-
 def index(g: Drawn, x: fx.Node) -> Call:
     """Ints, slices, None, ellipsis, lists, tensors and masks, in every order and number."""
     shape = list(value_of(x).shape)
@@ -442,7 +410,7 @@ OPS: tuple[Op, ...] = (
         flatten,
         reshape,
     ),
-    *(moved, linear, norm, embedding, einsum, index, index),
+    *(moved, linear, norm, embedding, index, index),
 )
 
 

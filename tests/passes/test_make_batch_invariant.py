@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mla_compile import MLAError
 from mla_compile.backend import resolve_settings
+from mla_compile.ops import matmul_by_head
 from mla_compile.passes import PASSES
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import SHORT, make_batch_invariant
@@ -24,7 +25,7 @@ ADDS = {
     "matmul",
     "mm",
     "bmm",
-    "einsum",
+    "matmul_by_head",
     "softmax",
     "log_softmax",
     "logsumexp",
@@ -53,7 +54,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "a linear of three dimensions": lambda x: F.linear(x.view(-1, 1, K), W),
     "matmul": lambda x: x @ W.t(),
     "mm": lambda x: torch.mm(x, W.t()),
-    "einsum": lambda x: torch.einsum("thk,hkn->thn", x.view(-1, 4, 10), HEADS),
+    "a product by head": lambda x: matmul_by_head(x.view(-1, 4, 10), HEADS),
     "a short sum": lambda x: x[:, : SHORT - 1].sum(-1),
     "a long sum": lambda x: x.sum(dim=-1, keepdim=True),
     "a sum in another dtype": lambda x: torch.sum(x, 1, dtype=torch.float64),
@@ -144,7 +145,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a sum of torch.complex64": lambda x: torch.complex(x, x).sum(-1),
     "a product by a vector": lambda x: F.linear(x, WEIGHT),
     "`linear` of torch.float32 that gives torch.bfloat16": under_autocast,
-    "einsum ij,kj->ik": lambda x: torch.einsum("ij,kj->ik", x, W),
+    "einsum": lambda x: torch.einsum("thk,hkn->thn", x.view(-1, 4, 10), HEADS),
     "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "fft_rfft": lambda x: torch.fft.rfft(x, dim=-1),
     "nansum": lambda x: x.nansum(-1),

@@ -58,10 +58,6 @@ def a_norm_never_covers_the_rows(patch: pytest.MonkeyPatch) -> None:
         patch.setitem(rowwise._RULES, norm, rowwise._only_first)
 
 
-def any_labels_of_an_einsum_will_do(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(rowwise._RULES, torch.einsum, lambda node, rows: [node.args[1]])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mistake", "ops"),
@@ -70,7 +66,6 @@ def any_labels_of_an_einsum_will_do(patch: pytest.MonkeyPatch) -> None:
         (names_of_numpys_are_not_known, ["along"]),
         (a_bias_is_never_of_each_row, ["linear"]),
         (a_norm_never_covers_the_rows, ["norm"]),
-        (any_labels_of_an_einsum_will_do, ["einsum"]),
     ],
 )
 def test_the_graphs_notice(
