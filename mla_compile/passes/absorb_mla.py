@@ -28,7 +28,7 @@ from mla_compile.passes.absorption.cost import AttentionSizes, absorbing_pays
 from mla_compile.passes.absorption.pattern import Attention, find
 from mla_compile.passes.absorption.products import RANK, SUMMED
 from mla_compile.passes.absorption.trace import CATS, Reader, joined_parts
-from mla_compile.passes.effects import erase, live_nodes, writer_between
+from mla_compile.passes.effects import live_nodes, writer_between
 from mla_compile.passes.emit import counting, inline
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 from mla_compile.passes.provenance import where
@@ -59,7 +59,9 @@ def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.Gra
             _emit_fused(found) if found.fused else _emit_products(found)
         if torch_name(scores.operands[0]) in CATS:
             old.add(scores.operands[0])  # queries that are now read part by part
-        erase(gm.graph, {*gm.graph.nodes} - dead, old)
+        for replaced in sorted(old, reverse=True):
+            if not replaced.users:
+                gm.graph.erase_node(replaced)
     return gm
 
 

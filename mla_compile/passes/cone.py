@@ -1,20 +1,33 @@
 """The part of a graph that makes one tensor of another, cut out and run on tensors of our own.
 
-What it computes can then be compared with a formula, whatever the way in which it is written. No tensor of the user's
-is read: shapes and dtypes are those of the example values, sizes that are symbols get a number.
+What it computes is compared with a formula, whatever the way in which it is written: `cut` a cone, and let
+`Recognition` try a formula on it, which draws values (`draw`), runs the cone on them (`Cone.run`) and looks whether the
+results `agree`. No tensor of the user's is read: shapes and dtypes are those of the example values, sizes that are
+symbols get a number.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from mla_compile.ops.implementations import HALF
 from mla_compile.passes.effects import may_write, memory
 from mla_compile.passes.nodes import has_value, is_tensor, op_name, tensor_of, value_of, values_of
-from mla_compile.torch_internals import is_mutable, size_where_symbols_are, symbols_of
+from mla_compile.passes.rewrite import Refusal
+from mla_compile.torch_internals import (
+    is_mutable,
+    is_wrapper,
+    on_real_tensors,
+    size_where_symbols_are,
+    symbols_of,
+)
+
+_MOST_NODES = 64
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -33,20 +46,41 @@ class Cone:
         """The leaves that are tensors; others are sizes."""
         return [leaf for leaf in self.leaves if is_tensor(leaf)]
 
-    def obstacle(self, most: int) -> str | None:
-        """Why the cone cannot stand for its values: more than `most` nodes, effects, sizes that depend on values."""
-        if len(self.nodes) > most:
-            return f"there are {len(self.nodes)} operations on the way"
+    @property
+    def half(self) -> torch.dtype | None:
+        """The dtype of the source where it is one of 16 bits, whose rounding could hide a wrong formula."""
+        dtype = tensor_of(self.source).dtype
+        return dtype if dtype in HALF else None
+
+    @property
+    def numbers(self) -> list[float]:
+        """Those that stand in the calls."""
+        found: list[float] = []
+
+        def look(value: Any) -> Any:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found.append(float(value))
+            return value
+
+        for node in self.nodes:
+            fx.node.map_aggregate((node.args, node.kwargs), look)
+        return list(dict.fromkeys(found))
+
+    def check(self) -> None:
+        """Raises `Refusal` where the cone cannot stand for its values: effects, sizes that depend on values."""
+        if len(self.nodes) > _MOST_NODES:
+            raise Refusal(f"there are {len(self.nodes)} operations on the way")
         inputs = (self.source, *self.leaves)
         if not all(has_value(node) for node in (*inputs, *self.nodes)):
-            return "a value on the way is unknown at compile time"
+            raise Refusal("a value on the way is unknown at compile time")
+        if any(is_wrapper(tensor_of(node)) for node in (self.source, *self.tensors)):
+            raise Refusal("it reads a tensor subclass")
         known = set().union(*(_symbols(node) for node in inputs))
         for node in self.nodes:
             if node.op not in ("call_function", "call_method") or is_mutable(node.target):
-                return f"`{op_name(node)}` on the way may write in place"
+                raise Refusal(f"`{op_name(node)}` on the way may write in place")
             if not _symbols(node) <= known:
-                return f"the size of `{op_name(node)}` depends on values"
-        return None
+                raise Refusal(f"the size of `{op_name(node)}` depends on values")
 
     def signature(self) -> str:
         """Equal for cones that compute the same."""
@@ -139,6 +173,88 @@ def _writers(made: fx.Node, first: fx.Node, last: fx.Node) -> list[fx.Node]:
             found.append(node)
         node = node.next
     return found
+
+
+def made_of_both(results: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes of which all of these are made, the nearest first."""
+    above = [set(result.all_input_nodes) for result in results]
+    node = max(results).prev
+    while node.op != "root":
+        having = [nodes for nodes in above if node in nodes]
+        if len(having) == len(above):
+            yield node
+        for nodes in having:
+            nodes.update(node.all_input_nodes)
+        node = node.prev
+
+
+class Recognition:
+    """What the cones of one graph compute. Layers are alike: each kind of cone is run once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def of(self, formula: Callable[..., _Found], *cones: Cone) -> _Found:
+        """What `formula` finds in cones. It takes them, and may run them.
+
+        Raises:
+            Refusal: it is another formula; whatever the user's operations raise is one, too.
+        """
+        if not all(cone.nodes for cone in cones):
+            raise Refusal("it does not depend on the projection")
+        key = str(formula), *(cone.signature() for cone in cones)
+        if key not in self._known:
+            self._known[key] = _tried(formula, cones)
+        found: Any = self._known[key]
+        if isinstance(found, Refusal):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+
+def _tried(formula: Callable[..., Any], cones: Sequence[Cone]) -> Any:
+    try:
+        for cone in cones:
+            cone.check()
+        with on_real_tensors(), torch.random.fork_rng(devices=[]):
+            return formula(*cones)
+    except Refusal as refusal:
+        return refusal
+    except Exception as failure:  # whatever the user's operations raise
+        return Refusal(f"it cannot be tried: {failure}")
+
+
+def draw(
+    cones: Sequence[Cone],
+    number: int,
+    seed: int,
+    scale: Callable[[fx.Node], float],
+    half: torch.dtype | None = None,
+) -> dict[fx.Node, Any]:
+    """Random values for the source and the leaves of cones of one source.
+
+    number: in the place of every symbol; scale: of each tensor; half: a dtype in whose place float32 is drawn.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    values: dict[fx.Node, Any] = {}
+    for node in dict.fromkeys([cones[0].source, *(leaf for cone in cones for leaf in cone.leaves)]):
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            dtype = torch.float32 if value.dtype == half else value.dtype
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            shape = shape_where_symbols_are(node, number)
+            drawn = torch.randn(shape, generator=generator, dtype=wide, device="cpu")
+            values[node] = (scale(node) * drawn).to(dtype)
+        else:
+            values[node] = value if isinstance(value, int | float) else size_where_symbols_are(value, number)
+    return values
+
+
+def agree(got: Tensor, expected: Tensor, terms: Tensor, bound: float) -> bool:
+    """Whether they differ by no more than `bound` of the terms that were summed, and are NaN alike."""
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    near = (got.double() - expected.double()).abs() <= bound * terms.double()
+    return bool((near | (got.isnan() & expected.isnan())).all())
 
 
 def shape_where_symbols_are(node: fx.Node, number: int) -> list[int]:

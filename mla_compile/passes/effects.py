@@ -134,13 +134,11 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     return live
 
 
-def erase(graph: fx.Graph, live: Set[fx.Node], superseded: set[fx.Node]) -> None:
-    """Remove nodes that nothing uses any more, and what only computed with them for nobody (see `live_nodes`)."""
-    for node in graph.nodes:
-        if node not in live and not superseded.isdisjoint(node.all_input_nodes):
-            superseded.add(node)
+def erase_dead(graph: fx.Graph) -> None:
+    """Remove the calls that are not live."""
+    live = live_nodes(graph)
     for node in reversed(graph.nodes):
-        if node in superseded and not node.users:
+        if node.op.startswith("call_") and node not in live:
             graph.erase_node(node)
 
 

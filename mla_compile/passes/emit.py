@@ -111,15 +111,18 @@ def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def stand_in(old: fx.Node, new: fx.Node) -> None:
+    """Use `new` for `old`, with its example value: views of that, made further on, must be seen to share memory."""
+    new.meta["example_value"] = value_of(old)
+    old.replace_all_uses_with(new)
+
+
 def replace_results(call: fx.Node, results: Sequence[fx.Node | None]) -> None:
-    """Erase a call of several results, for each of which, if anybody uses it, another node is given."""
-    for user in list(call.users):
+    """Use these nodes for the results of a call of several; None for one that nobody uses."""
+    for user in call.users:
         result = results[user.args[1]]  # type: ignore[index]
         if result is not None:
-            result.meta["example_value"] = value_of(user)  # views of it must be seen to share memory
-            user.replace_all_uses_with(result)
-        user.graph.erase_node(user)
-    call.graph.erase_node(call)
+            stand_in(user, result)
 
 
 def inline(

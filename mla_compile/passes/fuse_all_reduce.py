@@ -10,7 +10,6 @@
 Only where nobody else reads the sum of the parts. A residual that is added to one with no norm after it stays as it is.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,31 +18,28 @@ from torch import fx
 from mla_compile.ops.collectives import all_reduce_op
 from mla_compile.ops.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
 from mla_compile.passes.effects import at_once
-from mla_compile.passes.emit import inline
-from mla_compile.passes.nodes import calls, is_call, op_arguments, value_of
-from mla_compile.passes.provenance import where
-
-log = logging.getLogger(__name__)
+from mla_compile.passes.emit import inline, stand_in
+from mla_compile.passes.nodes import is_call, op_arguments
+from mla_compile.passes.rewrite import rewrite
 
 
 def fuse_all_reduce(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without a sum that can be fused is left untouched."""
-    for norm in calls(gm.graph, add_rms_norm_op):
-        x, residual, weight, eps = op_arguments(norm).values()
-        if _is_for(norm, x):
-            total, other = x, residual
-        elif _is_for(norm, residual):  # x + residual is residual + x
-            total, other = residual, x
-        else:
-            continue
-        log.info("fused: %s: all_reduce, + and RMSNorm", where(norm))
-        parts = op_arguments(total)["x"]
-        fused = inline(norm, all_reduce_add_rms_norm_op, (parts, other, weight, eps))
-        fused.meta["example_value"] = value_of(norm)  # views of it must be seen to share memory
-        norm.replace_all_uses_with(fused)
-        gm.graph.erase_node(norm)
-        gm.graph.erase_node(total)
+    rewrite(gm.graph, lambda node: is_call(node, add_rms_norm_op), _fuse)
     return gm
+
+
+def _fuse(norm: fx.Node) -> str | None:
+    x, residual, weight, eps = op_arguments(norm).values()
+    if _is_for(norm, x):
+        total, other = x, residual
+    elif _is_for(norm, residual):  # x + residual is residual + x
+        total, other = residual, x
+    else:
+        return None
+    parts = op_arguments(total)["x"]
+    stand_in(norm, inline(norm, all_reduce_add_rms_norm_op, (parts, other, weight, eps)))
+    return "all_reduce, + and RMSNorm"
 
 
 def _is_for(norm: fx.Node, total: fx.Node) -> bool:

@@ -21,12 +21,10 @@ Only on GPUs: on the CPU a product of few tokens takes the time of reading the w
 `TORCH_LOGS="+mla_compile"`, says what was joined, and which weights that lie side by side were not.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from mla_compile.ops.fp8 import is_one_matrix
@@ -34,7 +32,7 @@ from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.matmul import FUSED_LINEAR, MOST_FEW, fused_linear_op
 from mla_compile.ops.side_by_side import lies_before
-from mla_compile.passes.effects import at_once
+from mla_compile.passes.effects import at_once, erase_dead
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,
@@ -46,10 +44,9 @@ from mla_compile.passes.nodes import (
     tensor_of,
 )
 from mla_compile.passes.provenance import where
+from mla_compile.passes.rewrite import Refusal, rewrite
 from mla_compile.passes.strides import views_of
 from mla_compile.torch_internals import is_wrapper
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,21 +73,20 @@ def fuse_linear(
 
     everywhere: join also where it is no faster, on the CPU.
     """
+    erase_dead(gm.graph)
     products = [product for node in gm.graph.nodes if (product := _match(node)) is not None]
-    joined: set[fx.Node] = set()
-    with torch.no_grad():  # the products need no gradient, whatever the mode is now
-        pairs = list(_pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda]))
-        for first, second in pairs:
-            names = f"{where(first.node)} and {where(second.node)}"
-            obstacle = _join(first, second)
-            if obstacle is None:
-                joined |= {first.node, second.node}
-                log.info("joined: %s", names)
-            else:
-                log.info("not joined: %s: %s", names, obstacle)
-        for product in products:
-            if product.node not in joined and _may_have_few_tokens(product):
-                _replace(product, inline(product.node, _product_of, (product.x, *product.weight)))
+    pairs = {
+        max(first.node, second.node): (first, second)
+        for first, second in _pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda])
+    }
+    few = {product.node: product for product in products if _may_have_few_tokens(product)}
+    rewrite(gm.graph, pairs.__contains__, lambda node: _join(*pairs[node]))
+
+    def choose(node: fx.Node) -> None:
+        product = few[node]
+        node.replace_all_uses_with(inline(node, _product_of, (product.x, *product.weight)))
+
+    rewrite(gm.graph, few.__contains__, choose)
     return gm
 
 
@@ -155,12 +151,12 @@ def _lie_side_by_side(first: _Product, second: _Product) -> bool:
     return len(one) == len(other) and lies_before(one[0], other[0])
 
 
-def _join(first: _Product, second: _Product) -> str | None:
-    """Put one product in the place of two, or say why not."""
+def _join(first: _Product, second: _Product) -> str:
+    """Put one product in the place of two."""
     before, after = sorted((first.node, second.node))
     read = [first.x, *first.weight, *second.weight]
     if not max(read) < before or not at_once(before, after, read):
-        return "what they read may be written to or made on the way"
+        raise Refusal("what they read may be written to or made on the way")
     value = tensor_of(first.node)
     columns = value.shape[-1], tensor_of(second.node).shape[-1]
     wide = value.new_empty(*value.shape[:-1], sum(columns))
@@ -168,7 +164,7 @@ def _join(first: _Product, second: _Product) -> str | None:
     for product, part in zip((first, second), wide.split(columns, dim=-1)):
         found = views_of(product.node, part)
         if isinstance(found, fx.Node):
-            return f"`{op_name(found)}` may count on how a product lies in memory"
+            raise Refusal(f"`{op_name(found)}` may count on how a product lies in memory")
         views += found
 
     def parts_of(x: Any, *weights: Any) -> Any:
@@ -177,10 +173,10 @@ def _join(first: _Product, second: _Product) -> str | None:
 
     parts = inline(before, parts_of, (first.x, *first.weight, *second.weight))
     for product, part in zip((first, second), parts):
-        _replace(product, part)
+        product.node.replace_all_uses_with(part)
     for view in views:
         set_example_value(view, fake_mode_of(view))
-    return None
+    return f"a product with {where(before)}"
 
 
 def _product_of(x: Any, *weights: Any) -> Any:
@@ -191,8 +187,3 @@ def _product_of(x: Any, *weights: Any) -> Any:
         return fused_linear_op(x, *weights)
     out = fused_linear_op(x.flatten(0, -2), *weights)
     return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def _replace(product: _Product, result: Any) -> None:
-    product.node.replace_all_uses_with(result)
-    product.node.graph.erase_node(product.node)

@@ -9,11 +9,9 @@ For one or two tokens the op is one launch, for more it is the two that it was. 
 by FP8 weights, likewise. A norm that others read too, as a router and experts do, stays.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from mla_compile.ops.fp8_linear import fp8_linear_op
@@ -23,10 +21,8 @@ from mla_compile.ops.norm_linear import MOST_TOKENS, NORM_LINEAR, norm_linear_op
 from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
-from mla_compile.passes.nodes import call_of_result, calls, is_call, op_arguments, tensor_of
-from mla_compile.passes.provenance import where
-
-log = logging.getLogger(__name__)
+from mla_compile.passes.nodes import call_of_result, is_call, op_arguments, tensor_of
+from mla_compile.passes.rewrite import rewrite
 
 
 def fuse_norm_linear(
@@ -36,14 +32,29 @@ def fuse_norm_linear(
 
     everywhere: also where the op has no kernel.
     """
-    for product in calls(gm.graph, fused_linear_op, fp8_linear_op):
-        norm = _norm_of(product)
-        if norm is not None and (everywhere or _pays(norm)):
-            weights = [value for value in _weights(product) if value is not None]
-            if max(weights) < norm and at_once(norm, product, weights):
-                log.info("fused: %s: RMSNorm and the product in %s", where(norm), where(product))
-                _replace(norm, product)
+
+    def fuse(product: fx.Node) -> str | None:
+        norm, weights = _norm_of(product), _weights(product)
+        if norm is None or not (everywhere or _pays(norm)):
+            return None
+        read = [weight for weight in weights if weight is not None]
+        if not max(read) < norm or not at_once(norm, product, read):
+            return None
+        given = op_arguments(norm)
+        args = (given["x"], given.get("residual"), given["weight"], given["eps"], *weights)
+        result, total = inline(norm, _emit, (*args, op_arguments(product)["batch_invariant"]))
+        product.replace_all_uses_with(result)
+        if not is_call(norm, rms_norm_op):
+            replace_results(norm, [None, total])
+        return "RMSNorm and the product that reads it"
+
+    rewrite(gm.graph, lambda node: is_call(node, fused_linear_op, fp8_linear_op), fuse)
     return gm
+
+
+def _emit(*args: Any) -> Any:
+    result, total = norm_linear_op(*args)
+    return result, total
 
 
 def _pays(norm: fx.Node) -> bool:
@@ -71,22 +82,3 @@ def _norm_of(product: fx.Node) -> fx.Node | None:
         if any(user.args[1] != 1 for user in others):
             return None
     return norm
-
-
-def _replace(norm: fx.Node, product: fx.Node) -> None:
-    given = op_arguments(norm)
-    args = (given["x"], given.get("residual"), given["weight"], given["eps"], *_weights(product))
-    args += (op_arguments(product)["batch_invariant"],)
-
-    def emit(*given: Any) -> Any:
-        result, total = norm_linear_op(*given)
-        return result, total
-
-    with torch.no_grad():  # neither needs a gradient, whatever the mode is now
-        result, total = inline(norm, emit, args)
-    product.replace_all_uses_with(result)
-    product.graph.erase_node(product)
-    if is_call(norm, rms_norm_op):
-        norm.graph.erase_node(norm)
-    else:
-        replace_results(norm, [None, total])

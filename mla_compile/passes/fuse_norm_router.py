@@ -9,11 +9,9 @@
 For few tokens that is a launch less. For more the op is the launches that it was.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from mla_compile.ops.implementations import first_serves
@@ -22,10 +20,8 @@ from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.ops.routing import moe_router_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
-from mla_compile.passes.nodes import call_of_result, calls, op_arguments, tensor_of
-from mla_compile.passes.provenance import where
-
-log = logging.getLogger(__name__)
+from mla_compile.passes.nodes import call_of_result, is_call, op_arguments, tensor_of
+from mla_compile.passes.rewrite import rewrite
 
 
 def fuse_norm_router(
@@ -35,16 +31,28 @@ def fuse_norm_router(
 
     everywhere: also where the op has no kernel.
     """
-    for router in calls(gm.graph, moe_router_op):
-        x, weight, bias = list(op_arguments(router).values())[:3]
+
+    def fuse(router: fx.Node) -> str | None:
+        x, *of_router = op_arguments(router).values()
+        weight, bias = of_router[:2]
         norm = call_of_result(x, 0, add_rms_norm_op)
         if norm is None or not (everywhere or _pays(x, weight)):
-            continue
+            return None
         read = [weight] if bias is None else [weight, bias]
-        if max(read) < norm and at_once(norm, router, [*read, x]):
-            log.info("fused: %s: RMSNorm and router", where(router))
-            _replace(norm, router)
+        if not max(read) < norm or not at_once(norm, router, [*read, x]):
+            return None
+        normed, total, weights, ids = inline(norm, _emit, (*op_arguments(norm).values(), *of_router))
+        replace_results(norm, [normed, total])
+        replace_results(router, [weights, ids])
+        return "RMSNorm and router"
+
+    rewrite(gm.graph, lambda node: is_call(node, moe_router_op), fuse)
     return gm
+
+
+def _emit(*args: Any) -> Any:
+    normed, total, weights, ids = norm_router_op(*args)
+    return normed, total, weights, ids
 
 
 def _pays(x: fx.Node, weight: fx.Node) -> bool:
@@ -52,16 +60,3 @@ def _pays(x: fx.Node, weight: fx.Node) -> bool:
     tokens, (experts, hidden) = tensor_of(x).shape[0], tensor_of(weight).shape
     few = type(tokens) is not int or tokens <= MOST_TOKENS
     return few and first_serves(NORM_ROUTER, tensor_of(x), experts=experts, hidden=hidden)
-
-
-def _replace(norm: fx.Node, router: fx.Node) -> None:
-    _, *of_router = op_arguments(router).values()
-
-    def emit(*given: Any) -> Any:
-        normed, total, weights, ids = norm_router_op(*given)
-        return normed, total, weights, ids
-
-    with torch.no_grad():  # neither needs a gradient, whatever the mode is now
-        normed, total, weights, ids = inline(norm, emit, (*op_arguments(norm).values(), *of_router))
-    replace_results(norm, [normed, total])
-    replace_results(router, [weights, ids])

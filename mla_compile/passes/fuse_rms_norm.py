@@ -13,7 +13,6 @@ Only where the op has a kernel: on the CPU, Inductor fuses norms with what is ar
 contiguous, as the op's are: elsewhere they would be copied.
 """
 
-import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor, fx
 from mla_compile.ops.implementations import first_serves
 from mla_compile.ops.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once, mutates
-from mla_compile.passes.emit import inline
+from mla_compile.passes.emit import inline, stand_in
 from mla_compile.passes.nodes import (
     arguments,
     function_name,
@@ -34,10 +33,8 @@ from mla_compile.passes.nodes import (
     torch_name,
     value_of,
 )
-from mla_compile.passes.provenance import where
+from mla_compile.passes.rewrite import rewrite
 from mla_compile.torch_internals import is_wrapper, size_where_symbols_are, statically_known_true
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,17 @@ def fuse_rms_norm(
     Raises:
         MLAError: everywhere, and a norm's gradient is wanted, which the op has not.
     """
-    # A norm is matched at its own `mean` or call, so what is erased with one is matched with no other.
-    for node in list(gm.graph.nodes):
+
+    def fuse(node: fx.Node) -> str | None:
         norm = _match(node)
         if norm is None or not (everywhere or _pays(norm)):
-            continue
+            return None
         add = _addition_before(norm)
-        log.info("fused: %s: RMSNorm with eps %g%s", where(node), norm.eps, "" if add is None else ", and +")
         _replace(norm, add)
+        return f"RMSNorm with eps {norm.eps:g}{'' if add is None else ', and +'}"
+
+    # A norm is matched at its own `mean` or call, so what is replaced with one is matched with no other.
+    rewrite(gm.graph, lambda node: function_name(node) in ("rms_norm", "mean"), fuse)
     return gm
 
 
@@ -81,8 +81,7 @@ def _pays(norm: _Norm) -> bool:
 
 def _match(node: fx.Node) -> _Norm | None:
     """The norm of which `node` is the mean of squares, or the call of torch's function."""
-    name = function_name(node)
-    norm = _called(node) if name == "rms_norm" else _written_out(node) if name == "mean" else None
+    norm = _called(node) if function_name(node) == "rms_norm" else _written_out(node)
     if norm is None:
         return None
     x = tensor_of(norm.source)
@@ -219,17 +218,8 @@ def _replace(norm: _Norm, add: fx.Node | None) -> None:
             normed = inline(norm.nodes[0], emit, (norm.source, None, norm.weight))
         else:
             normed, total = inline(add, emit, (*add.args, norm.weight))
-            _stand_in(add, total)
-    _stand_in(norm.nodes[-1], normed)
-    for node in (*reversed(norm.nodes), norm.source):
-        if not node.users:  # others may want the cast or the square
-            node.graph.erase_node(node)
-
-
-def _stand_in(old: fx.Node, new: fx.Node) -> None:
-    """Use `new` for `old`, with its example value: views of that, made further on, must be seen to share memory."""
-    new.meta["example_value"] = value_of(old)
-    old.replace_all_uses_with(new)
+            stand_in(add, total)
+    stand_in(norm.nodes[-1], normed)
 
 
 def _rows(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Is what a cone computes an RMSNorm, a rotation? Tried on random tokens, so that any way to write it is found.
+"""Is what cones compute an RMSNorm, a rotation, a choice of experts, an MLP? Formulas for `cone.Recognition`.
 
 Tokens are tiny, of usual size and huge, and one holds a NaN: the epsilon, a clamp, or a replaced NaN would show. Graphs
 in half precision are tried twice: in float32, where a wrong formula cannot hide in the rounding, and as they are, where
@@ -7,22 +7,28 @@ they must round like the op, to one unit in the last place.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
+from mla_compile.ops import fp8
+from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.implementations import HALF
 from mla_compile.ops.norm_rope import rms_norm, rotate
-from mla_compile.passes.cone import Cone, shape_where_symbols_are
-from mla_compile.passes.nodes import tensor_of, value_of
-from mla_compile.torch_internals import is_wrapper, on_real_tensors, size_where_symbols_are
+from mla_compile.ops.routing import choose_experts
+from mla_compile.passes.cone import Cone, agree, draw, shape_where_symbols_are
+from mla_compile.passes.nodes import is_call, op_arguments, tensor_of
+from mla_compile.passes.rewrite import Refusal
 
-_MOST_NODES = 64
-_HALF = (torch.float16, torch.bfloat16)
 _TINY = 1e-8
 """The mean square of tokens of this size is nothing beside an epsilon."""
+_MOST_GROUPS = 32
+_ROUTED_TOKENS = 37
+"""That are tried: so many choose otherwise, all of them, by no other rule that is tried."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,9 @@ class Norm:
     """`ops.norm_rope_append.rms_norm` of the first columns."""
 
     eps: float
+
+    def __str__(self) -> str:
+        return f"RMSNorm with eps {self.eps:g}"
 
 
 @dataclass(frozen=True)
@@ -43,66 +52,79 @@ class Rotation:
     heads_first: bool = False
     """Of queries: whether they are `[..., heads, tokens, columns]`, not `[..., tokens, heads, columns]`."""
 
+    @property
+    def layout(self) -> tuple[bool, bool]:
+        return self.interleaved_in, self.interleaved_out
+
+    def angles(self, cone: Cone) -> list[fx.Node]:
+        """cos and sin, or one complex tensor, of a cone that is this rotation."""
+        return cone.tensors[::-1] if self.sin_first else cone.tensors
+
     def __str__(self) -> str:
-        layouts = ["interleaved" if x else "halves" for x in (self.interleaved_in, self.interleaved_out)]
+        layouts = ["interleaved" if x else "halves" for x in self.layout]
         return f"rotation of {layouts[0]} to {layouts[1]}"
 
 
 @dataclass(frozen=True)
-class _Draw:
-    """Values for a cone's source and leaves."""
+class ExpertChoice:
+    """The arguments of `choose_experts` behind the tensors, in its order."""
 
-    half: torch.dtype | None
-    """The dtype for which float32 stands."""
+    topk: int
+    num_groups: int
+    topk_groups: int
+    softmax: bool
+    normalize: bool = False
+    scaling: float = 1.0
+
+    def __str__(self) -> str:
+        groups = f" in {self.topk_groups} of {self.num_groups} groups" if self.num_groups > 1 else ""
+        return f"{self.topk} experts{groups} by {'softmax' if self.softmax else 'sigmoid'}"
+
+
+# --- norms and rotations
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Values for a cone's source and leaves, and what it makes of them."""
+
     values: dict[fx.Node, Any]
+    got: Tensor
     bound: float
     """The error allowed, relative to the terms that are summed."""
 
 
-def remembered(known: dict[str, Any], cone: Cone, recognise: Callable[[Cone], Any]) -> Any:
-    """What `recognise` says of a cone. Layers are alike: each kind of cone is run once."""
-    key = cone.signature()
-    if key not in known:
-        known[key] = recognise(cone)
-    return known[key]
-
-
-def recognise_norm(cone: Cone) -> Norm | str:
-    """The norm that a cone computes of the first columns of its source, or why it is none."""
-    obstacle = _obstacle(cone)
-    if obstacle is not None:
-        return obstacle
+def norm(cone: Cone) -> Norm:
+    """The norm that a cone computes of the first columns of its source."""
+    _keeps_dtype(cone)
     if len(cone.tensors) != 1:
-        return f"it reads {len(cone.tensors)} other tensors, not just a weight"
+        raise Refusal(f"it reads {len(cone.tensors)} other tensors, not just a weight")
     rank = _last(cone.result)
     (weight,) = cone.tensors
-    if _numel(weight) != rank or tensor_of(weight).dtype != tensor_of(cone.source).dtype:
-        return f"its weight is {tensor_of(weight).dtype} {list(tensor_of(weight).shape)}"
-    try:
-        with on_real_tensors(), torch.random.fork_rng(devices=[]):
-            eps = _epsilon(cone, rank, weight)
-            for draw in _draws(cone):
-                x, w = _rows(draw.values[cone.source])[:, :rank], draw.values[weight].flatten()
-                expected = rms_norm(x, w, eps)
-                if not _agree(cone.run(draw.values, draw.half), expected, expected.abs(), draw.bound):
-                    return f"it computes something else in {str(x.dtype).removeprefix('torch.')}"
-    except Exception as failure:  # whatever the user's operations raise
-        return f"it cannot be tried: {failure}"
+    numel, dtype = math.prod(shape_where_symbols_are(weight, 1)), tensor_of(weight).dtype
+    if numel != rank or dtype != tensor_of(cone.source).dtype:
+        raise Refusal(f"its weight is {dtype} {list(tensor_of(weight).shape)}")
+    eps = _epsilon(cone, rank, weight)
+    for drawn in _draws(cone):
+        x, w = _rows(drawn.values[cone.source])[:, :rank], drawn.values[weight].flatten()
+        expected = rms_norm(x, w, eps)
+        if not agree(drawn.got, expected, expected.abs(), drawn.bound):
+            raise _something_else(x)
     return Norm(eps)
 
 
-def recognise_rotation(cone: Cone) -> Rotation | str:
-    """The rotation that a cone computes of the last columns of its source, or why it is none."""
+def rotation(cone: Cone) -> Rotation:
+    """The rotation that a cone computes of the last columns of its source."""
     rope = _last(cone.result)
 
     def rotates(one: Rotation, x: Tensor, *others: Any) -> bool:
         return _rotates(one, x[:, -rope:], *others)
 
-    return _recognise(cone, rope, 3, rotates)
+    return _rotation(cone, rope, 3, rotates)
 
 
-def recognise_query_rotation(cone: Cone, heads: int, rope: int) -> Rotation | str:
-    """The rotation that a cone computes of the last `rope` columns of each head, or why it is none.
+def query_rotation(cone: Cone, *, heads: int, rope: int) -> Rotation:
+    """The rotation that a cone computes of the last `rope` columns of each head.
 
     The source has all columns of one head, then those of the next one. The result has a head's rotated columns, or all
     of its columns with the others left as they are.
@@ -118,134 +140,83 @@ def recognise_query_rotation(cone: Cone, heads: int, rope: int) -> Rotation | st
         same = torch.equal(kept.nan_to_num(), x[..., : kept.shape[-1]].nan_to_num())
         return same and _rotates(one, x[..., -rope:], [a[:, None] for a in angles], got[..., -rope:], bound)
 
-    return _recognise(cone, rope, 4, rotates)
+    return _rotation(cone, rope, 4, rotates)
 
 
-def _recognise(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -> Rotation | str:
-    """The first rotation of which `rotates` says that it makes the result of the source; or why it is none.
+def _rotation(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -> Rotation:
+    """The first rotation of which `rotates` says that it makes the result of the source.
 
     flags: how many of the fields of a rotation are tried both ways.
     """
-    obstacle = _obstacle(cone)
-    if obstacle is not None:
-        return obstacle
+    _keeps_dtype(cone)
     angles = cone.tensors
     is_complex = [tensor_of(leaf).is_complex() for leaf in angles]
     if is_complex not in ([True], [False, False]):
-        return f"it reads {len(angles)} other tensors, not just cos and sin"
-    widths = [_last(leaf) for leaf in angles]
-    if (
-        rope % 2
-        or len(set(widths)) > 1
-        or widths[0] not in ((rope // 2,) if is_complex[0] else (rope // 2, rope))
-    ):
-        return f"{rope} columns with cos and sin of {widths} columns"
+        raise Refusal(f"it reads {len(angles)} other tensors, not just cos and sin")
+    widths = {_last(leaf) for leaf in angles}
+    if rope % 2 or widths not in ([{rope // 2}] if is_complex[0] else [{rope // 2}, {rope}]):
+        raise Refusal(f"{rope} columns with cos and sin of {sorted(widths)} columns")
     left = [Rotation(*choice) for choice in itertools.product((False, True), repeat=flags)]
     left = [one for one in left if not (is_complex[0] and one.sin_first)]
-    try:
-        with on_real_tensors(), torch.random.fork_rng(devices=[]):
-            for draw in _draws(cone):
-                x = _rows(draw.values[cone.source])
-                parts = [_rows(part) for leaf in angles for part in _parts(draw.values[leaf])]
-                if any(len(part) != len(x) for part in parts):
-                    return "cos and sin are not those of each token"
-                got = cone.run(draw.values, draw.half)
-                left = [one for one in left if rotates(one, x, parts, got, draw.bound)]
-                if not left:
-                    return f"it computes something else in {str(x.dtype).removeprefix('torch.')}"
-    except Exception as failure:  # whatever the user's operations raise
-        return f"it cannot be tried: {failure}"
+    for drawn in _draws(cone):
+        x = _rows(drawn.values[cone.source])
+        parts = [_rows(part) for leaf in angles for part in _parts(drawn.values[leaf])]
+        if any(len(part) != len(x) for part in parts):
+            raise Refusal("cos and sin are not those of each token")
+        left = [one for one in left if rotates(one, x, parts, drawn.got, drawn.bound)]
+        if not left:
+            raise _something_else(x)
     return left[0]
 
 
-def _obstacle(cone: Cone) -> str | None:
+def _rotates(one: Rotation, x: Tensor, parts: list[Tensor], got: Tensor, bound: float) -> bool:
+    cos, sin = reversed(parts) if one.sin_first else parts
+    none = torch.zeros_like(cos)
+    terms = (
+        rotate(x.abs(), cos.abs(), none, *one.layout) + rotate(x.abs(), none, sin.abs(), *one.layout).abs()
+    )
+    return agree(got, rotate(x, cos, sin, *one.layout), terms, bound)
+
+
+def _keeps_dtype(cone: Cone) -> None:
     dtype = tensor_of(cone.source).dtype
-    if not cone.nodes:
-        return "it does not depend on the projection"
     if dtype != tensor_of(cone.result).dtype:
-        return f"the projection is {dtype}"
-    if any(is_wrapper(tensor_of(node)) for node in (cone.source, *cone.tensors)):
-        return "it reads a tensor subclass"
-    return cone.obstacle(_MOST_NODES)
+        raise Refusal(f"the projection is {dtype}")
+
+
+def _something_else(x: Tensor) -> Refusal:
+    return Refusal(f"it computes something else in {str(x.dtype).removeprefix('torch.')}")
 
 
 def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
     """The epsilon that tiny tokens show: all else in `y = x w / sqrt(mean(x^2) + eps)` is known."""
-    dtype = tensor_of(cone.source).dtype
-    half = dtype if dtype in _HALF else None
-    values = _values(cone, 3, half, _TINY, torch.Generator("cpu").manual_seed(0))
+    values = draw([cone], 3, 0, _source_times(cone, _TINY), cone.half)
     x = _rows(values[cone.source])[:, :rank].double()
-    y = cone.run(values, half).double()
+    y = cone.run(values, cone.half).double()
     square = x.square().mean(-1, keepdim=True)
     eps = float(((x * values[weight].flatten().double() / y).square() - square).median())
     if not math.isfinite(eps) or eps < 1e-3 * float(square.max()):
         return 0.0
-    near = [c for c in _constants(cone) if abs(c - eps) < 1e-3 * eps]
-    return min(near, key=lambda c: abs(c - eps)) if near else eps
-
-
-def _constants(cone: Cone) -> list[float]:
-    found: list[float] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, float):
-            found.append(value)
-        return value
-
-    for node in cone.nodes:
-        fx.node.map_aggregate((node.args, node.kwargs), look)
-    return found
+    near = [number for number in cone.numbers if abs(number - eps) < 1e-3 * eps]
+    return min(near, key=lambda number: abs(number - eps)) if near else eps
 
 
 def _draws(cone: Cone) -> Iterator[_Draw]:
     dtype = tensor_of(cone.source).dtype
-    generator = torch.Generator("cpu").manual_seed(1)
-    for half in (dtype, None) if dtype in _HALF else (None,):
+    for half in (cone.half, None) if cone.half else (None,):
         computed = torch.float32 if half is not None else dtype
         eps = torch.finfo(computed).eps
-        bound = eps if computed in _HALF else 64 * eps
-        for number, scale in ((2, 1.0), (5, 1e-3), (3, 1e3 if computed == torch.float16 else 1e8)):
-            yield _Draw(half, _values(cone, number, half, scale, generator), bound)
-        last = _values(cone, 2, half, 1.0, generator)
-        _rows(last[cone.source])[0, [0, -1]] = torch.nan
-        yield _Draw(half, last, bound)
+        bound = eps if computed in HALF else 64 * eps
+        huge = 1e3 if computed == torch.float16 else 1e8
+        for seed, (number, scale) in enumerate(((2, 1.0), (5, 1e-3), (3, huge), (2, 1.0))):
+            values = draw([cone], number, seed, _source_times(cone, scale), half)
+            if seed == 3:
+                _rows(values[cone.source])[0, [0, -1]] = torch.nan
+            yield _Draw(values, cone.run(values, half), bound)
 
 
-def _values(
-    cone: Cone, number: int, half: torch.dtype | None, scale: float, generator: torch.Generator
-) -> dict[fx.Node, Any]:
-    """Random tensors for the source and the leaves; `number` for every symbol in their sizes."""
-    values: dict[fx.Node, Any] = {}
-    for leaf in cone.leaves:
-        size = value_of(leaf)
-        if isinstance(size, Tensor):
-            values[leaf] = _random(leaf, number, half, generator)
-        else:
-            values[leaf] = size if isinstance(size, (int, float)) else size_where_symbols_are(size, number)
-    values[cone.source] = scale * _random(cone.source, number, half, generator)
-    return values
-
-
-def _random(node: fx.Node, number: int, half: torch.dtype | None, generator: torch.Generator) -> Tensor:
-    dtype = torch.float32 if tensor_of(node).dtype == half else tensor_of(node).dtype
-    shape = shape_where_symbols_are(node, number)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(shape, generator=generator, dtype=wide, device="cpu").to(dtype)
-
-
-def _rotates(rotation: Rotation, x: Tensor, parts: list[Tensor], got: Tensor, bound: float) -> bool:
-    cos, sin = reversed(parts) if rotation.sin_first else parts
-    layout = rotation.interleaved_in, rotation.interleaved_out
-    none = torch.zeros_like(cos)
-    terms = rotate(x.abs(), cos.abs(), none, *layout) + rotate(x.abs(), none, sin.abs(), *layout).abs()
-    return _agree(got, rotate(x, cos, sin, *layout), terms, bound)
-
-
-def _agree(got: Tensor, expected: Tensor, terms: Tensor, bound: float) -> bool:
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    near = (got.double() - expected.double()).abs() <= bound * terms.double()
-    return bool((near | (got.isnan() & expected.isnan())).all())
+def _source_times(cone: Cone, scale: float) -> Callable[[fx.Node], float]:
+    return lambda node: scale if node is cone.source else 1.0
 
 
 def _parts(angles: Tensor) -> tuple[Tensor, ...]:
@@ -260,5 +231,103 @@ def _last(node: fx.Node) -> int:
     return int(tensor_of(node).shape[-1])
 
 
-def _numel(node: fx.Node) -> int:
-    return math.prod(shape_where_symbols_are(node, 1))
+# --- the choice of experts
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """Logits, a bias, and what the cones make of them; experts in the order of their ids."""
+
+    logits: Tensor
+    bias: Tensor | None
+    weights: Tensor
+    ids: Tensor
+
+
+def routing(weights: Cone, ids: Cone) -> ExpertChoice:
+    """How experts are chosen of the logits that are the source of both cones."""
+    logits = tensor_of(weights.source)
+    for cone, dtype in ((weights, torch.float32), (ids, torch.int64)):
+        if tensor_of(cone.result).dtype != dtype:
+            raise Refusal(f"the result is {tensor_of(cone.result).dtype}")
+    biases = list(dict.fromkeys([*weights.tensors, *ids.tensors]))
+    if len(biases) > 1 or any(tensor_of(bias).numel() != logits.shape[-1] for bias in biases):
+        raise Refusal(f"it reads {len(biases)} other tensors, not just a bias")
+    draws = [_routed(weights, ids, biases, seed, scale) for seed, scale in enumerate((1.0, 0.1, 4.0))]
+    left = list(_rules(logits.shape[-1], draws[0].ids.shape[-1]))
+    for drawn in draws:
+        left = [rule for rule in left if torch.equal(_chosen(rule, drawn)[1], drawn.ids)]
+    if not left:
+        raise Refusal("it chooses otherwise")
+    # Without a bias and groups the sigmoid chooses as the softmax does: weights tell them apart.
+    for rule, normalize, scaling in itertools.product(left, (False, True), (1.0, *weights.numbers)):
+        found: ExpertChoice = replace(rule, normalize=normalize, scaling=scaling)
+        pairs = [(_chosen(found, drawn)[0], drawn.weights) for drawn in draws]
+        if all(agree(got, expected, expected.abs(), 1e-5) for got, expected in pairs):
+            return found
+    raise Refusal("it weighs otherwise")
+
+
+def _rules(experts: int, topk: int) -> Iterator[ExpertChoice]:
+    """All that may be, those with the fewest groups first."""
+    for groups, softmax in itertools.product(range(1, min(experts, _MOST_GROUPS) + 1), (False, True)):
+        size = experts // groups
+        if experts % groups or (groups > 1 and size < 2 and not softmax):
+            continue
+        for kept in range(1, groups) if groups > 1 else (1,):
+            if topk <= kept * size:
+                yield ExpertChoice(topk, groups, kept, softmax)
+
+
+def _chosen(rule: ExpertChoice, drawn: _Routed) -> tuple[Tensor, Tensor]:
+    return _in_order(*choose_experts(drawn.logits, drawn.bias, *astuple(rule)))
+
+
+def _in_order(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids.argsort(-1)
+    return weights.gather(-1, order), ids.gather(-1, order)
+
+
+def _routed(weights: Cone, ids: Cone, biases: Sequence[fx.Node], seed: int, scale: float) -> _Routed:
+    source = weights.source
+    values = draw((weights, ids), _ROUTED_TOKENS, seed, lambda node: scale if node is source else 0.2)
+    results = [cone.run({node: values[node] for node in (source, *cone.leaves)}) for cone in (weights, ids)]
+    bias = values[biases[0]].flatten() if biases else None
+    return _Routed(values[source], bias, *_in_order(*results))
+
+
+# --- gated MLPs
+
+
+def mlp(cone: Cone, *, intermediate: int) -> tuple[int, ...]:
+    """Which tensors of a cone are the weights of gate, up and down of an MLP, then their scales in FP8.
+
+    intermediate: what its width is a multiple of.
+    """
+    products = [op_arguments(node) for node in cone.nodes if is_call(node, fp8_linear_op)]
+    scale_of = {given["first"]: given["first_scale"] for given in products if given["second"] is None}
+    weights = [node for node in cone.tensors if node not in scale_of.values()]
+    if len(weights) != 3 or len(scale_of) not in (0, 3) or any(tensor_of(w).dim() != 2 for w in weights):
+        raise Refusal(f"it reads {len(cone.tensors)} other tensors, not three matrices")
+    dtype = tensor_of(cone.source).dtype
+    if {tensor_of(node).dtype for node in (cone.result, *weights) if node not in scale_of} != {dtype}:
+        raise Refusal("it mixes dtypes")
+
+    def scale(node: fx.Node) -> float:
+        return _last(node) ** -0.5 if node in weights and node not in scale_of else 1.0
+
+    values = draw([cone], 3, 0, scale, cone.half)
+    matrices = {weight: values[weight] for weight in weights}
+    for weight, scales in scale_of.items():
+        values[scales] = values[scales].abs() + 0.5  # blocks are fewer than columns: the results are larger
+        matrices[weight] = fp8.dequantize(values[weight], values[scales])
+    x, got = _rows(values[cone.source]), _rows(cone.run(values, cone.half))
+    for order in itertools.permutations(weights):
+        gate, up, down = (matrices[node].to(x.dtype) for node in order)
+        if not gate.shape == up.shape == down.shape[::-1] or len(gate) % intermediate:
+            continue
+        expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        if agree(got, expected, expected.abs() + 0.1 * expected.abs().max(), 1e-4):
+            scales = [scale_of[node] for node in order if node in scale_of]
+            return tuple(cone.tensors.index(node) for node in (*order, *scales))
+    raise Refusal("it computes something else")

@@ -15,15 +15,13 @@ with its `cat`.
 
 Only where the op has a kernel: on the CPU, Inductor fuses the rotation with what is around it.
 
-The log, `TORCH_LOGS="+mla_compile"`, says what was rotated in place, and why other queries were not.
+The log, `TORCH_LOGS="+mla_compile"`, says what was rotated so, and why other queries were not.
 """
 
-import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -35,8 +33,8 @@ from mla_compile.ops.norm_rope_append import norm_rope_append_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.ops.rotate_queries import ROTATE_QUERIES, rotate_queries_op
 from mla_compile.passes.angles import are_alike, cos_and_sin, materialize
-from mla_compile.passes.cone import Cone, cut
-from mla_compile.passes.effects import erase, live_nodes, made_of, memory, writer_between
+from mla_compile.passes.cone import Cone, Recognition, cut, made_of_both
+from mla_compile.passes.effects import made_of, memory, writer_between
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     argument,
@@ -48,15 +46,48 @@ from mla_compile.passes.nodes import (
     tensor_of,
     with_arguments,
 )
-from mla_compile.passes.provenance import where
-from mla_compile.passes.recognise import Rotation, recognise_query_rotation, remembered
+from mla_compile.passes.recognise import Rotation, query_rotation
+from mla_compile.passes.rewrite import Refusal, first_match, rewrite
 from mla_compile.passes.strides import is_contiguous, views_of
 from mla_compile.torch_internals import statically_known_true
 
-log = logging.getLogger(__name__)
 
-_MOST_SOURCES = 3
-"""Tensors as wide as queries that are tried: the projection's output, and what was made of all of it."""
+def rotate_queries(
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+) -> fx.GraphModule:
+    """Rewrite `gm` in place and return it; a graph without queries that can be rotated so is left untouched.
+
+    everywhere: also where the op has no kernel.
+    """
+    parts = filter(is_tensor, map(_rotated_part, calls(gm.graph, decode_op, prefill_op)))
+    # A head in the last dimension: what is rotated may be a view of pairs.
+    rotated = {
+        made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe)
+        for q_pe in parts
+        if everywhere or first_serves(ROTATE_QUERIES, tensor_of(q_pe))
+    }
+    known = Recognition()
+    wholes: dict[frozenset[int], fx.Node] = {}
+    angles: set[fx.Node] = set()
+
+    def fuse(result: fx.Node) -> Rotation:
+        match = _match(result, rotated[result], known)
+        queries = _replace(match)
+        wholes[frozenset(memory([queries]))] = queries
+        angles.update(match.rotation.angles(match.cone))
+        return match.rotation
+
+    # What nobody needs goes before the appends: a `cat` of the parts reads queries.
+    rewrite(gm.graph, rotated.__contains__, fuse)
+    for node in calls(gm.graph, rotate_queries_op):
+        _leave_to_append(node)
+    for node in calls(gm.graph, prefill_op):
+        cat = op_arguments(node)["q"]
+        whole = wholes.get(frozenset(memory(_joined(cat) or [])))
+        if whole is not None:
+            _use_joined(cat, whole)
+    materialize(angles)
+    return gm
 
 
 @dataclass(frozen=True)
@@ -67,59 +98,6 @@ class _Match:
     heads: int
     rope: int
     rotation: Rotation
-
-    @property
-    def angles(self) -> list[fx.Node]:
-        """cos and sin, or one complex tensor."""
-        return self.cone.tensors[::-1] if self.rotation.sin_first else self.cone.tensors
-
-
-def rotate_queries(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
-) -> fx.GraphModule:
-    """Rewrite `gm` in place and return it; a graph without queries that can be rotated so is left untouched.
-
-    everywhere: also where the op has no kernel.
-    """
-    parts = {
-        node: q_pe
-        for node in calls(gm.graph, decode_op, prefill_op)
-        if is_tensor(q_pe := _rotated_part(node))
-        and (everywhere or first_serves(ROTATE_QUERIES, tensor_of(q_pe)))
-    }
-    if not parts:
-        return gm
-    live, known = live_nodes(gm.graph), dict[str, Rotation | str]()
-    # Not those of a layer that only fills its cache: an append that rotates them would have them computed.
-    needed = [q_pe for node, q_pe in parts.items() if node in live]
-    # A head in the last dimension: what is rotated may be a view of pairs.
-    rotated = {made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe) for q_pe in needed}
-    wholes: list[fx.Node] = []
-    superseded: set[fx.Node] = set()
-    angles: set[fx.Node] = set()
-    for result, q_pe in rotated.items():
-        name, found = where(result), _match(result, q_pe, live, known)
-        queries = _replace(found) if isinstance(found, _Match) else found
-        if isinstance(queries, str):
-            log.info("not rotated in place: %s: %s", name, queries)
-            continue
-        assert isinstance(found, _Match)
-        wholes.append(queries)
-        superseded |= set(found.cone.nodes)
-        angles |= set(found.angles)
-        log.info("rotated in place: %s: %s", name, found.rotation)
-    # Before the appends: a `cat` of the parts, which nobody needs now, reads queries.
-    erase(gm.graph, live, superseded)
-    for node in calls(gm.graph, rotate_queries_op):
-        _leave_to_append(node)
-    by_memory = {frozenset(memory([whole])): whole for whole in wholes}
-    for node in calls(gm.graph, prefill_op):
-        cat = op_arguments(node)["q"]
-        whole = by_memory.get(frozenset(memory(_joined(cat) or [])))
-        if whole is not None:
-            _use_joined(cat, whole)
-    materialize(angles)
-    return gm
 
 
 def _rotated_part(node: fx.Node) -> Any:
@@ -137,31 +115,26 @@ def _joined(q: fx.Node) -> Any:
     return parts if len(parts) == 2 and argument(q, 1, "dim") == -1 else None
 
 
-def _match(result: fx.Node, q_pe: Tensor, live: set[fx.Node], known: dict[str, Any]) -> _Match | str:
-    """The rotation that a node is the result of, or why there is none that could be done in place."""
+def _match(result: fx.Node, q_pe: Tensor, known: Recognition) -> _Match:
+    """The rotation that a node is the result of, if it could be done in place."""
     heads, rope = q_pe.shape[1:]
     if not type(heads) is type(rope) is int:
-        return "the number of heads is unknown at compile time"
-    reason = None
-    for source in islice(_sources(result, heads, rope), _MOST_SOURCES):
+        raise Refusal("the number of heads is unknown at compile time")
+    formula = partial(query_rotation, heads=heads, rope=rope)
+
+    def rotation_of(source: fx.Node) -> _Match:
         cone = cut(source, result)
-        found = remembered(known, cone, partial(recognise_query_rotation, heads=heads, rope=rope))
-        if isinstance(found, Rotation):
-            match = _Match(cone, heads, rope, found)
-            return _obstacle(match, live) or match
-        reason = reason or found
-    return reason or "no projection has all parts of all heads"
+        return _Match(cone, heads, rope, known.of(formula, cone))
 
-
-def _sources(result: fx.Node, heads: int, rope: int) -> Iterator[fx.Node]:
-    """Tensors of their own that may have all columns of all heads, of which a node is made, the nearest first."""
-    above, node = set(result.all_input_nodes), result.prev
-    while node.op != "root":
-        if node in above:
-            if is_tensor(node) and _has_heads(tensor_of(node), heads, rope) and _has_memory_of_its_own(node):
-                yield node
-            above.update(node.all_input_nodes)
-        node = node.prev
+    # Tensors of their own that may have all columns of all heads.
+    sources = (
+        node
+        for node in made_of_both([result])
+        if is_tensor(node) and _has_heads(tensor_of(node), heads, rope) and _has_memory_of_its_own(node)
+    )
+    match = first_match(sources, rotation_of, "no projection has all parts of all heads")
+    _check_readers(match)
+    return match
 
 
 def _has_heads(x: Tensor, heads: int, rope: int) -> bool:
@@ -173,16 +146,17 @@ def _has_memory_of_its_own(node: fx.Node) -> bool:
     return node.op == "call_function" and memory([node]).isdisjoint(memory(node.all_input_nodes))
 
 
-def _obstacle(match: _Match, live: set[fx.Node]) -> str | None:
-    """Who would see that the projection's output is written to."""
+def _check_readers(match: _Match) -> None:
+    """Raises `Refusal` where somebody would see that the projection's output is written to."""
     cone = match.cone
     nodes = {cone.source, *cone.nodes}
     for node in sorted(nodes - {cone.result}):
         for user in node.users:
-            if user in live and user not in nodes and not _spares_rotated(user, match):
-                return f"what is rotated is also used by `{user.name}`"
+            if user not in nodes and not _spares_rotated(user, match):
+                raise Refusal(f"what is rotated is also used by `{user.name}`")
     writer = writer_between(cone.source, cone.result, [cone.source, *cone.nodes, *cone.tensors])
-    return None if writer is None else f"`{writer.name}` writes in place before it"
+    if writer is not None:
+        raise Refusal(f"`{writer.name}` writes in place before it")
 
 
 def _spares_rotated(node: fx.Node, match: _Match) -> bool:
@@ -206,8 +180,8 @@ def _is_read_by_strides(view: fx.Node) -> bool:
     )
 
 
-def _replace(match: _Match) -> fx.Node | str:
-    """Put a rotation in place into the graph. Its queries, `[tokens, heads, qk_head_dim]`, or why it cannot be."""
+def _replace(match: _Match) -> fx.Node:
+    """Put a rotation in place into the graph. Its queries, `[tokens, heads, qk_head_dim]`."""
     cone, heads, rope, rotation = match.cone, match.heads, match.rope, match.rotation
     result, joined = cone.result, tensor_of(cone.result).shape[-1] > rope
 
@@ -222,19 +196,17 @@ def _replace(match: _Match) -> fx.Node | str:
 
     def rotated(source: Any, angles: Sequence[Any]) -> Any:
         queries = queries_of(source)
-        layout = rotation.interleaved_in, rotation.interleaved_out
-        rotate_queries_op(queries[..., -rope:], *cos_and_sin(angles), *layout)
+        rotate_queries_op(queries[..., -rope:], *cos_and_sin(angles), *rotation.layout)
         return queries, as_before(queries)
 
-    with torch.no_grad():  # the new nodes replace some that need no gradient, whatever the mode is now
-        views = views_of(result, as_before(queries_of(tensor_of(cone.source))))
-        if isinstance(views, fx.Node):
-            return f"`{views.name}` may count on how queries lie in memory"
-        queries: fx.Node
-        queries, same = inline(result, rotated, (cone.source, match.angles))
-        result.replace_all_uses_with(same)
-        for view in views:
-            set_example_value(view, fake_mode_of(view))
+    views = views_of(result, as_before(queries_of(tensor_of(cone.source))))
+    if isinstance(views, fx.Node):
+        raise Refusal(f"`{views.name}` may count on how queries lie in memory")
+    queries: fx.Node
+    queries, same = inline(result, rotated, (cone.source, rotation.angles(cone)))
+    result.replace_all_uses_with(same)
+    for view in views:
+        set_example_value(view, fake_mode_of(view))
     return queries
 
 

@@ -324,8 +324,8 @@ def test_the_log_says_what_was_joined_and_what_was_not(
         run(Two(gate_and_up))
         run(Two(call))
     joined, left = (record.getMessage() for record in caplog.records)
-    assert joined.startswith("joined: a (test_fuse_linear.py:") and " and b (" in joined
-    assert left.startswith("not joined: a (") and left.endswith(f": {reason}")
+    assert joined.startswith("fused: b (test_fuse_linear.py:") and "with a (" in joined
+    assert left.startswith("not fused: b (") and left.endswith(f": {reason}")
 
 
 def test_weights_that_do_not_lie_side_by_side_are_left() -> None:
@@ -445,6 +445,6 @@ def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
             engine.step()
     said = [r.getMessage() for r in caplog.records if r.name == fuse_linear.__module__]
     assert len(said) >= 7, said
-    assert all(line.startswith("joined: ") for line in said), said
+    assert all(line.startswith("fused: ") for line in said), said
     plain = Engine(model, compile=False, **settings).generate(prompts, max_new_tokens=12)
     assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain]

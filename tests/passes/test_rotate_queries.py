@@ -226,7 +226,7 @@ def test_it_is_left_as_it_is_and_the_log_says_why(
         gm = compare(Author(queries), DECODE)
     assert "mla_rotate_queries" not in ops(gm)
     (message,) = (record.getMessage() for record in caplog.records)
-    assert message.startswith("not rotated in place: ") and re.search(reason, message), message
+    assert message.startswith("not fused: ") and re.search(reason, message), message
 
 
 def test_parts_of_two_projections_are_left() -> None:
