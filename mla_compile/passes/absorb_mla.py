@@ -28,7 +28,7 @@ from mla_compile.passes.absorption.cost import AttentionSizes, absorbing_pays
 from mla_compile.passes.absorption.pattern import Attention, find
 from mla_compile.passes.absorption.products import RANK, SUMMED
 from mla_compile.passes.absorption.trace import CATS, Reader, joined_parts
-from mla_compile.passes.effects import live_nodes, writer_between
+from mla_compile.passes.effects import erase_dead, live_nodes, writer_between
 from mla_compile.passes.emit import counting, inline
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 from mla_compile.passes.provenance import where
@@ -43,6 +43,7 @@ _MANY_KEYS = 4096
 def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without MLA in expanded form is left untouched."""
     dead: set[fx.Node] | None = None
+    absorbed = False
     for node, found in find(gm.graph):
         if dead is None:
             dead = {*gm.graph.nodes} - live_nodes(gm.graph)
@@ -62,6 +63,9 @@ def absorb_mla(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.Gra
         for replaced in sorted(old, reverse=True):
             if not replaced.users:
                 gm.graph.erase_node(replaced)
+        absorbed = True
+    if absorbed:
+        erase_dead(gm.graph)
     return gm
 
 
