@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.kernels import graph_us, relative_error
 from benchmarks.reporting import add_row, write_report
-from mla_compile.ops.backends import DECODE_BACKENDS, decode_call
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeOperands, decode_call
 from mla_compile.ops.decode import decode_torch
 
 RANK, ROPE = 512, 64
@@ -101,14 +101,16 @@ def expected(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         own = torch.arange(len(used), dtype=torch.int32, device="cuda")[None]
         rows.append(
             decode_torch(
-                q_latent[tokens].double(),
-                q_pe[tokens].double(),
-                cache[used].double(),
-                own,
-                lengths[row : row + 1],
-                None,
-                q_len,
-                scale,
+                DecodeOperands(
+                    q_latent[tokens].double(),
+                    q_pe[tokens].double(),
+                    cache[used].double(),
+                    own,
+                    lengths[row : row + 1],
+                    None,
+                    q_len,
+                    scale,
+                )
             )
         )
     return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
@@ -119,10 +121,11 @@ Run = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 def ours(args: tuple[Any, ...]) -> Iterator[tuple[str, Run]]:
-    call = decode_call(args[0], args[1], args[2], args[5], args[6], captured=True)
+    operands = DecodeOperands(*args)
+    call = decode_call(operands, captured=True)
     for backend in DECODE_BACKENDS:
         if backend.why_not(call) is None and backend.packages:
-            yield backend.name, lambda backend=backend: backend.run(call, *args)
+            yield backend.name, lambda backend=backend: backend.run(call, operands)
 
 
 class Fa3:

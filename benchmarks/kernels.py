@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from mla_compile.ops.fp8 import quantize
+from mla_compile.ops.fp8 import FP8LinearOperands, quantize
 from mla_compile.ops.fp8_linear import linear_torch
-from mla_compile.ops.library import candidates
-from mla_compile.ops.moe import moe_torch
+from mla_compile.ops.library import call_of, tables
+from mla_compile.ops.moe import ExpertOperands, moe_torch
 
 BYTES_PER_US = 4.3e6
 """What an H200 reads, measured."""
@@ -80,18 +80,24 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def rows_us(op: str, calls: Sequence[tuple[Any, ...]], expected: Callable[..., torch.Tensor]) -> str:
-    """Microseconds of each row that takes these calls, each checked, as text; plain torch only without FP8."""
+    """Microseconds of each row that may be fastest at these calls, each checked, as text; plain torch only without FP8.
+
+    Without batch-invariant rows for any device: they take each token by itself, or call another op.
+    """
     found = []
-    for row in candidates(op, (*calls[0], False)):
+    call = call_of(op, (*calls[0], False))
+    for row in tables[op]:
+        if (row.device_types is None and row.batch_invariant) or row.why_not(call) is not None:
+            continue
         run = row.load()
         if row.name == "reference" and any(
             x.dtype == torch.float8_e4m3fn for x in calls[0] if torch.is_tensor(x)
         ):
             continue
         for args in calls:
-            error = relative_error(run(*args), expected(*args))
+            error = relative_error(run(args), expected(args))
             assert error < 2e-2, (row.name, error)
-        us = graph_us([partial(run, *args) for args in calls])
+        us = graph_us([partial(run, args) for args in calls])
         found.append(f"{row.name} {us:.1f}")
     return ", ".join(found)
 
@@ -124,7 +130,7 @@ def moe_lines(model: Experts, all_tokens: Sequence[int], *, fp8: bool = False, c
         calls = []
         for routed, shared, scales in layers:
             ids = torch.rand(tokens, model.experts, device="cuda").topk(model.topk).indices
-            calls.append((x, weights, ids, *routed, None, 1, *shared, *scales))
+            calls.append(ExpertOperands(x, weights, ids, *routed, None, 1, *shared, *scales))
         active = sum(args[2].unique().numel() for args in calls) / len(calls) + model.shared
         elements = 3 * model.hidden * model.intermediate  # of an expert
         read = active * elements * (1 if fp8 else 2) / BYTES_PER_US
@@ -143,7 +149,7 @@ def fp8_linear_lines(columns: int, k: int, all_tokens: Sequence[int]) -> None:
     floor = columns * k / BYTES_PER_US
     for tokens in all_tokens:
         x = randn(tokens, k) * k**0.5
-        calls = [(x, weight, scale, None, None) for weight, scale in weights]
+        calls = [FP8LinearOperands(x, weight, scale, None, None) for weight, scale in weights]
         found = rows_us("fp8_linear", calls, linear_torch)
         print(f"fp8_linear {columns:4} x {k:4}, {tokens:4} tokens: floor {floor:6.2f}; {found}", flush=True)
 

@@ -30,7 +30,7 @@ from benchmarks.reporting import add_row
 from mla_compile import prefill_segment
 from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.kernels.keys import expanded_keys
-from mla_compile.ops.prefill import PREFILL, prefill_torch
+from mla_compile.ops.prefill import PREFILL, PrefillOperands, prefill_torch
 
 RANK, ROPE, PAGE = 512, 64, 64
 MODELS = {"V3, 16 heads": (16, 128, 128), "V3, 128 heads": (128, 128, 128), "GLM": (20, 192, 256)}
@@ -66,7 +66,7 @@ def calls_of(args: tuple[Any, ...], rows: int, cached: int) -> Iterator[tuple[st
     here = Call(*describe_device(torch.device("cuda")))
     for row in PREFILL[:-1]:
         if row.why_not(here) is None:
-            yield row.name, partial(row.load(), *args)
+            yield row.name, partial(row.load(), PrefillOperands(*args))
     if cached:
         return
     q, kv_cache, w_uk, w_uv, _, cu_seqlens_k, key_slots, scale = args
@@ -115,9 +115,8 @@ def measure(model: str, rows: int, new: int, cached: int, flops_per_us: float) -
     title = f"{model}: {rows} x {new} after {cached}"
     row: dict[str, Any] = {"case": title, "floor": round(floor_us(model, rows, new, cached, flops_per_us), 1)}
     copies = [inputs(model, rows, new, cached) for _ in range(3)]
-    want = prefill_torch(
-        *(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in copies[0])
-    )
+    wide = (x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in copies[0])
+    want = prefill_torch(PrefillOperands(*wide))
     calls = [dict(calls_of(args, rows, cached)) for args in copies]
     for name in calls[0]:
         error = relative_error(calls[0][name](), want)

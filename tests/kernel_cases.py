@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeOperands
+from mla_compile.ops.moe import ExpertOperands
 from mla_compile.ops.paging import accumulate_dtype, write_latents
 from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case
@@ -32,6 +33,9 @@ class DecodeCase:
 
     def args(self) -> tuple:
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    def operands(self) -> DecodeOperands:
+        return DecodeOperands(*self.args())
 
 
 def decode_case(
@@ -217,6 +221,9 @@ class MoeCase:
 
     def all_args(self, row_lens: Tensor | None = None, q_len: int = 1) -> tuple:
         return *self.args(), row_lens, q_len, *self.shared, *self.scales
+
+    def operands(self, row_lens: Tensor | None = None, q_len: int = 1) -> ExpertOperands:
+        return ExpertOperands(*self.all_args(row_lens, q_len))
 
 
 def padding(case: MoeCase, q_len: int, lens: list[int]) -> tuple[Tensor, int, Tensor]:

@@ -78,7 +78,7 @@ def glm_case(tokens: int) -> MoeCase:
 def test_no_tile_of_experts_changes_a_bit() -> None:
     """Nor does it matter whether an instruction takes the weights from registers."""
     case = glm_case(600)
-    whole = moe_triton(*case.all_args(), in_order=True)
+    whole = moe_triton(case.operands(), in_order=True)
     device = device_of(case.x)
     plans = [
         tuple(
@@ -89,7 +89,7 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
     assert len({*plans}) == 3
     plans.append((MoeTiles(8, 32, 128, warps=2, stages=4),) * 2)
     for gate_up, down in plans:
-        got = moe_triton(*case.all_args(), gate_up=gate_up, down=down, in_order=True)
+        got = moe_triton(case.operands(), gate_up=gate_up, down=down, in_order=True)
         assert torch.equal(got, whole), (gate_up, down)
 
 

@@ -25,7 +25,7 @@ from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_linear import norm_linear
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.norm_router import norm_router
-from mla_compile.ops.prefill import PREFILL
+from mla_compile.ops.prefill import PREFILL, PrefillOperands
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
 from mla_compile.ops.rotate_queries import mla_rotate_queries
 from mla_compile.ops.routing import moe_router
@@ -459,10 +459,10 @@ class TestPrefill(PrefillConformance):
         pages = max(args[1].shape[0], other[1].shape[0])
         args[1] = torch.nn.functional.pad(args[1], (0, 0, 0, 0, 0, pages - args[1].shape[0]))
         run = subject.row.load()
-        run(*args)
+        run(PrefillOperands(*args))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = run(*args)
+            out = run(PrefillOperands(*args))
         for mine, given in zip(args, other, strict=True):
             if isinstance(mine, torch.Tensor):
                 mine[: len(given)].copy_(given)
@@ -911,9 +911,12 @@ def test_experts_by_token_on_the_gpu() -> None:
     for dtype in (torch.float64, torch.float32):
         case = moe_case(9, 2, dtype=dtype, device="cuda")
         row_lens, q_len, runs = padding(case, 2, [2, 0, 1])
-        whole = moe_by_token(*case.args(), row_lens, q_len)
+        whole = moe_by_token(case.operands(row_lens, q_len))
         check_padded_moe(case, whole, runs)
-        assert torch.equal(moe_by_token(*(arg[-3:] for arg in case.args()[:3]), *case.args()[3:]), whole[-3:])
+        last = case.operands()._replace(
+            x=case.x[-3:], topk_weights=case.topk_weights[-3:], topk_ids=case.topk_ids[-3:]
+        )
+        assert torch.equal(moe_by_token(last), whole[-3:])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mla_compile import MLABatch, MLAError, PackedBatch, decode_segment, mla_attention, pack_batch
 from mla_compile.caches import allocate
 from mla_compile.ops import backends
-from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport, select_backend
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeOperands, QueryLenSupport, select_backend
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.packing import RowLayout, classify
 from mla_compile.passes import pipeline
@@ -174,12 +174,12 @@ def uniform(monkeypatch: pytest.MonkeyPatch) -> str:
     return "uniform"
 
 
-def decode_uniform(*args: Any) -> tuple[Tensor, Tensor]:
+def decode_uniform(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     from mla_compile.ops.decode import decode_torch
 
-    assert args[5] is None, "q_lens of a backend that cannot take them"
-    decode_uniform.calls.append(args[6])
-    return decode_torch(*args)
+    assert operands.q_lens is None, "q_lens of a backend that cannot take them"
+    decode_uniform.calls.append(operands.q_len)
+    return decode_torch(operands)
 
 
 decode_uniform.calls = []

@@ -9,6 +9,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
+from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import matmul_by_head_op
@@ -57,7 +58,8 @@ def _attention(
     validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
         like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
-        choose_backend(like_q_latent, q_pe, kv_cache, decode_q_lens, q_len, decode_backend)
+        given: Any = decode_block_table, decode_seq_lens, decode_q_lens, q_len, softmax_scale
+        choose_backend(DecodeOperands(like_q_latent, q_pe, kv_cache, *given), decode_backend)
     return empty(q_nope, (*q_nope.shape[:2], w_uv.shape[2]))
 
 

@@ -1,15 +1,15 @@
 """Which implementation serves a decode call: the table of backends, and the choice among them.
 
 Beside what every implementation declares, a backend says what query tokens a row may have. Nothing else in the package
-asks for a backend by its name. A new one is a row of `DECODE_BACKENDS` and a function with the arguments of
-`mla_decode`'s op but the last; the conformance suite (`tests/ops/conformance.py`) runs on every row.
+asks for a backend by its name. A new one is a row of `DECODE_BACKENDS` and a function that takes `DecodeOperands`; the
+conformance suite (`tests/ops/conformance.py`) runs on every row.
 """
 
 import functools
 import logging
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "DECODE_BACKENDS",
     "DecodeBackend",
     "DecodeCall",
+    "DecodeOperands",
     "QueryLenSupport",
     "check_name",
     "decode_call",
@@ -40,6 +41,19 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+
+class DecodeOperands(NamedTuple):
+    """The arguments of `mla_decode` that say what is computed."""
+
+    q_latent: Tensor
+    q_pe: Tensor
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    q_lens: Tensor | None
+    q_len: int
+    softmax_scale: float
 
 
 class QueryLenSupport(Enum):
@@ -82,18 +96,18 @@ class DecodeBackend(Implementation):
             return False
         return bool(call.has_q_lens) or (support is QueryLenSupport.SINGLE_ONLY and call.q_len != 1)
 
-    def run(self, call: DecodeCall, *args: Any) -> tuple[Tensor, Tensor]:
-        """Compute a `call`, which `decode_call` made of these arguments of `mla_decode`'s op, by position.
+    def run(self, call: DecodeCall, operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+        """Compute a `call`, which `decode_call` made of these operands.
 
         Query tokens that the backend cannot take as they are reach it as rows of one token, each with the keys that
         it sees: still decode, at the price of reading a row's latents once for each of its tokens.
         """
         if self.flattens(call):
-            q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = args
+            q_latent, _, _, table, seq_lens, q_lens, q_len, _ = operands
             tokens = torch.arange(q_latent.shape[0], device=seq_lens.device)
-            block_table, seq_lens = flatten_to_single(tokens, block_table, seq_lens, q_lens, q_len)
-            args = q_latent, q_pe, kv_cache, block_table, seq_lens, None, 1, softmax_scale
-        out, lse = self.load()(*args)
+            table, seq_lens = flatten_to_single(tokens, table, seq_lens, q_lens, q_len)
+            operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
+        out, lse = self.load()(operands)
         return out, lse
 
 
@@ -168,17 +182,9 @@ DECODE_BACKENDS = (
 for a batch-invariant row."""
 
 
-def decode_call(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    *,
-    captured: bool,
-    batch_invariant: bool = False,
-) -> DecodeCall:
-    """The call that these arguments of `mla_decode` make. They may be fake: symbolic sizes become None."""
+def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> DecodeCall:
+    """The call that these operands make. They may be fake: symbolic sizes become None."""
+    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _ = operands
     facts = {
         "dtype": q_latent.dtype,
         "heads": _known(q_latent.shape[1]),

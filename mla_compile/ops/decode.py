@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops import validate
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, decode_call, select_backend
+from mla_compile.ops.backends import (
+    DECODE_BACKENDS,
+    DecodeBackend,
+    DecodeCall,
+    DecodeOperands,
+    decode_call,
+    select_backend,
+)
 from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import (
@@ -21,30 +28,25 @@ from mla_compile.torch_internals import is_fake
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor]:
-    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, scale, backend, batch_invariant = args
-    kv_cache = kv_cache.contiguous()  # one that a graph computes may not be: see the op's layout
-    call, chosen = choose_backend(q_latent, q_pe, kv_cache, q_lens, q_len, backend, batch_invariant)
+    *operands, backend, batch_invariant = args
+    given = DecodeOperands(*operands)
+    if not given.kv_cache.is_contiguous():  # one that a graph computes: see the op's layout
+        given = given._replace(kv_cache=given.kv_cache.contiguous())
+    call, chosen = choose_backend(given, backend, batch_invariant)
+    q_latent = given.q_latent
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, scale)
+    return chosen.run(call, given)
 
 
 def choose_backend(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    backend: str | None,
-    batch_invariant: bool = False,
+    operands: DecodeOperands, backend: str | None, batch_invariant: bool = False
 ) -> tuple[DecodeCall, DecodeBackend]:
     """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
     # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
-    captured = backend is None or (q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
-    call = decode_call(
-        q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured, batch_invariant=batch_invariant
-    )
+    captured = backend is None or (operands.q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
+    call = decode_call(operands, captured=captured, batch_invariant=batch_invariant)
     return call, select_backend(call, backend).chosen
 
 
@@ -104,9 +106,8 @@ def mla_decode(
     validate.query_lengths("q_lens", q_lens, q_len)
     if backend is not None:
         captured = is_fake(q_latent)  # whoever it is that compiles, a CUDA graph may be what comes of it
-        call = decode_call(
-            q_latent, q_pe, kv_cache, q_lens, q_len, captured=captured, batch_invariant=batch_invariant
-        )
+        given = DecodeOperands(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+        call = decode_call(given, captured=captured, batch_invariant=batch_invariant)
         select_backend(call, backend)
     lse = empty(q_latent, q_latent.shape[:2], accumulate_dtype(q_latent.dtype))
     return empty(q_latent, q_latent.shape), lse
@@ -115,20 +116,12 @@ def mla_decode(
 decode_op = torch.ops.mla_compile.mla_decode.default
 
 
-def decode_torch(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """`mla_decode` in plain torch: every device, every dtype, and the kernels' twin.
 
     Lengths are read on the CPU only.
     """
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     tokens, heads, rank = q_latent.shape
     rows = seq_lens.shape[0]
     columns = num_pages_to_read(seq_lens, block_table, kv_cache.shape[1])
@@ -142,17 +135,9 @@ def decode_torch(
     return out.view(tokens, heads, rank).to(q_latent.dtype), lse.view(tokens, heads)
 
 
-def decode_by_token(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def decode_by_token(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """`mla_decode` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     tokens, _, rank = q_latent.shape
     page_size, width = kv_cache.shape[1:]
     columns = num_pages_to_read(seq_lens, block_table, page_size)

@@ -62,7 +62,8 @@ class Call:
 class Implementation:
     """One way to compute an op.
 
-    function: `module:function`, imported by the first call. It takes the positional arguments of the op.
+    function: `module:function`, imported by the first call. It takes the arguments of the op by position, or
+        the record that the op makes of them (`define_op`).
     device_types: those that it runs on; None for all.
     min_capability, max_capability: the oldest and the newest CUDA device.
     packages: Python packages that it needs, as they are imported.

@@ -62,6 +62,7 @@ def define_op(
     *,
     table: Table = (),
     facts: Callable[..., Mapping[str, object]] | None = None,
+    operands: Callable[..., Any] | None = None,
     run: Callable[..., Any] | None = None,
     name: str = "",
     mutates: tuple[str, ...] = (),
@@ -75,6 +76,8 @@ def define_op(
     Args:
         table: its implementations, fastest first; the last one takes every call.
         facts: what the rows' `takes` speak of, made of those of the op's arguments that `facts` has parameters for.
+        operands: makes one record of the op's arguments, which is what the rows take; by default they take these by
+            position. `batch_invariant` is none of them.
         run: what to run instead of the table's choice, with all of the op's arguments by position.
         name: of the op; by default that of the function.
         mutates: the arguments that are written to. An op that mutates without saying so is removed as dead code,
@@ -102,8 +105,9 @@ def define_op(
             args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
             if run is not None:
                 return run(*args)
-            row = serving(op, args)
-            return row.load()(*args[:-1] if op in flagged else args)
+            function = serving(op, args).load()
+            taken = args[:-1] if op in flagged else args
+            return function(*taken) if operands is None else function(operands(*taken))
 
         def fake(*args: Any) -> Any:
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
@@ -192,17 +196,7 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 def choose(op: str, args: Sequence[Any]) -> Selection[Implementation]:
     """Who serves a call of an op with these arguments, and why the faster ones do not."""
-    return select(tables[op], _call(op, args))
-
-
-def candidates(op: str, args: Sequence[Any]) -> list[Implementation]:
-    """The rows that may be fastest at a call, in the table's order.
-
-    Without those for any device that are batch-invariant: they take each token by itself, or call another op.
-    """
-    call = _call(op, args)
-    rows = [row for row in tables[op] if row.device_types is not None or not row.batch_invariant]
-    return [row for row in rows if row.why_not(call) is None]
+    return select(tables[op], call_of(op, args))
 
 
 def serving(op: str, args: Sequence[Any]) -> Implementation:
@@ -216,7 +210,8 @@ def serving(op: str, args: Sequence[Any]) -> Implementation:
     return next(row for row in here if row.why_not_given(facts) is None)
 
 
-def _call(op: str, args: Sequence[Any]) -> Call:
+def call_of(op: str, args: Sequence[Any]) -> Call:
+    """What decides who serves a call of an op with these arguments."""
     device = describe_device(args[0].device)
     return Call(*device, facts=_facts(op, args), batch_invariant=_is_asked(op, args))
 

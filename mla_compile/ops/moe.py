@@ -5,6 +5,7 @@ data type, and a pass may move a gather of token rows above one op, never above 
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,51 @@ MOE_EXPERTS = (
 )
 
 
+class ExpertOperands(NamedTuple):
+    """The arguments of `moe_experts_op`, which `_experts` describes, that say what is computed."""
+
+    x: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    row_lens: Tensor | None = None
+    q_len: int = 1
+    shared_gate: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    shared_gate_scale: Tensor | None = None
+    shared_up_scale: Tensor | None = None
+    shared_down_scale: Tensor | None = None
+
+    @property
+    def num_shared(self) -> int:
+        """As how many of the chosen experts the shared ones are."""
+        return 0 if self.shared_gate is None else self.shared_gate.shape[0] // self.w_down.shape[2]
+
+    def runs(self) -> Tensor | None:
+        """Which tokens are no padding, bool `[tokens]`; None where all are."""
+        if self.row_lens is None or self.row_lens.shape[0] == 0:
+            return None
+        tokens = torch.arange(self.x.shape[0], device=self.x.device)
+        return no_padding(tokens, self.row_lens, self.q_len)
+
+    def shared(self) -> tuple[Tensor, ...]:
+        """Gate, up and down of the shared experts as products with `x` have them; empty where there are none."""
+        weights = self.shared_gate, self.shared_up, self.shared_down
+        scales = self.shared_gate_scale, self.shared_up_scale, self.shared_down_scale
+        return tuple(
+            weight if scale is None else fp8.dequantize(weight, scale).to(self.x.dtype)
+            for weight, scale in zip(weights, scales, strict=True)
+            if weight is not None
+        )
+
+
 @define_op(
     table=MOE_EXPERTS,
+    operands=ExpertOperands,
     facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down: {
         "dtype": x.dtype,
         "tokens": x.shape[0],
@@ -238,77 +282,40 @@ def no_padding(tokens: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
 _SMALL = 2**22
 
 
-def moe_torch(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    row_lens: Tensor | None = None,
-    q_len: int = 1,
-    shared_gate: Tensor | None = None,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared_gate_scale: Tensor | None = None,
-    shared_up_scale: Tensor | None = None,
-    shared_down_scale: Tensor | None = None,
-) -> Tensor:
+def moe_torch(operands: ExpertOperands) -> Tensor:
     """`moe_experts` in plain torch: every device, every dtype, every number of tokens."""
+    x, topk_weights, topk_ids, w_gate_up, w_down, *_ = operands
     if x.shape[0] == 0:
         return x.new_empty(x.shape)
-    if gate_up_scale is not None and down_scale is not None:
-        w_gate_up = _dequantized_gate_up(w_gate_up, gate_up_scale, x.dtype)
-        w_down = fp8.dequantize(w_down, down_scale).to(x.dtype)
+    if operands.gate_up_scale is not None and operands.down_scale is not None:
+        w_gate_up = _dequantized_gate_up(w_gate_up, operands.gate_up_scale, x.dtype)
+        w_down = fp8.dequantize(w_down, operands.down_scale).to(x.dtype)
     small = x.shape[0] * w_gate_up.numel() < _SMALL
     run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
-    runs = None
-    if row_lens is not None and row_lens.shape[0] > 0:
-        runs = no_padding(torch.arange(x.shape[0], device=x.device), row_lens, q_len).unsqueeze(-1)
-        topk_ids = torch.where(runs, topk_ids, w_down.shape[0])
+    runs = operands.runs()
+    if runs is not None:
+        topk_ids = torch.where(runs[:, None], topk_ids, w_down.shape[0])
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
     out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1)
-    if shared_gate is not None:
-        gate, up, down = _shared(
-            x, (shared_gate, shared_up, shared_down), (shared_gate_scale, shared_up_scale, shared_down_scale)
-        )
+    if shared := operands.shared():
+        gate, up, down = shared
         out = out + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     out = out.to(x.dtype)
-    return out if runs is None else torch.where(runs, out, 0)
+    return out if runs is None else torch.where(runs[:, None], out, 0)
 
 
-def moe_by_token(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    row_lens: Tensor | None = None,
-    q_len: int = 1,
-    shared_gate: Tensor | None = None,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared_gate_scale: Tensor | None = None,
-    shared_up_scale: Tensor | None = None,
-    shared_down_scale: Tensor | None = None,
-) -> Tensor:
+def moe_by_token(operands: ExpertOperands) -> Tensor:
     """`moe_experts` in plain torch, each token in operations of its own, whose shapes do not depend on the others.
 
     Not only products: on the CPU the last elements of a tensor get other bits from `silu` than those before.
     """
-    runs = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
-    if row_lens is not None and row_lens.shape[0] > 0:
-        runs = no_padding(torch.arange(x.shape[0], device=x.device), row_lens, q_len)
+    x, topk_weights, topk_ids, w_gate_up, w_down, *_ = operands
+    gate_up_scale, down_scale, shared = operands.gate_up_scale, operands.down_scale, operands.shared()
+    runs = operands.runs()
+    if runs is None:
+        runs = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     topk_ids = torch.where(runs[:, None], topk_ids, 0)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    shared: tuple[Tensor, ...] = ()
-    if shared_gate is not None:
-        shared = _shared(
-            x, (shared_gate, shared_up, shared_down), (shared_gate_scale, shared_up_scale, shared_down_scale)
-        )
     for token, chosen in enumerate(topk_ids):
         row = x[token].expand(1, len(chosen), -1)
         gate_up, down = w_gate_up[chosen], w_down[chosen]
@@ -326,17 +333,6 @@ def moe_by_token(
             total = total + product_by_row(F.silu(gate) * up, shared[2].mT[None])[0, 0]
         out[token] = torch.where(runs[token], total, 0)
     return out
-
-
-def _shared(
-    x: Tensor, weights: tuple[Tensor | None, ...], scales: tuple[Tensor | None, ...]
-) -> tuple[Tensor, ...]:
-    """Gate, up and down of the shared experts, all there, as products with `x` have them."""
-    found = []
-    for weight, scale in zip(weights, scales, strict=True):
-        assert weight is not None
-        found.append(weight if scale is None else fp8.dequantize(weight, scale).to(x.dtype))
-    return tuple(found)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

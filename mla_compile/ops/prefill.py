@@ -1,5 +1,7 @@
 """`mla_prefill`: attention of ragged prompt chunks over all keys of their rows, cached and new."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -84,8 +86,22 @@ PREFILL = (
 )
 
 
+class PrefillOperands(NamedTuple):
+    """The arguments of `mla_prefill` that say what is computed."""
+
+    q: Tensor
+    kv_cache: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    key_slots: Tensor
+    softmax_scale: float
+
+
 @define_op(
     table=PREFILL,
+    operands=PrefillOperands,
     facts=lambda q, kv_cache, w_uv, key_slots: {
         "dtype": q.dtype,
         "tokens": q.shape[0],
@@ -156,17 +172,9 @@ KEY_BLOCK = 512
 """Keys attended at a time: it bounds the workspace, scores being `[heads, tokens, KEY_BLOCK]`."""
 
 
-def prefill_torch(
-    q: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    key_slots: Tensor,
-    softmax_scale: float,
-) -> Tensor:
+def prefill_torch(operands: PrefillOperands) -> Tensor:
     """`mla_prefill` in plain torch: every device, every dtype, and the kernels' twin. Nothing is read on the host."""
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, _ = q.shape
     if tokens == 0:
         return q.new_empty(tokens, heads, w_uv.shape[2])
@@ -201,17 +209,9 @@ def prefill_torch(
     return in_parts(attend, key_slots.shape[0]).transpose(0, 1).to(q.dtype).contiguous()
 
 
-def prefill_by_token(
-    q: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    key_slots: Tensor,
-    softmax_scale: float,
-) -> Tensor:
+def prefill_by_token(operands: PrefillOperands) -> Tensor:
     """`mla_prefill` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     (tokens, heads, _), nope, (_, rank, v) = q.shape, w_uk.shape[1], w_uv.shape
     if tokens * heads == 0:
         return q.new_empty(tokens, heads, v)

@@ -15,6 +15,7 @@ from mla_compile.engine import Completion, EngineConfig
 from mla_compile.engine.config import EngineSettings
 from mla_compile.engine.memory import plan_memory
 from mla_compile.ops import backends
+from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.decode import decode_torch
 from mla_compile.speculate import (
     DecodeState,
@@ -148,12 +149,12 @@ def test_a_refused_engine_leaves_the_models_caches_alone() -> None:
     assert tokens(mine) == expected
 
 
-def reference_that_counts(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    CALLS.append(args)
-    return decode_torch(*args)
+def reference_that_counts(operands: DecodeOperands) -> tuple[torch.Tensor, torch.Tensor]:
+    CALLS.append(operands)
+    return decode_torch(operands)
 
 
-CALLS: list[tuple] = []
+CALLS: list[DecodeOperands] = []
 
 
 @pytest.mark.long
@@ -167,7 +168,7 @@ def test_the_decode_backend_that_was_asked_for_runs_and_gives_the_same_tokens(
     expected = tokens(engine())
     assert not CALLS
     assert tokens(engine(decode_backend="mine")) == expected
-    assert {args[6] for args in CALLS} == {1, 4}, "verification and the drafts that follow"
+    assert {operands.q_len for operands in CALLS} == {1, 4}, "verification and the drafts that follow"
     monkeypatch.undo()
     backends.select_backend.cache_clear()
 

@@ -23,8 +23,8 @@ def model() -> torch.nn.Module:
 def by_number_of_tokens(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Its result depends on how many tokens there are, a little."""
 
-    def run(x: torch.Tensor, *args: object) -> torch.Tensor:
-        return call(x, *args) * (1 + x.shape[0] * 1e-4)
+    def run(operands: moe.ExpertOperands) -> torch.Tensor:
+        return call(operands) * (1 + operands.x.shape[0] * 1e-4)
 
     return run
 

@@ -48,14 +48,14 @@ class Subject:
         return case
 
     def run(self, case: DecodeCase) -> tuple[Tensor, Tensor]:
-        return self.backend.run(self._call(case), *case.args())
+        return self.backend.run(self._call(case), case.operands())
 
     def check(self, lengths: list[int], **sizes: Any) -> None:
         case = self.case(lengths, **sizes)
         check_decode(case, self.run(case))
 
     def _call(self, case: DecodeCase) -> DecodeCall:
-        return decode_call(case.q_latent, case.q_pe, case.kv_cache, case.q_lens, case.q_len, captured=False)
+        return decode_call(case.operands(), captured=False)
 
 
 class DecodeConformance:

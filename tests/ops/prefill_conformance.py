@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_compile import prefill_segment
 from mla_compile.ops import segments
 from mla_compile.ops.implementations import Implementation
-from mla_compile.ops.prefill import PREFILL
+from mla_compile.ops.prefill import PREFILL, PrefillOperands
 from tests.cases import Case, make_case
 from tests.kernel_cases import check_prefill, prefill_args
 
@@ -56,7 +56,7 @@ class Subject:
 
     def out(self, args: tuple[Any, ...]) -> Tensor:
         args = tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in args)
-        return (self.run or self.row.load())(*args)
+        return (self.run or self.row.load())(PrefillOperands(*args))
 
     def check(self, chunks: Chunks, **sizes: Any) -> None:
         case = self.case(chunks, **sizes)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from mla_compile.ops.library import choose
-from mla_compile.ops.moe import moe_by_token, moe_experts_op
+from mla_compile.ops.moe import ExpertOperands, moe_by_token, moe_experts_op
 from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, moe_case, padding
 from tests.ops.test_choice import fake, on
 
@@ -69,7 +69,7 @@ def test_padding_gets_0_whatever_it_holds(dtype: torch.dtype) -> None:
 def test_no_tokens_and_no_experts_of_a_token(shape: tuple[int, int]) -> None:
     case = moe_case(4, 2)
     x, ids = case.x[: shape[0]], torch.zeros(shape, dtype=torch.int64)
-    out = moe_by_token(x, torch.ones(shape), ids, case.w_gate_up, case.w_down)
+    out = moe_by_token(ExpertOperands(x, torch.ones(shape), ids, case.w_gate_up, case.w_down))
     assert out.shape == x.shape and not out.any()
 
 

@@ -262,7 +262,7 @@ def test_who_serves_a_decode_call(
     on(machine, monkeypatch)
     case = decode_case([5, 3], rank=widths[0], rope=widths[1], dtype=dtype)
     args = fake(case.args(), machine)
-    call = backends.decode_call(args[0], args[1], args[2], args[5], args[6], captured=True)
+    call = backends.decode_call(backends.DecodeOperands(*args), captured=True)
     assert backends.select_backend(call).chosen.name == expected
 
 
@@ -388,7 +388,7 @@ def test_a_row_that_limits_what_is_no_fact_of_its_op_serves_no_call() -> None:
     limited = [op for op, table in tables.items() if any(row.takes for row in table)]
     assert {*limited} == {*ANY_CALL, "mla_decode"}
     case = decode_case([5, 3])
-    decode = backends.decode_call(case.q_latent, case.q_pe, case.kv_cache, None, 1, captured=False)
+    decode = backends.decode_call(case.operands(), captured=False)
     facts = {op: {*library._facts_of[op](args)} for op, args in ANY_CALL.items()}
     facts["mla_decode"] = {*decode.facts}
 

@@ -256,15 +256,14 @@ def test_attention_refuses_a_segments_backend_before_it_touches_the_cache() -> N
 
 def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
     case = decode_case([5, 3], q_len=2)
-    meta = [x.to("meta") for x in (case.q_latent, case.q_pe, case.kv_cache)]
-    call = decode_call(*meta, None, 2, captured=False)
+    tensors, names = case.operands(), ("q_latent", "q_pe", "kv_cache")
+    meta = tensors._replace(**{name: getattr(tensors, name).to("meta") for name in names})
+    call = decode_call(meta, captured=False)
     assert call.device_type == "meta"
     assert [call.facts[name] for name in ("heads", "kv_lora_rank", "page_size")] == [4, 32, 16]
     symbols = FakeTensorMode(shape_env=ShapeEnv())
-    symbolic = [
-        symbols.from_tensor(x, static_shapes=False) for x in (case.q_latent, case.q_pe, case.kv_cache)
-    ]
-    call = decode_call(*symbolic, None, 2, captured=True)
+    symbolic = {name: symbols.from_tensor(getattr(tensors, name), static_shapes=False) for name in names}
+    call = decode_call(tensors._replace(**symbolic), captured=True)
     assert [call.facts[name] for name in ("dtype", "heads", "page_size")] == [torch.float32, None, None]
     assert call.q_len == 2
     assert select_backend(call).chosen is REFERENCE

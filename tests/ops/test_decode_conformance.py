@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, QueryLenSupport
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, DecodeOperands, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
 from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
@@ -13,16 +13,16 @@ from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance
 REFERENCE = BACKENDS["reference"]
 
 
-def one_token_a_row(*args: Tensor) -> tuple[Tensor, Tensor]:
-    *_, q_lens, q_len, _ = args
-    assert q_lens is None and q_len == 1, "a SINGLE_ONLY backend got more than one token a row"
-    return decode_torch(*args)
+def one_token_a_row(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    assert operands.q_lens is None and operands.q_len == 1, (
+        "a SINGLE_ONLY backend got more than one token a row"
+    )
+    return decode_torch(operands)
 
 
-def as_many_in_every_row(*args: Tensor) -> tuple[Tensor, Tensor]:
-    *_, q_lens, _, _ = args
-    assert q_lens is None, "a UNIFORM backend got rows that differ"
-    return decode_torch(*args)
+def as_many_in_every_row(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    assert operands.q_lens is None, "a UNIFORM backend got rows that differ"
+    return decode_torch(operands)
 
 
 SUBJECTS = [
@@ -66,7 +66,9 @@ def test_the_suite_notices_a_backend_that_is_not_batch_invariant(row: Shown) -> 
         texts.check([row], row.valid, more_columns=1)
 
 
-def sums_by_batch(*args: Tensor) -> tuple[Tensor, Tensor]:
+def sums_by_batch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """What the shapes of products depending on the batch may come to: a unit in the last place."""
-    out, lse = decode_torch(*args)
-    return out if args[0].shape[0] * args[3].shape[1] == 5 else out.nextafter(out + 1), lse
+    out, lse = decode_torch(operands)
+    return out if operands.q_latent.shape[0] * operands.block_table.shape[1] == 5 else out.nextafter(
+        out + 1
+    ), lse

@@ -92,9 +92,9 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     ),
     "moe of one token": (
         moe_gemv,
-        lambda: moe_gemv.moe_gemv(*moe_case(1, 4, hidden=64, intermediate=32, dtype=BF16).args()),
+        lambda: moe_gemv.moe_gemv(moe_case(1, 4, hidden=64, intermediate=32, dtype=BF16).operands()),
     ),
-    "moe": (moe, lambda: moe.moe_triton(*moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).args())),
+    "moe": (moe, lambda: moe.moe_triton(moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).operands())),
     "append": (
         norm_rope_append,
         lambda: norm_rope_append.norm_rope_append_triton(

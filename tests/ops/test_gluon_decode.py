@@ -19,7 +19,7 @@ def compiled(decode: str, case: DecodeCase) -> "list[Compiled]":
     from tests.triton_compile import compiled_for
 
     with compiled_for(90) as kernels:
-        getattr(launching, decode)(*case.args())
+        getattr(launching, decode)(case.operands())
     return kernels
 
 
@@ -97,7 +97,7 @@ def test_a_cache_at_an_odd_address_is_refused_by_name() -> None:
     from mla_compile.ops.kernels.gluon.decode import decode_gluon
 
     case = decode_case([1], heads=16, rank=512, rope=64, page_size=1, dtype=torch.bfloat16)
-    q_latent, q_pe, cache, *rest = case.args()
+    cache = case.kv_cache
     odd = torch.empty(cache.numel() + 1, dtype=cache.dtype)[1:].view_as(cache)
     with pytest.raises(MLAError, match="kv_cache: expected an address divisible by 16"):
-        decode_gluon(q_latent, q_pe, odd, *rest)
+        decode_gluon(case.operands()._replace(kv_cache=odd))

@@ -59,7 +59,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     widest = model == "MiniCPM3" and capability == 90 and dtype == torch.bfloat16
     for decode, join, spilled in ((decode_triton, "combine", 112), (decode_triton_invariant, "join", 400)):
         with compiled_for(capability) as kernels:
-            decode(*case.args())
+            decode(case.operands())
         assert [kernel.name for kernel in kernels] == ["split_kernel", f"{join}_kernel"]
         for kernel in kernels:
             assert kernel.shared_memory <= shared_memory, kernel.name
@@ -85,13 +85,13 @@ def test_one_compiled_kernel_serves_all_batch_invariant_calls_of_a_model(dtype: 
             ([64] * 3, {"q_len": 6, "columns": 301}),
         ):
             case = decode_case(lengths, **more, **sizes)
-            decode_triton_invariant(*case.args())
-            decode_triton_invariant(*case.args(), at_once=1)
+            decode_triton_invariant(case.operands())
+            decode_triton_invariant(case.operands(), at_once=1)
             by_head = case.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
             apart = torch.cat([case.q_pe, case.q_pe, case.q_pe], -1)[
                 ..., 8:72
             ]  # not at a multiple of 16 elements
-            decode_triton_invariant(*replace(case, q_latent=by_head, q_pe=apart).args())
+            decode_triton_invariant(replace(case, q_latent=by_head, q_pe=apart).operands())
     for name in ("split_kernel", "join_kernel"):
         assert len({kernel.text for kernel in kernels if kernel.name == name}) == 1, name
 

@@ -105,7 +105,7 @@ def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
         fp8=True,
     )
     with compiled_for(90) as kernels:
-        moe_triton(*case.all_args(), gate_up=gate_up, down=down, in_order=in_order)
+        moe_triton(case.operands(), gate_up=gate_up, down=down, in_order=in_order)
     for kernel in kernels:
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 96, kernel.name
         if in_order and kernel.name in ("gate_up_kernel", "down_kernel"):

@@ -49,7 +49,7 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
     pairs, dtype, gate_up, down = plan
     case = moe_case(pairs, 1, experts=64, hidden=256, intermediate=128, shared=1, dtype=dtype)
     with compiled_for(10 * device.capability[0] + device.capability[1]) as kernels:
-        moe_triton(*case.all_args(), gate_up=gate_up, down=down)
+        moe_triton(case.operands(), gate_up=gate_up, down=down)
     products = ["gate_up_kernel", "down_kernel", "weighted_sum_kernel"]
     assert [kernel.name for kernel in kernels] == ["sort_kernel"] * (pairs == MANY) + products
     kilobytes, few = (227, 0 if dtype == torch.bfloat16 else 16) if device is H200 else (99, 32)
@@ -69,7 +69,7 @@ def test_products_along_one_step_fit_with_the_largest_tiles(intermediate: int) -
     assert [tiles.stages for tiles in largest] == [4, 3]
     case = moe_case(MANY, 1, experts=8, hidden=256, intermediate=intermediate, dtype=torch.bfloat16)
     with compiled_for(90) as kernels:
-        moe_triton(*case.args(), gate_up=largest[0], down=largest[1])
+        moe_triton(case.operands(), gate_up=largest[0], down=largest[1])
     assert max(kernel.shared_memory for kernel in kernels) <= 227 * 1024
 
 
@@ -103,7 +103,7 @@ def test_padding_and_sorting_change_no_operation(pairs: int, padded: bool) -> No
 
     case = moe_case(pairs // 4, 4, hidden=256, intermediate=128, dtype=torch.bfloat16)
     with compiled_for(90) as kernels:
-        moe_triton(*case.args(), *padding(case, 1, [1])[:2] if padded else ())
+        moe_triton(case.operands(*padding(case, 1, [1])[:2] if padded else ()))
     assert len(kernels) == (4 if pairs > MOST_UNSORTED_PAIRS else 3)
     for kernel in kernels:
         check_operations(kernel.name, kernel.text, torch.bfloat16)
@@ -122,8 +122,8 @@ def test_one_token_spills_nothing(sizes: tuple[int, int, int], fp8: bool) -> Non
     case = moe_case(1, topk, **size, dtype=torch.bfloat16, fp8=fp8)
     row_lens = torch.ones(1, dtype=torch.int32)
     with compiled_for(90) as kernels:
-        moe_gemv(*case.all_args())
-        moe_gemv(*case.all_args(row_lens))
+        moe_gemv(case.operands())
+        moe_gemv(case.operands(row_lens))
     assert [kernel.name for kernel in kernels] == ["gate_up_kernel", "down_kernel"] * 2
     for kernel in kernels:
         assert kernel.spilled_bytes == 0, kernel.name

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mla_compile.ops.kernels import plan
+from mla_compile.ops.prefill import PrefillOperands
 from tests.cases import make_case
 from tests.kernel_cases import prefill_args
 from tests.ops.test_triton_decode import GPUS
@@ -30,7 +31,7 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
     nope, rope, v = WIDTHS[model]
     case = make_case(prefill=[(20, 16)], heads=4, nope=nope, rope=rope, v=v, rank=32, dtype=dtype)
     with compiled_for(capability) as kernels:
-        prefill_triton(*prefill_args(case))
+        prefill_triton(PrefillOperands(*prefill_args(case)))
     widest = (
         model == "GLM" and capability == 90 and dtype == torch.bfloat16
     )  # quicker than any that do not spill
@@ -80,7 +81,7 @@ def test_compiled_absorbed_prefill_fits_the_gpu_and_spills_little(
     heads, rank, rope = LATENTS[model]
     case = make_case(prefill=[(tokens, 300)], heads=heads, nope=16, rope=rope, v=16, rank=rank, dtype=dtype)
     with compiled_for(capability) as kernels:
-        prefill_absorbed(*prefill_args(case))
+        prefill_absorbed(PrefillOperands(*prefill_args(case)))
     assert [kernel.name for kernel in kernels] == ["absorbed_kernel", "combine_kernel"]
     assert kernels[0].shared_memory <= shared_memory
     assert kernels[0].spilled_bytes <= spilled, f"{kernels[0].spilled_bytes} bytes per thread"

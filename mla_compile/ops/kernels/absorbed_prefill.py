@@ -30,6 +30,7 @@ from mla_compile.ops.kernels.softmax import (
     split_results,
     store_split,
 )
+from mla_compile.ops.prefill import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
 
@@ -117,23 +118,17 @@ def absorbed_kernel(
 
 
 def prefill_absorbed(
-    q: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    key_slots: Tensor,
-    softmax_scale: float,
+    operands: PrefillOperands,
     *,
     tiles: DecodeTiles | None = None,
     splits: int | None = None,
     min_keys: int = MIN_KEYS,
 ) -> Tensor:
-    """What `mla_prefill` computes, with its arguments, on the GPU or in Triton's interpreter.
+    """What `mla_prefill` computes, on the GPU or in Triton's interpreter.
 
     `tiles`, `splits` and `min_keys` are chosen by `plan.py` unless given. Nothing is read on the host.
     """
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, _ = q.shape
     _, nope, rank = w_uk.shape
     parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, kv_cache.shape[2] - rank

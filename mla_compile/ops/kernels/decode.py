@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.fixed_splits import decode_by_fixed_splits, first_key_of, splits_of, visible
+from mla_compile.ops.backends import DecodeOperands
+from mla_compile.ops.kernels.fixed_splits import (
+    decode_by_fixed_splits,
+    first_key_of,
+    splits_of,
+    visible,
+    with_unit_strides,
+)
 from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
     SPLIT_BLOCK,
@@ -171,14 +178,7 @@ def split_kernel(
 
 
 def _launch(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
+    operands: DecodeOperands,
     part_out: Tensor,
     part_lse: Tensor,
     *,
@@ -188,6 +188,7 @@ def _launch(
     split_unit: int = 0,
 ) -> None:
     """`split_kernel` with so many programs for each block of query rows."""
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
     split_kernel[(rows * triton.cdiv(q_len * heads, tiles.rows), programs)](
         q_latent,
@@ -221,14 +222,7 @@ def _launch(
 
 
 def decode_triton(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
+    operands: DecodeOperands,
     *,
     tiles: DecodeTiles | None = None,
     splits: int | None = None,
@@ -238,50 +232,27 @@ def decode_triton(
 
     `tiles`, `splits` and `min_keys` are chosen by `plan.py` unless given. Nothing is read on the host.
     """
+    operands = with_unit_strides(operands)
+    q_latent, q_len = operands.q_latent, operands.q_len
     tokens, heads, rank = q_latent.shape
-    rows, columns = block_table.shape
+    rows, columns = operands.block_table.shape
     device = device_of(q_latent)
     tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device)
     blocks = rows * triton.cdiv(q_len * heads, tiles.rows)
-    splits = splits or num_splits(blocks, columns * kv_cache.shape[1], device)
+    splits = splits or num_splits(blocks, columns * operands.kv_cache.shape[1], device)
 
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
     part_out, part_lse = split_results(out, lse, splits)
-    q_latent, q_pe, block_table = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, block_table)
-    )
-    seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        _launch(
-            q_latent,
-            q_pe,
-            kv_cache,
-            block_table,
-            seq_lens,
-            q_lens,
-            q_len,
-            softmax_scale,
-            part_out,
-            part_lse,
-            tiles=tiles,
-            programs=splits,
-            min_keys=min_keys,
-        )
+        _launch(operands, part_out, part_lse, tiles=tiles, programs=splits, min_keys=min_keys)
         if splits > 1:
             combine(part_out, part_lse, out, lse)
     return out, lse
 
 
 def decode_triton_invariant(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
+    operands: DecodeOperands,
     *,
     tiles: DecodeTiles | None = None,
     programs: int | None = None,
@@ -294,31 +265,16 @@ def decode_triton_invariant(
     programs: for each block of query rows, chosen by `plan.py` unless given; it changes no bit. `tiles` do. The others
     are those of `decode_by_fixed_splits`.
     """
-    heads, rank = q_latent.shape[1:]
-    max_keys = block_table.shape[1] * kv_cache.shape[1]
-    device = device_of(q_latent)
-    tiles = tiles or decode_tiles(heads, rank, q_latent.dtype, device)
+    heads, rank = operands.q_latent.shape[1:]
+    max_keys = operands.block_table.shape[1] * operands.kv_cache.shape[1]
+    device = device_of(operands.q_latent)
+    tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device)
 
-    def launch(
-        q_latent: Tensor,
-        q_pe: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        q_lens: Tensor | None,
-        part_out: Tensor,
-        part_lse: Tensor,
-    ) -> None:
-        blocks = seq_lens.shape[0] * triton.cdiv(q_len * heads, tiles.rows)
+    def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
+        blocks = part.seq_lens.shape[0] * triton.cdiv(part.q_len * heads, tiles.rows)
         splits = num_fixed_splits(max_keys, split_unit)
         _launch(
-            q_latent,
-            q_pe,
-            kv_cache,
-            block_table,
-            seq_lens,
-            q_lens,
-            q_len,
-            softmax_scale,
+            part,
             part_out,
             part_lse,
             tiles=tiles,
@@ -328,13 +284,7 @@ def decode_triton_invariant(
 
     return decode_by_fixed_splits(
         launch,
-        _aligned(q_latent),
-        _aligned(q_pe),
-        block_table,
-        seq_lens,
-        q_lens,
-        q_len,
-        kv_cache.shape[1],
+        operands._replace(q_latent=_aligned(operands.q_latent), q_pe=_aligned(operands.q_pe)),
         split_unit=split_unit,
         split_block=split_block,
         at_once=at_once,

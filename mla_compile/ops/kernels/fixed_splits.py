@@ -5,13 +5,14 @@ is attended to from its first key on, and the token's splits are joined in order
 read, and keys of a split that it does not see weigh 0. Which program attends to which split changes nothing.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.kernels.early import wait_for_kernel_before
 from mla_compile.ops.kernels.plan import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
 from mla_compile.ops.kernels.softmax import columns_at_once, join_splits
@@ -83,76 +84,73 @@ def join_kernel(
     join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
-class Launch(Protocol):
-    """Launches a kernel that attends to each split of each row by itself."""
+def with_unit_strides(operands: DecodeOperands) -> DecodeOperands:
+    """The same, copied where columns do not lie side by side."""
+    given = operands.q_latent, operands.q_pe, operands.block_table
+    q_latent, q_pe, table = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    seq_lens, q_lens = operands.seq_lens.contiguous(), operands.q_lens
+    q_lens = None if q_lens is None else q_lens.contiguous()
+    return operands._replace(
+        q_latent=q_latent, q_pe=q_pe, block_table=table, seq_lens=seq_lens, q_lens=q_lens
+    )
 
-    def __call__(
-        self,
-        q_latent: Tensor,
-        q_pe: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        q_lens: Tensor | None,
-        part_out: Tensor,
-        part_lse: Tensor,
-    ) -> None:
-        """Arguments are those of `mla_decode`, of some of its rows, and where the results go.
 
-        part_out: float32 `[splits, rows * q_len * heads, kv_lora_rank]`, sums that are divided by their weights;
-        part_lse: float32 `[splits, rows * q_len * heads]`, natural log, -inf for a query row that sees no key of the
-        split. What a query row does not see any key of may stay unwritten from the split after its last one on.
-        """
+Launch = Callable[[DecodeOperands, Tensor, Tensor], None]
+"""Launches a kernel that attends to each split of each row by itself: of some rows, to where the results go.
+
+These are sums that are divided by their weights, float32 `[splits, rows * q_len * heads, kv_lora_rank]`; and float32
+`[splits, rows * q_len * heads]`, natural log, -inf for a query row that sees no key of the split. What a query row does
+not see any key of may stay unwritten from the split after its last one on.
+"""
 
 
 def decode_by_fixed_splits(
     launch: Launch,
-    q_latent: Tensor,
-    q_pe: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    page_size: int,
+    operands: DecodeOperands,
     *,
     split_unit: int = SPLIT_UNIT,
     split_block: int = SPLIT_BLOCK,
     at_once: int | None = None,
     early: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `mla_decode` computes, with its arguments, over splits that `launch` attends to.
+    """What `mla_decode` computes, over splits that `launch` attends to.
 
     at_once: how many rows share the workspace, chosen by `plan.py` unless given. early: whether the kernel that joins
     starts early. Neither changes a bit. `split_unit` and `split_block`, the splits that are summed at a time, do.
     """
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, _ = operands = with_unit_strides(operands)
     tokens, heads, rank = q_latent.shape
-    rows, columns = block_table.shape
-    splits = num_fixed_splits(columns * page_size, split_unit)
+    rows, max_keys = block_table.shape[0], block_table.shape[1] * kv_cache.shape[1]
+    splits = num_fixed_splits(max_keys, split_unit)
     at_once = min(rows, at_once or rows_at_once(splits * q_len * heads * rank))
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
     part_out = lse.new_empty((splits, at_once * q_len * heads, rank))
     part_lse = lse.new_empty((splits, at_once * q_len * heads))
-    block_table = block_table if block_table.stride(-1) == 1 else block_table.contiguous()
-    seq_lens, q_lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
     columns_of_out = columns_at_once(rank, split_block)
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
         for first in range(0, rows, at_once):
             mine = slice(first, first + at_once)
             tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
-            lens = seq_lens[mine], None if q_lens is None else q_lens[mine]
-            queries = q_latent[tokens_of_mine], q_pe[tokens_of_mine]
-            launch(*queries, block_table[mine], *lens, part_out, part_lse)
-            total = queries[0].shape[0] * heads
+            part = operands._replace(
+                q_latent=q_latent[tokens_of_mine],
+                q_pe=q_pe[tokens_of_mine],
+                block_table=block_table[mine],
+                seq_lens=seq_lens[mine],
+                q_lens=None if q_lens is None else q_lens[mine],
+            )
+            launch(part, part_out, part_lse)
+            total = part.q_latent.shape[0] * heads
             join_kernel[(total, triton.cdiv(rank, columns_of_out))](
                 part_out,
                 part_lse,
                 out[tokens_of_mine],
                 lse[tokens_of_mine],
-                lens[0],
-                lens[0] if lens[1] is None else lens[1],
+                part.seq_lens,
+                part.seq_lens if part.q_lens is None else part.q_lens,
                 int(q_lens is not None),
                 q_len,
-                columns * page_size,
+                max_keys,
                 total,
                 HEADS=heads,
                 RANK=rank,

@@ -11,6 +11,7 @@ from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
 from mla_compile.ops.kernels.keys import expanded_keys
+from mla_compile.ops.prefill import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
 # An argument of its own that its compiler does not know; nothing that a user could mend.
@@ -20,17 +21,9 @@ _GAP = 144
 """Keys of its widest tile. A row's last tile reads on behind the row: what it multiplies by 0 must be a number."""
 
 
-def prefill_flash_attn(
-    q: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    key_slots: Tensor,
-    softmax_scale: float,
-) -> Tensor:
-    """What `mla_prefill` computes, with its arguments."""
+def prefill_flash_attn(operands: PrefillOperands) -> Tensor:
+    """What `mla_prefill` computes."""
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
 
     def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
         keys = expanded_keys(kv_cache, key_slots[part], cu_seqlens_k[part], w_uk, w_uv, gap=_GAP)

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.paging import check_capacity, visible_keys
 
 _WORKSPACE_BYTES = 128 * 2**20
@@ -22,16 +23,7 @@ def _wrapper(device: torch.device):
     return BatchMLAPagedAttentionWrapper(workspace, backend=kernels)
 
 
-def decode_flashinfer(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def decode_flashinfer(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """What `mla_decode` computes, for rows that all have `q_len` tokens: `q_lens` must be None.
 
     The device is waited for: FlashInfer divides the work on the host, by the rows' lengths.
@@ -39,6 +31,7 @@ def decode_flashinfer(
     Raises:
         MLAError: a row is longer than its pages.
     """
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     assert q_lens is None, "the table flattens ragged rows"
     tokens, heads, rank = q_latent.shape
     (rows,), page_size = seq_lens.shape, kv_cache.shape[1]

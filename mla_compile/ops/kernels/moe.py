@@ -18,7 +18,7 @@ Then a batch-invariant call needs tiles that add along k in one order: `kernels/
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
 from mla_compile.ops.kernels.fp8 import BLOCK, add_product, zeros
-from mla_compile.ops.kernels.padding import padding_of, runs
 from mla_compile.ops.kernels.plan import (
     MOST_UNSORTED_PAIRS,
     MoeTiles,
@@ -37,6 +37,7 @@ from mla_compile.ops.kernels.plan import (
     moe_tiles,
     power_of_two,
 )
+from mla_compile.ops.moe import ExpertOperands
 
 _MOST_AT_ONCE = 128
 """Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
@@ -45,23 +46,29 @@ _MOST_SORTED_AT_ONCE = 4096
 """Pairs that a program looks at in one go while it sorts: eight for a thread of its 16 warps."""
 
 
+class _Choices(NamedTuple):
+    """All (token, choice) pairs in a kernel: its arguments of these names."""
+
+    topk_ids: Any
+    pairs: Any
+    row_lens: Any
+    rows: Any
+    q_len: Any
+
+
 @triton.jit
-def _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK: tl.constexpr, PADDED: tl.constexpr):
+def _chosen(choices, pair, TOPK: tl.constexpr, PADDED: tl.constexpr):
     """The experts of pairs; -1 past the last pair and for those of padding."""
-    inside = pair < pairs
+    inside = pair < choices.pairs
     if PADDED:
-        inside &= runs(pair // TOPK, row_lens, rows, q_len)
-    return tl.load(topk_ids + pair, mask=inside, other=-1)
+        inside &= runs(pair // TOPK, choices.row_lens, choices.rows, choices.q_len)
+    return tl.load(choices.topk_ids + pair, mask=inside, other=-1)
 
 
 @triton.jit
 def _expert(
-    topk_ids,
+    choices,
     slot,
-    pairs,
-    row_lens,
-    rows,
-    q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     BY_PAIR: tl.constexpr,
@@ -74,12 +81,12 @@ def _expert(
     """
     expert = slot
     if BY_PAIR:
-        expert = _chosen(topk_ids, slot, pairs, row_lens, rows, q_len, TOPK, PADDED).to(tl.int32)
+        expert = _chosen(choices, slot, TOPK, PADDED).to(tl.int32)
     count = 0
     earlier = 0
-    for start in range(0, pairs, CHUNK):
+    for start in range(0, choices.pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        mine = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED) == expert
+        mine = _chosen(choices, pair, TOPK, PADDED) == expert
         count += tl.sum(mine.to(tl.int32), 0)
         earlier += tl.sum((mine & (pair < slot)).to(tl.int32), 0)
     if BY_PAIR:
@@ -89,24 +96,23 @@ def _expert(
 
 @triton.jit
 def _members(
-    topk_ids,
+    choices,
     expert,
     pairs,
     wanted,
-    row_lens,
-    rows,
-    q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer."""
+    """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer.
+
+    pairs: how many are looked through.
+    """
     result = tl.zeros_like(wanted)
     seen = 0
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        chosen = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED)
-        mine = (chosen == expert).to(tl.int32)
+        mine = (_chosen(choices, pair, TOPK, PADDED) == expert).to(tl.int32)
         rank = tl.where(mine == 1, seen + tl.cumsum(mine, 0) - 1, -1)
         result += tl.sum(tl.where(rank[None, :] == wanted[:, None], pair[None, :], 0), 1)
         seen += tl.sum(mine, 0)
@@ -131,18 +137,18 @@ def sort_kernel(
 
     Each program reads all pairs twice, rather than waiting for what others counted: one launch and one result.
     """
+    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
     expert = tl.program_id(0)
     earlier = tl.zeros([CHUNK], tl.int32)
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        chosen = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED)
+        chosen = _chosen(choices, pair, TOPK, PADDED)
         earlier += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
     end = tl.sum(earlier, 0)
     tl.store(starts + expert, end)
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        chosen = _chosen(topk_ids, pair, pairs, row_lens, rows, q_len, TOPK, PADDED)
-        mine = (chosen == expert).to(tl.int32)
+        mine = (_chosen(choices, pair, TOPK, PADDED) == expert).to(tl.int32)
         place = end + tl.cumsum(mine, 0) - 1
         tl.store(order + place, pair, mask=mine == 1)
         tl.store(places + pair, place, mask=mine == 1)
@@ -152,14 +158,10 @@ def sort_kernel(
 
 @triton.jit
 def _chosen_tile(
+    choices,
     program,
-    topk_ids,
     starts,
-    pairs,
     experts,
-    row_lens,
-    rows,
-    q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     BY_PAIR: tl.constexpr,
@@ -175,9 +177,7 @@ def _chosen_tile(
     Unsorted, pairs go by their rank within the expert, and a program gets all.
     """
     if starts is None:
-        expert, end = _expert(
-            topk_ids, program // COLUMN_TILES, pairs, row_lens, rows, q_len, TOPK, PADDED, BY_PAIR, CHUNK
-        )
+        expert, end = _expert(choices, program // COLUMN_TILES, TOPK, PADDED, BY_PAIR, CHUNK)
         column = program % COLUMN_TILES
         begin = 0
     else:
@@ -199,14 +199,10 @@ def _chosen_tile(
 
 @triton.jit
 def _tile(
+    choices,
     tokens,
-    topk_ids,
     starts,
-    pairs,
     experts,
-    row_lens,
-    rows,
-    q_len,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -223,9 +219,8 @@ def _tile(
     program = tl.program_id(0)
     if SHARED == 0:
         expert, column, begin, end = _chosen_tile(
-            program, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
-            TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES,
-        )  # fmt: skip
+            choices, program, starts, experts, TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
+        )
         shared = -1
     else:
         tiles = tl.cdiv(tokens, BLOCK_T)
@@ -237,27 +232,23 @@ def _tile(
             end = tl.minimum(tokens, begin + BLOCK_T)
         else:
             shared = -1 + shared * 0
+            behind = program - SHARED * tiles * COLUMN_TILES
             expert, column, begin, end = _chosen_tile(
-                program - SHARED * tiles * COLUMN_TILES, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
-                TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES,
-            )  # fmt: skip
+                choices, behind, starts, experts, TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
+            )
     return expert, shared, column, begin, end
 
 
 @triton.jit
 def _rows(
+    choices,
     t,
     end,
+    expert,
     shared,
     tokens,
-    order,
-    topk_ids,
     starts,
-    expert,
-    pairs,
-    row_lens,
-    rows,
-    q_len,
+    order,
     TOPK: tl.constexpr,
     PADDED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -271,14 +262,14 @@ def _rows(
     row = token
     if starts is None:
         # None of a shared expert is looked for.
-        wanted = pairs if shared < 0 else 0
-        row = _members(topk_ids, expert, wanted, t, row_lens, rows, q_len, TOPK, PADDED, CHUNK)
+        pairs = choices.pairs if shared < 0 else 0
+        row = _members(choices, expert, pairs, t, TOPK, PADDED, CHUNK)
         token = row // TOPK
     elif order is not None:
         token = tl.load(order + t, mask=t < end, other=0).to(tl.int64) // TOPK
     if SHARED > 0:
         token = tl.where(shared >= 0, t, token)
-        row = tl.where(shared >= 0, pairs + tl.cast(shared, tl.int64) * tokens + t, row)
+        row = tl.where(shared >= 0, choices.pairs + tl.cast(shared, tl.int64) * tokens + t, row)
     return token, row
 
 
@@ -318,10 +309,11 @@ def gate_up_kernel(
 ):
     """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
+    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    COLUMN_TILES: tl.constexpr = (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C
     expert, shared, column, begin, end = _tile(
-        tokens, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
-        TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C,
-    )  # fmt: skip
+        choices, tokens, starts, experts, TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
+    )
     gate_of = w_gate_up + expert.to(tl.int64) * (2 * INTERMEDIATE * HIDDEN)
     up_of = gate_of + INTERMEDIATE * HIDDEN
     ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
@@ -343,9 +335,8 @@ def gate_up_kernel(
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         token, row = _rows(
-            t, end, shared, tokens, order, topk_ids, starts, expert, pairs, row_lens, rows, q_len,
-            TOPK, PADDED, SHARED, CHUNK,
-        )  # fmt: skip
+            choices, t, end, expert, shared, tokens, starts, order, TOPK, PADDED, SHARED, CHUNK
+        )
         x_at = x + (token * x_stride)[:, None]
         gate = zeros(BLOCK_T, BLOCK_C, gate_up_scale)
         up = zeros(BLOCK_T, BLOCK_C, gate_up_scale)
@@ -403,10 +394,11 @@ def down_kernel(
 ):
     """The down projection of one `_tile`, BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
+    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    COLUMN_TILES: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
     expert, shared, column, begin, end = _tile(
-        tokens, topk_ids, starts, pairs, experts, row_lens, rows, q_len,
-        TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, (HIDDEN + BLOCK_C - 1) // BLOCK_C,
-    )  # fmt: skip
+        choices, tokens, starts, experts, TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
+    )
     w_of = w_down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
     width = INTERMEDIATE
     COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
@@ -425,10 +417,7 @@ def down_kernel(
     w_at = w_of + (c.to(tl.int64) * width)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        _, row = _rows(
-            t, end, shared, tokens, None, topk_ids, starts, expert, pairs, row_lens, rows, q_len,
-            TOPK, PADDED, SHARED, CHUNK,
-        )  # fmt: skip
+        _, row = _rows(choices, t, end, expert, shared, tokens, starts, None, TOPK, PADDED, SHARED, CHUNK)
         row_at = activated + (row * INTERMEDIATE)[:, None]
         result = zeros(BLOCK_T, BLOCK_C, down_scale)
         for start in range(0, INTERMEDIATE, BLOCK_K):
@@ -514,46 +503,30 @@ def sort_pairs(
 
 
 def moe_triton(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    row_lens: Tensor | None = None,
-    q_len: int = 1,
-    shared_gate: Tensor | None = None,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared_gate_scale: Tensor | None = None,
-    shared_up_scale: Tensor | None = None,
-    shared_down_scale: Tensor | None = None,
+    operands: ExpertOperands,
     *,
     gate_up: MoeTiles | None = None,
     down: MoeTiles | None = None,
     in_order: bool = False,
 ) -> Tensor:
-    """What `moe_experts_op` computes, with its arguments, on the GPU or in Triton's interpreter; sums in float32.
+    """What `moe_experts_op` computes, on the GPU or in Triton's interpreter; sums in float32.
 
     Nothing is read on the host.
 
     gate_up, down: tiles, chosen by `plan.py` unless given; with weights in FP8, no deeper than a block.
     in_order: of FP8 weights, have a token's bits be the same in every batch.
     """
+    x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
     pairs = topk_ids.numel()
-    shared = 0 if shared_gate is None else shared_gate.shape[0] // intermediate
-    # Without shared experts these are not read: any pointer will do.
-    shared_gate, shared_up, shared_down = (
-        w_down if w is None else w.contiguous() for w in (shared_gate, shared_up, shared_down)
-    )
+    shared = operands.num_shared
+    shared_gate, shared_up, shared_down = shared_weights(operands)
     x = x if x.stride(1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
     device = device_of(x)
-    plan = moe_tiles if gate_up_scale is None else partial(fp8_moe_tiles, in_order=in_order)
+    plan = moe_tiles if operands.gate_up_scale is None else partial(fp8_moe_tiles, in_order=in_order)
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
@@ -581,7 +554,8 @@ def moe_triton(
         routing = (topk_ids, starts, pairs, experts, *padding)
         sizes = (x.stride(0), tokens)
         gate_up_kernel[programs(intermediate, gate_up)](
-            *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
+            *(x, w_gate_up, shared_gate, shared_up),
+            *(operands.gate_up_scale, operands.shared_gate_scale, operands.shared_up_scale),
             *(activated, *sizes, order, *routing),
             **shapes,
             IN_ORDER=in_order and not has_one_order(gate_up, device),
@@ -589,7 +563,8 @@ def moe_triton(
             **gate_up.options(hidden),
         )
         down_kernel[programs(hidden, down)](
-            *(activated, w_down, shared_down, down_scale, shared_down_scale, pair_outs, tokens, *routing),
+            *(activated, w_down, shared_down, operands.down_scale, operands.shared_down_scale),
+            *(pair_outs, tokens, *routing),
             **shapes,
             IN_ORDER=in_order and not has_one_order(down, device),
             **early,
@@ -608,6 +583,6 @@ def moe_triton(
     return out
 
 
-def moe_in_order(*args: Any) -> Tensor:
+def moe_in_order(operands: ExpertOperands) -> Tensor:
     """`moe_triton` of FP8 weights, with a token's bits the same in every batch."""
-    return moe_triton(*args, in_order=True)
+    return moe_triton(operands, in_order=True)

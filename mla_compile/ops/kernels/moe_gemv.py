@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
 from mla_compile.ops.kernels.fp8 import BLOCK
-from mla_compile.ops.kernels.padding import padding_of, runs
 from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
+from mla_compile.ops.moe import ExpertOperands
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -157,69 +158,44 @@ def down_kernel(
 
 
 def moe_gemv(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w_gate_up: Tensor,
-    w_down: Tensor,
-    row_lens: Tensor | None = None,
-    q_len: int = 1,
-    shared_gate: Tensor | None = None,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared_gate_scale: Tensor | None = None,
-    shared_up_scale: Tensor | None = None,
-    shared_down_scale: Tensor | None = None,
+    operands: ExpertOperands,
     *,
     gate_up: tuple[int, int, int] | None = None,
     down: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """What `moe_experts_op` computes of one or two tokens, with its arguments; sums in float32.
+    """What `moe_experts_op` computes of one or two tokens; sums in float32.
 
     gate_up, down: columns, a power of two up to 128, and elements of k, one of 128 or more, that a program reads at a
         time, and its warps. Unless given, those that were quickest for GLM-4.7-Flash on an H200.
     """
+    x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
     tokens, (hidden, intermediate) = x.shape[0], w_down.shape[1:]
-    shared = 0 if shared_gate is None else shared_gate.shape[0] // intermediate
-    # Without shared experts these are not read: any pointer will do.
-    shared_gate, shared_up, shared_down = (
-        w_down if w is None else w.contiguous() for w in (shared_gate, shared_up, shared_down)
-    )
+    shared_gate, shared_up, shared_down = shared_weights(operands)
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-    gate_up = gate_up or ((1, 2048, 1) if gate_up_scale is None else (1, 1024, 1))
-    down = down or ((4, 2048, 8) if down_scale is None else (1, 512, 1))
+    gate_up = gate_up or ((1, 2048, 1) if operands.gate_up_scale is None else (1, 1024, 1))
+    down = down or ((4, 2048, 8) if operands.down_scale is None else (1, 512, 1))
     padding, constants = padding_of(topk_ids, row_lens, q_len)
-    constants |= {"SHARED": shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
+    constants |= {"SHARED": operands.num_shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
     early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
 
     def options(tiles: tuple[int, int, int]) -> dict[str, int]:
         return dict(zip(("BLOCK_C", "BLOCK_K", "num_warps"), tiles, strict=True))
 
-    experts = shared + topk_ids.shape[1]
+    experts = operands.num_shared + topk_ids.shape[1]
     activated = x.new_empty((tokens, experts, intermediate))
     out = x.new_empty((tokens, hidden))
     with torch.cuda.device_of(x):  # Triton launches on the current device
         gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), tokens, experts)](
-            *(x, w_gate_up, shared_gate, shared_up, gate_up_scale, shared_gate_scale, shared_up_scale),
+            *(x, w_gate_up, shared_gate, shared_up),
+            *(operands.gate_up_scale, operands.shared_gate_scale, operands.shared_up_scale),
             *(activated, topk_ids, *padding),
             **constants,
             **early,
             **options(gate_up),
         )
         down_kernel[(triton.cdiv(hidden, down[0]), tokens)](
-            *(
-                activated,
-                w_down,
-                shared_down,
-                down_scale,
-                shared_down_scale,
-                topk_weights,
-                out,
-                topk_ids,
-                *padding,
-            ),
+            *(activated, w_down, shared_down, operands.down_scale, operands.shared_down_scale),
+            *(topk_weights, out, topk_ids, *padding),
             **constants,
             **early,
             **options(down),

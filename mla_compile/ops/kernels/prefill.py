@@ -14,6 +14,7 @@ from mla_compile.ops.kernels.chunks import block_of
 from mla_compile.ops.kernels.keys import expanded_keys
 from mla_compile.ops.kernels.plan import PrefillTiles, device_of, power_of_two, prefill_tiles, qk_blocks
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
+from mla_compile.ops.prefill import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
 
@@ -164,18 +165,12 @@ def prefill_kernel(
 
 
 def prefill_triton(
-    q: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    key_slots: Tensor,
-    softmax_scale: float,
+    operands: PrefillOperands,
     *,
     tiles: PrefillTiles | None = None,
 ) -> Tensor:
-    """What `mla_prefill` computes, with its arguments, on the GPU or in Triton's interpreter."""
+    """What `mla_prefill` computes, on the GPU or in Triton's interpreter."""
+    q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, qk = q.shape
     parts, rows, value_dim = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, w_uv.shape[2]
     qk_head, qk_tail = qk_blocks(qk)

@@ -71,7 +71,7 @@ in_shares = partial(decode_triton, tiles=SMALL, splits=3, min_keys=16)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)], ids=str)
 def test_neither_programs_nor_rows_at_a_time_change_a_bit(dtype: torch.dtype) -> None:
     case = decode_case([150, 0, 33, 65, 20], q_len=3, q_lens=[3, 0, 2, 3, 1], heads=6, dtype=dtype)
-    run = partial(decode_triton_invariant, *case.args(), tiles=SMALL, split_unit=16, split_block=4)
+    run = partial(decode_triton_invariant, case.operands(), tiles=SMALL, split_unit=16, split_block=4)
     first = run(programs=1, at_once=5)
     check_decode(case, first)
     for programs, at_once in ((1, 1), (2, 5), (9, 3)):
@@ -79,7 +79,7 @@ def test_neither_programs_nor_rows_at_a_time_change_a_bit(dtype: torch.dtype) ->
 
 
 def run(case: DecodeCase, **plan) -> None:
-    check_decode(case, decode_triton(*case.args(), **plan))
+    check_decode(case, decode_triton(case.operands(), **plan))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_ragged_rows_in_many_splits() -> None:
 
 def test_an_inactive_row_is_not_read_whatever_its_state_holds() -> None:
     case = decode_case([20, 0, 30], q_len=2, q_lens=[2, 0, 1])
-    out, lse = decode_triton(*replace(case, seq_lens=torch.tensor([20, 30, 30]).int()).args(), splits=2)
+    out, lse = decode_triton(replace(case, seq_lens=torch.tensor([20, 30, 30]).int()).operands(), splits=2)
     check_decode(case, (out, lse))
 
 
@@ -116,7 +116,7 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
         getattr(alone, name)[2:4] = getattr(case, name)[2:4]
     alone.kv_cache = case.kv_cache
     for plan in ({}, {"tiles": SMALL, "splits": 3, "min_keys": 16}):
-        together, by_itself = decode_triton(*case.args(), **plan), decode_triton(*alone.args(), **plan)
+        together, by_itself = decode_triton(case.operands(), **plan), decode_triton(alone.operands(), **plan)
         assert all(torch.equal(a[2:4], b[2:4]) for a, b in zip(together, by_itself))
 
 

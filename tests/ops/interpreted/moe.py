@@ -39,13 +39,13 @@ SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
 )
 def test_tokens_and_choices_equal_the_definition(tokens: int, topk: int, dtype: torch.dtype) -> None:
     case = moe_case(tokens, topk, among=6, dtype=dtype)
-    check_moe(case, moe_triton(*case.args()))
+    check_moe(case, moe_triton(case.operands()))
 
 
 @pytest.mark.parametrize("experts", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_all_tokens_on_one_expert_more_than_fit_a_tile(experts: int) -> None:
     case = moe_case(75, 2, experts=experts, among=1, hidden=16, intermediate=16)
-    check_moe(case, moe_triton(*case.args()))
+    check_moe(case, moe_triton(case.operands()))
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_all_tokens_on_one_expert_more_than_fit_a_tile(experts: int) -> None:
 )
 def test_sizes_that_fill_no_tile(size: tuple[int, int]) -> None:
     case = moe_case(5, 2, hidden=size[0], intermediate=size[1])
-    check_moe(case, moe_triton(*case.args(), gate_up=SMALL, down=SMALL))
+    check_moe(case, moe_triton(case.operands(), gate_up=SMALL, down=SMALL))
 
 
 def test_rows_may_be_apart_and_weights_in_half_precision() -> None:
     case = moe_case(6, 2, dtype=torch.bfloat16)
     apart = torch.cat([case.x, case.x], 1)[:, : case.x.shape[1]]
     case = replace(case, x=apart, topk_weights=case.topk_weights.bfloat16())
-    check_moe(case, moe_triton(*case.args()))
-    check_moe(case, moe_triton(*replace(case, x=case.x.T.contiguous().T).args()))
+    check_moe(case, moe_triton(case.operands()))
+    check_moe(case, moe_triton(replace(case, x=case.x.T.contiguous().T).operands()))
 
 
 def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(monkeypatch: pytest.Mon
     other.w_gate_up, other.w_down = case.w_gate_up, case.w_down
     for name in ("x", "topk_weights", "topk_ids"):
         getattr(other, name)[5] = getattr(case, name)[5]
-    assert torch.equal(moe_triton(*case.args())[5], moe_triton(*other.args())[5])
+    assert torch.equal(moe_triton(case.operands())[5], moe_triton(other.operands())[5])
 
 
 FP8 = [
@@ -92,37 +92,37 @@ def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch:
     case = moe_case(
         *(tokens, topk), shared=shared, hidden=hidden, intermediate=intermediate, dtype=dtype, fp8=True
     )
-    check_moe(case, moe_triton(*case.all_args()))
+    check_moe(case, moe_triton(case.operands()))
     monkeypatch.setattr(moe, "MOST_UNSORTED_PAIRS", 0)
     row_lens, q_len, runs = padding(case, 2, [1])
-    check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len), gate_up=SMALL, down=SMALL), runs)
+    check_padded_moe(case, moe_triton(case.operands(row_lens, q_len), gate_up=SMALL, down=SMALL), runs)
 
 
 def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among many and few others, sorted or not, in any tiles."""
     add_in_order(monkeypatch)
     case = moe_case(40, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
-    whole = moe_triton(*case.all_args(), in_order=True)
+    whole = moe_triton(case.operands(), in_order=True)
     check_moe(case, whole)
     part = replace(case, **{name: getattr(case, name)[3:7] for name in ("x", "topk_weights", "topk_ids")})
     wide = MoeTiles(tokens=32, columns=32, depth=128, warps=4, stages=1)
     for tiles in (None, wide):
-        got = moe_triton(*part.all_args(), gate_up=tiles, down=tiles, in_order=True)
+        got = moe_triton(part.operands(), gate_up=tiles, down=tiles, in_order=True)
         assert torch.equal(got, whole[3:7])
     monkeypatch.setattr(moe, "MOST_UNSORTED_PAIRS", 0)
-    assert torch.equal(moe_triton(*case.all_args(), in_order=True), whole)
+    assert torch.equal(moe_triton(case.operands(), in_order=True), whole)
 
 
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_no_weight_in_fp8_is_rounded(tokens: int) -> None:
     """They are too small for float16, and their products are not."""
     case = moe_case(tokens, 2, among=3, hidden=150, intermediate=140, shared=1, dtype=torch.float16, fp8=True)
-    check_moe(case, moe_triton(*case.all_args()))
+    check_moe(case, moe_triton(case.operands()))
     gate_up, down, gate, up, of_shared = case.scales
     scales = gate_up, down * 2.0**-20, gate, up, of_shared * 0
     case = replace(case, scales=scales, topk_weights=case.topk_weights * 2.0**20)
     expected = moe_reference(replace(case, x=case.x.double()))
-    error = (moe_triton(*case.all_args()).double() - expected).abs().max() / expected.abs().max()
+    error = (moe_triton(case.operands()).double() - expected).abs().max() / expected.abs().max()
     assert error < 2e-3
 
 
@@ -131,7 +131,7 @@ def many_sorted_tokens() -> tuple[MoeCase, Tensor]:
     """And what the kernels make of them where products add in order."""
     case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, shared=1, dtype=torch.bfloat16)
     assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
-    return case, moe_triton(*case.all_args())
+    return case, moe_triton(case.operands())
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(9, marks=pytest.mark.slow), 130])
@@ -148,7 +148,7 @@ def test_a_tokens_bits_are_those_of_many_sorted_tokens(
     row_lens, q_len, runs = (
         padding(part, 1, [i % 2 for i in range(tokens // 2)]) if padded else (None, 1, slice(None))
     )
-    got = moe_triton(*part.all_args(row_lens, q_len), gate_up=SMALL)
+    got = moe_triton(part.operands(row_lens, q_len), gate_up=SMALL)
     assert torch.equal(got[runs], whole[-tokens:][runs])
 
 
@@ -163,7 +163,7 @@ def test_padding_gets_no_expert(experts: int, q_len: int, lens: list[int]) -> No
     case.w_gate_up[:1], case.w_down[:1] = torch.nan, torch.nan  # an expert that only padding chose
     case.topk_ids.clamp_(min=1)
     case.topk_ids[~runs] = 0
-    check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len)), runs)
+    check_padded_moe(case, moe_triton(case.operands(row_lens, q_len)), runs)
 
 
 @settings(max_examples=6)
@@ -195,7 +195,7 @@ def test_pairs_are_sorted_from_some_number_on(pairs: int, monkeypatch: pytest.Mo
     calls = []
     monkeypatch.setattr(moe, "sort_pairs", lambda *args: calls.append(args) or sort_pairs(*args))
     case = moe_case(pairs, 1, hidden=16, intermediate=16)
-    check_moe(case, moe_triton(*case.args()))
+    check_moe(case, moe_triton(case.operands()))
     assert len(calls) == (pairs > MOST_UNSORTED_PAIRS)
 
 
@@ -204,7 +204,7 @@ def test_pairs_are_sorted_from_some_number_on(pairs: int, monkeypatch: pytest.Mo
 def test_many_pairs_with_the_tiles_that_they_get(among: int, dtype: torch.dtype) -> None:
     case = moe_case(75, 8, experts=6, among=among, hidden=70, intermediate=33, shared=2, dtype=dtype)
     row_lens, q_len, runs = padding(case, 4, [4, 1, 0, 2])
-    check_padded_moe(case, moe_triton(*case.all_args(row_lens, q_len)), runs)
+    check_padded_moe(case, moe_triton(case.operands(row_lens, q_len)), runs)
 
 
 def drawn_padding(data: st.DataObject, case: MoeCase) -> tuple[Tensor | None, int, Tensor]:
@@ -237,7 +237,7 @@ def check_drawn(data: st.DataObject, most_experts: int) -> None:
     tiles = [MoeTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "MOST_UNSORTED_PAIRS", data.draw(st.sampled_from([0, MOST_UNSORTED_PAIRS])))
-        got = moe_triton(*case.all_args(row_lens, q_len), gate_up=tiles[0], down=tiles[1])
+        got = moe_triton(case.operands(row_lens, q_len), gate_up=tiles[0], down=tiles[1])
     check_padded_moe(case, got, runs)
 
 

@@ -53,16 +53,16 @@ def test_the_kernels_equal_the_definition(
     topk, shared, hidden, intermediate = sizes
     size = {"hidden": hidden, "intermediate": intermediate, "shared": shared}
     case = only_chosen(moe_case(tokens, topk, **size, dtype=dtype, fp8=fp8))
-    got = moe_gemv(*case.all_args(), **WIDE)
+    got = moe_gemv(case.operands(), **WIDE)
     check_moe(case, got)
-    tiles = moe_triton(*case.all_args())
+    tiles = moe_triton(case.operands())
     assert (got.double() - tiles.double()).abs().max() < TOLERANCE[dtype] * tiles.double().abs().max()
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 def test_the_same_expert_four_times_with_the_tiles_that_it_gets(fp8: bool) -> None:
     case = moe_case(2, 2, among=1, hidden=20, intermediate=12, shared=1, dtype=torch.bfloat16, fp8=fp8)
-    check_moe(case, moe_gemv(*case.all_args()))
+    check_moe(case, moe_gemv(case.operands()))
 
 
 def test_rows_that_are_apart_and_weights_in_half_precision() -> None:
@@ -70,7 +70,7 @@ def test_rows_that_are_apart_and_weights_in_half_precision() -> None:
     x = torch.stack([case.x, case.x], 2)[:, :, 0]
     assert x.stride(1) == 2
     case = replace(case, x=x, topk_weights=case.topk_weights.bfloat16())
-    check_moe(case, moe_gemv(*case.args(), **WIDE))
+    check_moe(case, moe_gemv(case.operands(), **WIDE))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
@@ -82,7 +82,7 @@ def test_rows_that_are_apart_and_weights_in_half_precision() -> None:
 def test_padding_gets_0_whatever_it_holds(tokens: int, q_len: int, lens: list[int], fp8: bool) -> None:
     case = moe_case(tokens, 2, shared=1, dtype=torch.bfloat16, fp8=fp8)
     row_lens, q_len, runs = padding(case, q_len, lens)
-    got = moe_gemv(*case.all_args(row_lens, q_len), **WIDE)
+    got = moe_gemv(case.operands(row_lens, q_len), **WIDE)
     if runs.any():
         check_padded_moe(case, got, runs)
     assert got.isfinite().all() and torch.equal(got.any(1), runs)
@@ -94,12 +94,12 @@ def test_values_of_fp8_times_scale_are_not_rounded() -> None:
     gate_up, down, *others = case.scales
     case = replace(case, scales=(gate_up, down * 2.0**-20, *others), topk_weights=case.topk_weights * 2.0**20)
     expected = moe_reference(replace(case, x=case.x.double()))
-    error = (moe_gemv(*case.all_args(), **WIDE).double() - expected).abs().max() / expected.abs().max()
+    error = (moe_gemv(case.operands(), **WIDE).double() - expected).abs().max() / expected.abs().max()
     assert error < 2e-3, error
 
 
 def test_a_nan_stays_in_its_block() -> None:
     case = moe_case(1, 2, hidden=256, intermediate=256, dtype=torch.bfloat16, fp8=True)
     case.scales[1][case.topk_ids[0, 1], 0, 1] = torch.nan
-    out = moe_gemv(*case.all_args(), **WIDE)
+    out = moe_gemv(case.operands(), **WIDE)
     assert out[:, :128].isnan().all() and out[:, 128:].isfinite().all()

@@ -17,6 +17,7 @@ from mla_compile.ops.kernels.keys import expanded_keys  # noqa: E402
 from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
 from mla_compile.ops.kernels.plan import DecodeTiles, MatmulTiles, PrefillTiles  # noqa: E402
 from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
+from mla_compile.ops.prefill import PrefillOperands  # noqa: E402
 from tests.cases import make_case  # noqa: E402
 from tests.kernel_cases import check_prefill, prefill_args  # noqa: E402
 from tests.ops.prefill_conformance import (  # noqa: E402
@@ -92,7 +93,7 @@ def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
         place = draw.randint(0, len(chunks))
         first = int(args[4][place])
         out = prefill_absorbed(
-            *padded(args, nobody, place, draw.choice([0, 50])),
+            PrefillOperands(*padded(args, nobody, place, draw.choice([0, 50]))),
             tiles=DecodeTiles(draw.choice([16, 32, 64]), draw.choice([16, 32]), warps=4, stages=1),
             splits=draw.choice([1, 2, 7]),
             min_keys=draw.choice([1, 16, 40]),
@@ -103,14 +104,14 @@ def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
 
 
 def test_splits_of_a_neighbours_latents_that_are_no_numbers() -> None:
-    q, kv_cache, *others = prefill_args(make_case(prefill=[(1, 40), (1, 40), (1, 3)], heads=1))
-    cu_seqlens_k, key_slots = others[3:5]
+    operands = PrefillOperands(*prefill_args(make_case(prefill=[(1, 40), (1, 40), (1, 3)], heads=1)))
+    kv_cache, cu_seqlens_k, key_slots = operands.kv_cache, operands.cu_seqlens_k, operands.key_slots
     run = partial(prefill_absorbed, tiles=DecodeTiles(16, 16, warps=4, stages=1), splits=3, min_keys=16)
-    healthy = run(q, kv_cache, *others)
+    healthy = run(operands)
     for key in (0, 20, 40):  # one in each split
         spoilt = kv_cache.clone()
         spoilt.view(-1, spoilt.shape[2])[key_slots[0, cu_seqlens_k[0, 1] + key]] = torch.nan
-        out = run(q, spoilt, *others)
+        out = run(operands._replace(kv_cache=spoilt))
         assert torch.equal(out[::2], healthy[::2]) and not out[1].isfinite().any()
 
 

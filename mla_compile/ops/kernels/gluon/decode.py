@@ -1,5 +1,7 @@
 """Launching the Hopper decode kernels."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -7,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_compile.errors import MLAError
-from mla_compile.ops.kernels.fixed_splits import decode_by_fixed_splits
+from mla_compile.ops.backends import DecodeOperands
+from mla_compile.ops.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
 from mla_compile.ops.kernels.gluon.narrow import MOST_ROWS, MOST_UNSPLIT_ROWS, narrow_kernel
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, join_kernel
 from mla_compile.ops.kernels.gluon.wide import HALF, ROWS, wide_kernel
@@ -17,27 +20,26 @@ _JOINERS = 2048
 """Programs that join; as many as are at work at once, or a few times more."""
 
 
-def decode_gluon(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+class Results(NamedTuple):
+    """What the kernels write, as `narrow_kernel` describes it."""
+
+    out: Tensor
+    lse: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+    pieces: Tensor
+
+
+def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """What `mla_decode` computes, with its arguments, on a Hopper GPU. Nothing is read on the host.
 
     Raises:
         MLAError: a cache at an address that the hardware's copies do not take.
     """
+    operands = with_unit_strides(operands)
+    q_latent, rows = operands.q_latent, operands.block_table.shape[0]
     tokens, heads, _ = q_latent.shape
-    rows = block_table.shape[0]
-    query_rows = q_len * heads
-    q_latent, q_pe, block_table = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, block_table)
-    )
+    query_rows = operands.q_len * heads
     is_narrow = query_rows <= MOST_UNSPLIT_ROWS
     block_r = power_of_two(query_rows) if is_narrow else ROWS.value
     units = rows * triton.cdiv(query_rows, block_r)
@@ -48,13 +50,9 @@ def decode_gluon(
     part_out = lse.new_empty((2 * programs, block_r, RANK.value))
     part_lse = lse.new_empty((2 * programs, block_r))
     pieces = lse.new_empty((units, 2), dtype=torch.int32)
-    lens = seq_lens.contiguous(), None if q_lens is None else q_lens.contiguous()
     with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        _attend(
-            *(q_latent, q_pe, kv_cache, block_table, *lens, q_len, softmax_scale),
-            *(out, lse, part_out, part_lse, pieces),
-            narrow_rows=block_r if is_narrow else 0,
-        )
+        results = Results(out, lse, part_out, part_lse, pieces)
+        _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
         # Few units are cut into many pieces each, many into few.
         columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
         column_blocks = RANK.value // columns_each
@@ -77,67 +75,29 @@ def decode_gluon(
     return out, lse
 
 
-def decode_gluon_invariant(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     """`decode_gluon` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
 
     The two kernels add in different orders, so which one runs follows from the number of heads alone. The narrow one
     adds in the same order however many query rows it takes at a time.
     """
-    heads = q_latent.shape[1]
-    narrow_rows = min(MOST_ROWS, power_of_two(q_len * heads)) if heads <= MOST_UNSPLIT_ROWS else 0
+    heads = operands.q_latent.shape[1]
+    query_rows = operands.q_len * heads
+    narrow_rows = min(MOST_ROWS, power_of_two(query_rows)) if heads <= MOST_UNSPLIT_ROWS else 0
 
-    def launch(
-        q_latent: Tensor,
-        q_pe: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        q_lens: Tensor | None,
-        part_out: Tensor,
-        part_lse: Tensor,
-    ) -> None:
-        units = seq_lens.shape[0] * triton.cdiv(q_len * heads, narrow_rows or ROWS.value)
-        pieces = seq_lens.new_empty((units, 2))
-        _attend(
-            *(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale),
-            *(q_latent, part_lse, part_out, part_lse, pieces),  # the first two are not written to
-            narrow_rows=narrow_rows,
-            fixed=True,
-        )
+    def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
+        units = part.seq_lens.shape[0] * triton.cdiv(query_rows, narrow_rows or ROWS.value)
+        pieces = part.seq_lens.new_empty((units, 2))
+        # The first two are not written to.
+        results = Results(part.q_latent, part_lse, part_out, part_lse, pieces)
+        _attend(part, results, narrow_rows=narrow_rows, fixed=True)
 
-    q_latent, q_pe = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe))
-    return decode_by_fixed_splits(
-        launch, q_latent, q_pe, block_table, seq_lens, q_lens, q_len, kv_cache.shape[1], early=True
-    )
+    return decode_by_fixed_splits(launch, operands, early=True)
 
 
-def _attend(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    pieces: Tensor,
-    *,
-    narrow_rows: int,
-    fixed: bool = False,
-) -> None:
+def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fixed: bool = False) -> None:
     """Launch `narrow_kernel` with so many query rows at a time, or for 0 `wide_kernel`; fixed: over fixed splits."""
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     if kv_cache.data_ptr() % 16:
         mend = "give it storage of its own, or name another backend"
         raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), mend)
@@ -152,11 +112,7 @@ def _attend(
         block_table,
         seq_lens,
         seq_lens if q_lens is None else q_lens,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        pieces,
+        *results,
         softmax_scale,
         rows,
         columns * page_size,

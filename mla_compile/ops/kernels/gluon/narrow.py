@@ -4,6 +4,8 @@
 warps gather tiles through the block table with `cp.async`, two ahead, any page size; zeros past a row's end.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
+from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, Call, barrier, piece_of, plan, slot_of
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
 MOST_ROWS = 64
@@ -26,32 +28,29 @@ STAGES = gl.constexpr(2)
 """Tiles of 72 KB in shared memory."""
 
 
+class _Shared(NamedTuple):
+    """What is in shared memory; `loaded` and `used` are barriers, one for each stage."""
+
+    kv_c: Any
+    k_pe: Any
+    queries: Any
+    queries_pe: Any
+    weights: Any
+    loaded: Any
+    used: Any
+
+
 @gluon.jit
 def _load(
-    args,
+    call,
+    place,
+    shared,
     HAS_Q_LENS: gl.constexpr,
     FIXED: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
     """Bring the program's tiles to shared memory; `unit` begins at `begin` on the line, the program at `at`."""
-    (
-        kv_cache,
-        block_table,
-        seq_lens,
-        q_lens,
-        table_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        loaded,
-        used,
-    ) = args
+    unit, begin, at, end, piece = place
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     k = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))
@@ -59,30 +58,32 @@ def _load(
     i = 0
     while at < end:
         row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
+            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
-        table = block_table + row.to(gl.int64) * table_stride
+        table = call.block_table + row.to(gl.int64) * call.table_stride
         for tile in range(first, last):
             key = tile * TILE + k
             live = key < stored
             page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
-            latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
+            latent = call.kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
             stage = i % STAGES
-            mbarrier.wait(used.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.wait(shared.used.index(stage), ((i // STAGES) & 1) ^ 1)
             # Zeros past the end, not only masked scores: 0 x NaN is NaN.
             async_copy.async_copy_global_to_shared(
-                kv_c.index(stage), latent[:, None] + c[None, :], mask=live[:, None]
+                shared.kv_c.index(stage), latent[:, None] + c[None, :], mask=live[:, None]
             )
             async_copy.async_copy_global_to_shared(
-                k_pe.index(stage), (latent + RANK)[:, None] + p[None, :], mask=live[:, None]
+                shared.k_pe.index(stage), (latent + RANK)[:, None] + p[None, :], mask=live[:, None]
             )
-            async_copy.mbarrier_arrive(loaded.index(stage), increment_count=False)
+            async_copy.mbarrier_arrive(shared.loaded.index(stage), increment_count=False)
             i += 1
 
 
 @gluon.jit
 def _attend(
-    args,
+    call,
+    place,
+    shared,
     HAS_Q_LENS: gl.constexpr,
     FIXED: gl.constexpr,
     Q_LEN: gl.constexpr,
@@ -94,35 +95,7 @@ def _attend(
 
     If FIXED, to its place among the splits of all rows.
     """
-    (
-        q_latent,
-        q_pe,
-        seq_lens,
-        q_lens,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        softmax_scale,
-        q_token_stride,
-        q_head_stride,
-        pe_token_stride,
-        pe_head_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        queries,
-        queries_pe,
-        weights_shared,
-        loaded,
-        used,
-    ) = args
+    unit, begin, at, end, piece = place
     R: gl.constexpr = Q_LEN * HEADS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, WARPS // 4], [16, BLOCK_R * 4 // WARPS, 16]
@@ -133,27 +106,27 @@ def _attend(
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, q_layout))
     k = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
     o_c = gl.arange(0, RANK, layout=gl.SliceLayout(1, o_layout))
-    scale = softmax_scale * LOG2_E
+    scale = call.softmax_scale * LOG2_E
     i = 0
     held = -1  # the unit whose queries are in shared memory
     while at < end:
         current = unit
         row, block, length, stored, first, last, tiles, split, unit, begin, at = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
+            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
         first_r = block * BLOCK_R
         valid = Q_LEN
         if HAS_Q_LENS:
-            valid = gl.load(q_lens + row)
+            valid = gl.load(call.q_lens + row)
 
         if current != held:  # the splits of a unit share its queries
             r = first_r + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, q_layout))
             token = (row * Q_LEN + r // HEADS).to(gl.int64)
-            q_at = token * q_token_stride + r % HEADS * q_head_stride
-            pe_at = token * pe_token_stride + r % HEADS * pe_head_stride
+            q_at = token * call.q_token_stride + r % HEADS * call.q_head_stride
+            pe_at = token * call.pe_token_stride + r % HEADS * call.pe_head_stride
             inside = (r < R)[:, None]
-            queries.store(gl.load(q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0))
-            queries_pe.store(gl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
+            shared.queries.store(gl.load(call.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0))
+            shared.queries_pe.store(gl.load(call.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
             fence_async_shared()
             barrier()
         held = current
@@ -169,12 +142,16 @@ def _attend(
         acc = gl.zeros([RANK, BLOCK_R], gl.float32, o_layout)
         for tile in range(first, last):
             stage = i % STAGES
-            mbarrier.wait(loaded.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(shared.loaded.index(stage), (i // STAGES) & 1)
             fence_async_shared()
-            latents = kv_c.index(stage)
+            latents = shared.kv_c.index(stage)
             scores = gl.zeros([TILE, BLOCK_R], gl.float32, s_layout)
-            scores = warpgroup_mma(latents, queries.permute((1, 0)), scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma(k_pe.index(stage), queries_pe.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(
+                latents, shared.queries.permute((1, 0)), scores, use_acc=False, is_async=True
+            )
+            scores = warpgroup_mma(
+                shared.k_pe.index(stage), shared.queries_pe.permute((1, 0)), scores, is_async=True
+            )
             scores = warpgroup_mma_wait(0, deps=[scores])
             seen = (tile * TILE + k)[:, None] < bounds[None, :]
             scores = gl.where(seen, scores * scale, -float("inf"))
@@ -184,14 +161,14 @@ def _attend(
             decay = gl.exp2(top - base)
             total = total * decay[None, :] + weights
             top = new_top
-            weights_shared.store(weights.to(gl.bfloat16))
+            shared.weights.store(weights.to(gl.bfloat16))
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(0, o_layout))[None, :]
             fence_async_shared()
             barrier()
-            acc = warpgroup_mma(latents.permute((1, 0)), weights_shared, acc, is_async=True)
+            acc = warpgroup_mma(latents.permute((1, 0)), shared.weights, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
-            mbarrier.arrive(used.index(stage), count=1)
+            mbarrier.arrive(shared.used.index(stage), count=1)
             i += 1
 
         sums = gl.sum(total, 0)
@@ -201,20 +178,20 @@ def _attend(
         o_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, o_layout))
         live = (first_r + o_r < R)[None, :]
         if FIXED:
-            target = (split * rows + row).to(gl.int64) * R + first_r
-            at_part = part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
+            target = (split * call.rows + row).to(gl.int64) * R + first_r
+            at_part = call.part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
             gl.store(at_part, acc, mask=live & (first < last))
-            gl.store(part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
+            gl.store(call.part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
         elif (first == 0) & (last == tiles):
             target = row.to(gl.int64) * R + first_r
-            at_out = out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
+            at_out = call.out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
             gl.store(at_out, acc.to(gl.bfloat16), mask=live)
-            gl.store(lse + target + s_r, log_sum, mask=r < R)
+            gl.store(call.lse + target + s_r, log_sum, mask=r < R)
         else:
             target = slot_of(gl.program_id(0), first == 0) * BLOCK_R
-            at_part = part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
+            at_part = call.part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
             gl.store(at_part, acc, mask=live)
-            gl.store(part_lse + target + s_r, log_sum)
+            gl.store(call.part_lse + target + s_r, log_sum)
 
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
@@ -250,9 +227,11 @@ def narrow_kernel(
 ):
     """Attention of every row, or of its pieces; one program a multiprocessor."""
     gdc_wait()  # for the kernel before
-    unit, begin, at, end, piece = plan(
-        seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps
-    )
+    call = Call(
+        q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, out, lse, part_out, part_lse, softmax_scale,
+        rows, most_keys, q_token_stride, q_head_stride, pe_token_stride, pe_head_stride, table_stride,
+    )  # fmt: skip
+    place = plan(call, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     kv_c = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, RANK], swizzled)
     k_pe = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], swizzled)
@@ -268,57 +247,11 @@ def narrow_kernel(
         mbarrier.init(used.index(stage), count=1)
     fence_async_shared()
     barrier()
-    attend_args = (
-        q_latent,
-        q_pe,
-        seq_lens,
-        q_lens,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        softmax_scale,
-        q_token_stride,
-        q_head_stride,
-        pe_token_stride,
-        pe_head_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        queries,
-        queries_pe,
-        weights_shared,
-        loaded,
-        used,
-    )
-    load_args = (
-        kv_cache,
-        block_table,
-        seq_lens,
-        q_lens,
-        table_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        loaded,
-        used,
-    )
+    shared = _Shared(kv_c, k_pe, queries, queries_pe, weights_shared, loaded, used)
     gl.warp_specialize(
         [
-            (_attend, (attend_args, HAS_Q_LENS, FIXED, Q_LEN, HEADS, BLOCK_R, num_warps)),
-            (_load, (load_args, HAS_Q_LENS, FIXED, PAGE_SIZE)),
+            (_attend, (call, place, shared, HAS_Q_LENS, FIXED, Q_LEN, HEADS, BLOCK_R, num_warps)),
+            (_load, (call, place, shared, HAS_Q_LENS, FIXED, PAGE_SIZE)),
         ],
         [4],
         [64],

@@ -14,6 +14,8 @@ All rows' first blocks come before all second ones: programs that share a row's 
 time, once from memory and otherwise from the L2 cache.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -32,17 +34,40 @@ _UNIT = gl.constexpr(SPLIT_UNIT)
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 
 
+class Call(NamedTuple):
+    """What a kernel reads, and where it writes: its arguments of these names, which `narrow_kernel` describes."""
+
+    q_latent: Any
+    q_pe: Any
+    kv_cache: Any
+    block_table: Any
+    seq_lens: Any
+    q_lens: Any
+    out: Any
+    lse: Any
+    part_out: Any
+    part_lse: Any
+    softmax_scale: Any
+    rows: Any
+    most_keys: Any
+    q_token_stride: Any
+    q_head_stride: Any
+    pe_token_stride: Any
+    pe_head_stride: Any
+    table_stride: Any
+
+
 @gluon.jit
 def _add(a, b):
     return a + b
 
 
 @gluon.jit
-def _length(seq_lens, q_lens, row, live, HAS_Q_LENS: gl.constexpr):
+def _length(call, row, live, HAS_Q_LENS: gl.constexpr):
     """Keys of a row, 0 for an inactive one; perhaps more than its table has room for."""
-    length = gl.load(seq_lens + row, mask=live, other=0)
+    length = gl.load(call.seq_lens + row, mask=live, other=0)
     if HAS_Q_LENS:
-        length = gl.where(gl.load(q_lens + row, mask=live, other=0) > 0, length, 0)
+        length = gl.where(gl.load(call.q_lens + row, mask=live, other=0) > 0, length, 0)
     return length
 
 
@@ -55,10 +80,7 @@ def _span(length, piece):
 
 @gluon.jit
 def plan(
-    seq_lens,
-    q_lens,
-    rows,
-    most_keys,
+    call,
     pieces,  # int32 [units, 2]: for `join_kernel`, the program that has a unit's first piece, and how many there are
     HAS_Q_LENS: gl.constexpr,
     Q_BLOCKS: gl.constexpr,
@@ -74,8 +96,8 @@ def plan(
     SHARE: gl.constexpr = 32 if UNITS_BLOCK <= 256 else 32 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([UNITS_BLOCK // SHARE], [32], [WARPS], [0])
     index = gl.arange(0, UNITS_BLOCK, layout=layout)
-    length = _length(seq_lens, q_lens, index % rows, index < rows * Q_BLOCKS, HAS_Q_LENS)
-    length = gl.minimum(length, most_keys)
+    length = _length(call, index % call.rows, index < call.rows * Q_BLOCKS, HAS_Q_LENS)
+    length = gl.minimum(length, call.most_keys)
     tiles = (length + (TILE - 1)) // TILE
     programs = gl.num_programs(0)
     longest = gl.max(tiles, 0)
@@ -104,8 +126,8 @@ def plan(
     program = gl.program_id(0)
     if program == 0:
         count = gl.where(tiles > 0, (begins + tiles - 1) // share - begins // share + 1, 0)
-        gl.store(pieces + 2 * index, begins // share, mask=index < rows * Q_BLOCKS)
-        gl.store(pieces + 2 * index + 1, count, mask=index < rows * Q_BLOCKS)
+        gl.store(pieces + 2 * index, begins // share, mask=index < call.rows * Q_BLOCKS)
+        gl.store(pieces + 2 * index + 1, count, mask=index < call.rows * Q_BLOCKS)
     at = program * share
     end = gl.minimum(at + share, gl.max(ends, 0))
     unit = gl.sum((ends <= at).to(gl.int32), 0)
@@ -128,28 +150,16 @@ def _nearest_split(tile):
 
 
 @gluon.jit
-def piece_of(
-    seq_lens,
-    q_lens,
-    rows,
-    most_keys,
-    unit,
-    begin,
-    at,
-    end,
-    piece,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,
-):
+def piece_of(call, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr, FIXED: gl.constexpr):
     """The program's next piece, and where it goes on.
 
     Returns `row, block, length, stored, first, last, tiles, split, next_unit, next_begin, next_at`. `stored` of the
     row's `length` keys are in its pages. The piece's tiles are those from `first` to `last` of the unit's `tiles`; if
     FIXED they are `split`, or none. After it the program goes on at `next_at`, in `next_unit`.
     """
-    row = unit % rows
-    length = _length(seq_lens, q_lens, row, True, HAS_Q_LENS)
-    stored = gl.minimum(length, most_keys)
+    row = unit % call.rows
+    length = _length(call, row, True, HAS_Q_LENS)
+    stored = gl.minimum(length, call.most_keys)
     tiles = (stored + (TILE - 1)) // TILE
     next_unit = unit + 1
     next_begin = begin + _span(stored, piece)
@@ -166,7 +176,7 @@ def piece_of(
         next_unit = gl.where(goes_on, unit, next_unit)
         next_begin = gl.where(goes_on, begin, next_begin)
         next_at = gl.where(goes_on, begin + last, next_at)
-    return row, unit // rows, length, stored, first, last, tiles, split, next_unit, next_begin, next_at
+    return row, unit // call.rows, length, stored, first, last, tiles, split, next_unit, next_begin, next_at
 
 
 @triton.jit

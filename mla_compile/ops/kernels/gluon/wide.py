@@ -8,6 +8,8 @@ Whole tiles are brought by the bulk copy engine where pages hold at least 8 keys
 with zeros past a row's end.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, barrier, piece_of, plan, slot_of
+from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, Call, barrier, piece_of, plan, slot_of
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
 ROWS = gl.constexpr(64)
@@ -36,18 +38,31 @@ def _zero(x):
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+class _Shared(NamedTuple):
+    """What is in shared memory; from `loaded` on, barriers."""
+
+    kv_c: Any
+    k_pe: Any
+    queries: Any
+    weights: Any
+    told: Any
+    loaded: Any
+    used: Any
+    has_told: Any
+    has_weights: Any
+    took_weights: Any
+    has_queries: Any
+
+
 @gluon.jit
 def _gather_half(
-    kv_cache,
+    call,
     table,
     stored,
     tile,
     last,
     phase,
-    kv_c,
-    k_pe,
-    loaded,
-    used,
+    shared,
     W: gl.constexpr,
     H: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -59,32 +74,29 @@ def _gather_half(
     p = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
     live = (key < stored) & (tile < last)
     page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
-    latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
-    mbarrier.wait(used.index(2 * W + H), phase)
+    latent = call.kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
+    mbarrier.wait(shared.used.index(2 * W + H), phase)
     async_copy.async_copy_global_to_shared(
-        kv_c.index(W).slice(H * HALF, HALF, dim=1), latent[:, None] + c[None, :], mask=live[:, None]
+        shared.kv_c.index(W).slice(H * HALF, HALF, dim=1), latent[:, None] + c[None, :], mask=live[:, None]
     )
     if W != H:  # the half that is used for longer brings the rotary part
         async_copy.async_copy_global_to_shared(
-            k_pe.index(W), latent[:, None] + p[None, :], mask=live[:, None]
+            shared.k_pe.index(W), latent[:, None] + p[None, :], mask=live[:, None]
         )
-    async_copy.mbarrier_arrive(loaded.index(2 * W + H), increment_count=False)
+    async_copy.mbarrier_arrive(shared.loaded.index(2 * W + H), increment_count=False)
 
 
 @gluon.jit
 def _load_half(
     kv_boxes,
     pe_boxes,
-    kv_cache,
+    call,
     table,
     stored,
     tile,
     last,
     phase,
-    kv_c,
-    k_pe,
-    loaded,
-    used,
+    shared,
     W: gl.constexpr,
     H: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
@@ -92,98 +104,69 @@ def _load_half(
 ):
     """`_gather_half`, by the bulk copy engine where the tile is whole."""
     if BOX == 0:
-        _gather_half(kv_cache, table, stored, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE)
+        _gather_half(call, table, stored, tile, last, phase, shared, W, H, PAGE_SIZE)
     else:
         if (tile < last) & (tile * TILE + TILE <= stored):
             boxes: gl.constexpr = TILE // BOX
             bytes_of_half: gl.constexpr = TILE * 2 * (HALF + (ROPE if W != H else 0))
-            full = loaded.index(2 * W + H)
+            full = shared.loaded.index(2 * W + H)
             page = gl.load(table + tile * TILE // PAGE_SIZE)
-            mbarrier.wait(used.index(2 * W + H), phase)
+            mbarrier.wait(shared.used.index(2 * W + H), phase)
             mbarrier.expect(full, bytes_of_half)
             for box in gl.static_range(boxes):
                 key = tile * TILE + box * BOX
                 if box > 0:
                     page = gl.load(table + key // PAGE_SIZE)
                 where = page * PAGE_SIZE + key % PAGE_SIZE
-                rows = kv_c.index(W).slice(box * BOX, BOX, dim=0)
+                rows = shared.kv_c.index(W).slice(box * BOX, BOX, dim=0)
                 tma.async_copy_global_to_shared(
                     kv_boxes, [where, H * HALF], full, rows.slice(H * HALF, HALF, dim=1)
                 )
                 if W != H:
                     tma.async_copy_global_to_shared(
-                        pe_boxes, [where, RANK], full, k_pe.index(W).slice(box * BOX, BOX, dim=0)
+                        pe_boxes, [where, RANK], full, shared.k_pe.index(W).slice(box * BOX, BOX, dim=0)
                     )
             mbarrier.arrive(full, count=127)  # as many as gather, with the thread that told what to expect
         else:
-            _gather_half(
-                kv_cache, table, stored, tile, last, phase, kv_c, k_pe, loaded, used, W, H, PAGE_SIZE
-            )
+            _gather_half(call, table, stored, tile, last, phase, shared, W, H, PAGE_SIZE)
 
 
 @gluon.jit
 def _load(
-    args,
+    kv_boxes,
+    pe_boxes,
+    call,
+    place,
+    shared,
     HAS_Q_LENS: gl.constexpr,
     FIXED: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     BOX: gl.constexpr,
 ):
     """Bring the program's tiles to shared memory, in the order in which the halves before them are done with."""
-    (
-        kv_boxes,
-        pe_boxes,
-        kv_cache,
-        block_table,
-        seq_lens,
-        q_lens,
-        table_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        loaded,
-        used,
-    ) = args
+    unit, begin, at, end, piece = place
     i = 0
     while at < end:
         row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
+            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
-        table = block_table + row.to(gl.int64) * table_stride
+        table = call.block_table + row.to(gl.int64) * call.table_stride
         for tile in range(first, last, 2):
             phase = (i & 1) ^ 1
             for other_half in gl.static_range(2):
                 for w in gl.static_range(2):
                     _load_half(
-                        kv_boxes,
-                        pe_boxes,
-                        kv_cache,
-                        table,
-                        stored,
-                        tile + w,
-                        last,
-                        phase,
-                        kv_c,
-                        k_pe,
-                        loaded,
-                        used,
-                        w,
-                        w ^ other_half,
-                        PAGE_SIZE,
-                        BOX,
-                    )
+                        kv_boxes, pe_boxes, call, table, stored, tile + w, last, phase, shared,
+                        w, w ^ other_half, PAGE_SIZE, BOX,
+                    )  # fmt: skip
             i += 1
 
 
 @gluon.jit
 def _attend(
-    args,
+    call,
+    place,
+    shared,
     W: gl.constexpr,
     HAS_Q_LENS: gl.constexpr,
     FIXED: gl.constexpr,
@@ -194,39 +177,7 @@ def _attend(
 
     If FIXED, to its place among the splits of all rows.
     """
-    (
-        q_latent,
-        q_pe,
-        seq_lens,
-        q_lens,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        softmax_scale,
-        q_token_stride,
-        q_head_stride,
-        pe_token_stride,
-        pe_head_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        queries,
-        weights_shared,
-        told,
-        loaded,
-        used,
-        has_told,
-        has_weights,
-        took_weights,
-        has_queries,
-    ) = args
+    unit, begin, at, end, piece = place
     R: gl.constexpr = Q_LEN * HEADS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -236,17 +187,17 @@ def _attend(
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, q_layout))
     k = gl.arange(0, TILE, layout=gl.SliceLayout(0, s_layout))
     o_c = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, o_layout))
-    scale = softmax_scale * LOG2_E
+    scale = call.softmax_scale * LOG2_E
     i = 0  # pairs of tiles so far
     n = 0  # pieces so far
     while at < end:
         row, block, length, stored, first, last, tiles, split, unit, begin, at = piece_of(
-            seq_lens, q_lens, rows, most_keys, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
+            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
         )
         first_r = block * ROWS
         valid = Q_LEN
         if HAS_Q_LENS:
-            valid = gl.load(q_lens + row)
+            valid = gl.load(call.q_lens + row)
 
         # Each warpgroup brings half of the queries. The other one is done with the last piece's: it has said so by its
         # last weights, which came after its last scores.
@@ -254,22 +205,24 @@ def _attend(
         mine, other = W + zero, 1 - W + zero
         r = first_r + gl.arange(0, ROWS, layout=gl.SliceLayout(1, q_layout))
         token = (row * Q_LEN + r // HEADS).to(gl.int64)
-        q_at = token * q_token_stride + r % HEADS * q_head_stride
-        pe_at = token * pe_token_stride + r % HEADS * pe_head_stride
+        q_at = token * call.q_token_stride + r % HEADS * call.q_head_stride
+        pe_at = token * call.pe_token_stride + r % HEADS * call.pe_head_stride
         inside = (r < R)[:, None]
         for quarter in gl.static_range(2 * W, 2 * W + 2):  # half at once would spill
             c = quarter * QUARTER + gl.arange(0, QUARTER, layout=gl.SliceLayout(0, q_layout))
-            part = gl.load(q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
-            queries.index(zero).slice(quarter * QUARTER, QUARTER, dim=1).store(part)
+            part = gl.load(call.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
+            shared.queries.index(zero).slice(quarter * QUARTER, QUARTER, dim=1).store(part)
         # The rotary part stays in registers; it gets there through the place of the weights.
-        mbarrier.wait(took_weights.index(mine), (i & 1) ^ 1)
-        weights_shared.index(mine).store(gl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
+        mbarrier.wait(shared.took_weights.index(mine), (i & 1) ^ 1)
+        shared.weights.index(mine).store(
+            gl.load(call.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0)
+        )
         barrier()
-        queries_pe = weights_shared.index(mine).load(gl.DotOperandLayout(0, s_layout, 2))
+        queries_pe = shared.weights.index(mine).load(gl.DotOperandLayout(0, s_layout, 2))
         fence_async_shared()
         barrier()
-        mbarrier.arrive(has_queries.index(mine), count=1)
-        mbarrier.wait(has_queries.index(other), n & 1)
+        mbarrier.arrive(shared.has_queries.index(mine), count=1)
+        mbarrier.wait(shared.has_queries.index(other), n & 1)
         fence_async_shared()
 
         s_r = gl.arange(0, ROWS, layout=s_rows)
@@ -285,10 +238,10 @@ def _attend(
             phase = i & 1
             zero = _zero(i)
             mine, other = W + zero, 1 - W + zero
-            own, others = kv_c.index(mine), kv_c.index(other)
-            q = queries.index(zero)
+            own, others = shared.kv_c.index(mine), shared.kv_c.index(other)
+            q = shared.queries.index(zero)
             scores = gl.zeros([ROWS, TILE], gl.float32, s_layout)
-            mbarrier.wait(loaded.index(2 * mine + W), phase)
+            mbarrier.wait(shared.loaded.index(2 * mine + W), phase)
             fence_async_shared()
             scores = warpgroup_mma(
                 q.slice(W * HALF, HALF, dim=1),
@@ -297,7 +250,7 @@ def _attend(
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(loaded.index(2 * mine + 1 - W), phase)
+            mbarrier.wait(shared.loaded.index(2 * mine + 1 - W), phase)
             fence_async_shared()
             scores = warpgroup_mma(
                 q.slice((1 - W) * HALF, HALF, dim=1),
@@ -305,16 +258,18 @@ def _attend(
                 scores,
                 is_async=True,
             )
-            scores = warpgroup_mma(queries_pe, k_pe.index(mine).permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(queries_pe, shared.k_pe.index(mine).permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             seen = ((tile * TILE + k)[None, :] < bounds[:, None]) & (tile < last)
             scores = gl.where(seen, scores * scale, -float("inf"))
 
-            told.index(mine).store(gl.max(scores, 1))
+            shared.told.index(mine).store(gl.max(scores, 1))
             barrier()
-            mbarrier.arrive(has_told.index(mine), count=1)
-            mbarrier.wait(has_told.index(other), phase)
-            new_top = gl.maximum(told.index(zero).load(s_rows), told.index(1 + zero).load(s_rows))
+            mbarrier.arrive(shared.has_told.index(mine), count=1)
+            mbarrier.wait(shared.has_told.index(other), phase)
+            new_top = gl.maximum(
+                shared.told.index(zero).load(s_rows), shared.told.index(1 + zero).load(s_rows)
+            )
             new_top = gl.maximum(top, new_top)
             base = gl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
             weights = gl.exp2(scores - base[:, None])
@@ -322,35 +277,35 @@ def _attend(
             total = total * decay + gl.sum(weights, 1)
             top = new_top
 
-            mbarrier.wait(took_weights.index(mine), phase ^ 1)
-            weights_shared.index(mine).store(weights.to(gl.bfloat16))
+            mbarrier.wait(shared.took_weights.index(mine), phase ^ 1)
+            shared.weights.index(mine).store(weights.to(gl.bfloat16))
             acc = acc * gl.convert_layout(decay, o_rows)[:, None]
             fence_async_shared()
             barrier()
-            mbarrier.arrive(has_weights.index(mine), count=1)
+            mbarrier.arrive(shared.has_weights.index(mine), count=1)
             acc = warpgroup_mma(
-                weights_shared.index(mine), own.slice(W * HALF, HALF, dim=1), acc, is_async=True
+                shared.weights.index(mine), own.slice(W * HALF, HALF, dim=1), acc, is_async=True
             )
-            mbarrier.wait(loaded.index(2 * other + W), phase)
-            mbarrier.wait(has_weights.index(other), phase)
+            mbarrier.wait(shared.loaded.index(2 * other + W), phase)
+            mbarrier.wait(shared.has_weights.index(other), phase)
             fence_async_shared()
             acc = warpgroup_mma(
-                weights_shared.index(other), others.slice(W * HALF, HALF, dim=1), acc, is_async=True
+                shared.weights.index(other), others.slice(W * HALF, HALF, dim=1), acc, is_async=True
             )
             acc = warpgroup_mma_wait(1, deps=[acc])
             barrier()
-            mbarrier.arrive(used.index(2 * mine + W), count=1)
+            mbarrier.arrive(shared.used.index(2 * mine + W), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
-            mbarrier.arrive(used.index(2 * other + W), count=1)
-            mbarrier.arrive(took_weights.index(other), count=1)
+            mbarrier.arrive(shared.used.index(2 * other + W), count=1)
+            mbarrier.arrive(shared.took_weights.index(other), count=1)
             i += 1
 
-        told.index(2 + mine).store(total)
+        shared.told.index(2 + mine).store(total)
         barrier()
-        mbarrier.arrive(has_told.index(2 + mine), count=1)
-        mbarrier.wait(has_told.index(2 + other), n & 1)
-        sums = told.index(2 + zero).load(s_rows) + told.index(3 + zero).load(s_rows)
+        mbarrier.arrive(shared.has_told.index(2 + mine), count=1)
+        mbarrier.wait(shared.has_told.index(2 + other), n & 1)
+        sums = shared.told.index(2 + zero).load(s_rows) + shared.told.index(3 + zero).load(s_rows)
         n += 1
         filled = gl.where(sums == 0.0, 1.0, sums)
         log_sum = (top + gl.log2(sums)) * LN_2
@@ -358,23 +313,23 @@ def _attend(
         o_r = gl.arange(0, ROWS, layout=o_rows)
         live = (first_r + o_r < R)[:, None]
         if FIXED:
-            target = (split * rows + row).to(gl.int64) * R + first_r
-            at_part = part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
+            target = (split * call.rows + row).to(gl.int64) * R + first_r
+            at_part = call.part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
             gl.store(at_part, acc, mask=live & (first < last))
             if W == 0:
-                gl.store(part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
+                gl.store(call.part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
         elif (first == 0) & (last == tiles):
             target = row.to(gl.int64) * R + first_r
-            at_out = out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
+            at_out = call.out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
             gl.store(at_out, acc.to(gl.bfloat16), mask=live)
             if W == 0:
-                gl.store(lse + target + s_r, log_sum, mask=r < R)
+                gl.store(call.lse + target + s_r, log_sum, mask=r < R)
         else:
             target = slot_of(gl.program_id(0), first == 0) * ROWS
-            at_part = part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
+            at_part = call.part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
             gl.store(at_part, acc, mask=live)
             if W == 0:
-                gl.store(part_lse + target + s_r, log_sum)
+                gl.store(call.part_lse + target + s_r, log_sum)
 
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
@@ -412,9 +367,11 @@ def wide_kernel(
 ):
     """Attention of every unit, or of its pieces; one program a multiprocessor."""
     gdc_wait()  # for the kernel before
-    unit, begin, at, end, piece = plan(
-        seq_lens, q_lens, rows, most_keys, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps
-    )
+    call = Call(
+        q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, out, lse, part_out, part_lse, softmax_scale,
+        rows, most_keys, q_token_stride, q_head_stride, pe_token_stride, pe_head_stride, table_stride,
+    )  # fmt: skip
+    place = plan(call, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     kv_c = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, RANK], swizzled)
@@ -439,27 +396,7 @@ def wide_kernel(
         mbarrier.init(has_queries.index(j), count=1)
     fence_async_shared()
     barrier()
-    attend_args = (
-        q_latent,
-        q_pe,
-        seq_lens,
-        q_lens,
-        out,
-        lse,
-        part_out,
-        part_lse,
-        softmax_scale,
-        q_token_stride,
-        q_head_stride,
-        pe_token_stride,
-        pe_head_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
+    shared = _Shared(
         kv_c,
         k_pe,
         queries,
@@ -472,31 +409,11 @@ def wide_kernel(
         took_weights,
         has_queries,
     )
-    load_args = (
-        kv_boxes,
-        pe_boxes,
-        kv_cache,
-        block_table,
-        seq_lens,
-        q_lens,
-        table_stride,
-        rows,
-        most_keys,
-        unit,
-        begin,
-        at,
-        end,
-        piece,
-        kv_c,
-        k_pe,
-        loaded,
-        used,
-    )
     gl.warp_specialize(
         [
-            (_load, (load_args, HAS_Q_LENS, FIXED, PAGE_SIZE, BOX)),
-            (_attend, (attend_args, 0, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
-            (_attend, (attend_args, 1, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
+            (_load, (kv_boxes, pe_boxes, call, place, shared, HAS_Q_LENS, FIXED, PAGE_SIZE, BOX)),
+            (_attend, (call, place, shared, 0, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
+            (_attend, (call, place, shared, 1, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
         ],
         [4, 4],
         [224, 224],  # registers: the rest, 56, is what loading needs

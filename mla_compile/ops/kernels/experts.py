@@ -1,8 +1,10 @@
-"""Which tokens are padding, `row_lens` and `q_len` of `moe_experts`, in the kernels of experts."""
+"""What the kernels of experts share: which tokens are padding, and shared experts that there are not."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mla_compile.ops.moe import ExpertOperands
 
 
 @triton.jit
@@ -20,3 +22,9 @@ def padding_of(
     if row_lens is None:
         return (topk_ids, 0, 1), padded  # a pointer that is not read: any will do
     return (row_lens.contiguous(), row_lens.shape[0], q_len), padded
+
+
+def shared_weights(operands: ExpertOperands) -> list[Tensor]:
+    """Gate, up and down of the shared experts; without these any pointers, which are not read."""
+    weights = operands.shared_gate, operands.shared_up, operands.shared_down
+    return [operands.w_down if weight is None else weight.contiguous() for weight in weights]
