@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from mla_compile.ops.fp8 import FP8LinearOperands, quantize
+from mla_compile.ops.fp8 import quantize
 from mla_compile.ops.fp8_linear import linear_torch
 from mla_compile.ops.library import call_of, tables
-from mla_compile.ops.moe import ExpertOperands, moe_torch
+from mla_compile.ops.moe import moe_torch
+from mla_compile.ops.operands import ExpertOperands, FP8LinearOperands
 
 BYTES_PER_US = 4.3e6
 """What an H200 reads, measured."""

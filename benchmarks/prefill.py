@@ -30,7 +30,8 @@ from benchmarks.reporting import add_row
 from mla_compile import prefill_segment
 from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.kernels.keys import expanded_keys
-from mla_compile.ops.prefill import PREFILL, PrefillOperands, prefill_torch
+from mla_compile.ops.operands import PrefillOperands
+from mla_compile.ops.prefill import PREFILL, prefill_torch
 
 RANK, ROPE, PAGE = 512, 64, 64
 MODELS = {"V3, 16 heads": (16, 128, 128), "V3, 128 heads": (128, 128, 128), "GLM": (20, 192, 256)}

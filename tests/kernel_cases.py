@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeOperands
-from mla_compile.ops.moe import ExpertOperands
+from mla_compile.ops.backends import DECODE_BACKENDS
+from mla_compile.ops.operands import DecodeOperands, ExpertOperands, NormRopeAppendOperands
 from mla_compile.ops.paging import accumulate_dtype, write_latents
 from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case
@@ -370,6 +370,9 @@ class NormRopeAppendCase:
 
     def args(self) -> tuple:
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    def operands(self) -> NormRopeAppendOperands:
+        return NormRopeAppendOperands(*self.args())
 
 
 def norm_rope_append_case(

@@ -25,7 +25,8 @@ from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_linear import norm_linear
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append
 from mla_compile.ops.norm_router import norm_router
-from mla_compile.ops.prefill import PREFILL, PrefillOperands
+from mla_compile.ops.operands import PrefillOperands
+from mla_compile.ops.prefill import PREFILL
 from mla_compile.ops.prefill_metadata import prefill_metadata_torch
 from mla_compile.ops.rotate_queries import mla_rotate_queries
 from mla_compile.ops.routing import moe_router

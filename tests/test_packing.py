@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mla_compile import MLABatch, MLAError, PackedBatch, decode_segment, mla_attention, pack_batch
 from mla_compile.caches import allocate
 from mla_compile.ops import backends
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeOperands, QueryLenSupport, select_backend
+from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport, select_backend
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.packing import RowLayout, classify
 from mla_compile.passes import pipeline

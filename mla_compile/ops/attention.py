@@ -9,10 +9,10 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.ops import validate
 from mla_compile.ops.append import append_op
-from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.decode import choose_backend, decode_op
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import matmul_by_head_op
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.torch_internals import run_check
 

@@ -9,7 +9,7 @@ import functools
 import logging
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ from mla_compile.ops.implementations import (
     select,
 )
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import flatten_to_single
 
 __all__ = [
     "DECODE_BACKENDS",
     "DecodeBackend",
     "DecodeCall",
-    "DecodeOperands",
     "QueryLenSupport",
     "check_name",
     "decode_call",
@@ -41,19 +41,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-
-class DecodeOperands(NamedTuple):
-    """The arguments of `mla_decode` that say what is computed."""
-
-    q_latent: Tensor
-    q_pe: Tensor
-    kv_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    q_lens: Tensor | None
-    q_len: int
-    softmax_scale: float
 
 
 class QueryLenSupport(Enum):

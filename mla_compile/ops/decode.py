@@ -10,12 +10,12 @@ from mla_compile.ops.backends import (
     DECODE_BACKENDS,
     DecodeBackend,
     DecodeCall,
-    DecodeOperands,
     decode_call,
     select_backend,
 )
 from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import (
     accumulate_dtype,
     gather_latents,

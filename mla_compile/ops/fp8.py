@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.errors import MLAError
+from mla_compile.ops.operands import FP8LinearOperands
 from mla_compile.ops.side_by_side import lies_before, one_matrix
 from mla_compile.ops.validate import inference_only
 from mla_compile.torch_internals import statically_known_true
@@ -98,16 +99,11 @@ def is_one_matrix(first: Tensor, first_scale: Tensor, second: Tensor, second_sca
     return aligned and lies_before(first, second) and lies_before(first_scale, second_scale)
 
 
-def each_matrix(
-    product: Callable[[Tensor, Tensor], Tensor],
-    first: Tensor,
-    first_scale: Tensor,
-    second: Tensor | None,
-    second_scale: Tensor | None,
-) -> Tensor:
-    """`product` of a weight and its scales, or of two side by side: in one call where they are one matrix."""
+def each_matrix(product: Callable[[Tensor, Tensor, Tensor], Tensor], operands: FP8LinearOperands) -> Tensor:
+    """`product` of x, a weight and its scales, or of two side by side: in one call where they are one matrix."""
+    x, first, first_scale, second, second_scale = operands
     if second is None or second_scale is None:
-        return product(first, first_scale)
+        return product(x, first, first_scale)
     if is_one_matrix(first, first_scale, second, second_scale):
-        return product(one_matrix(first, second), one_matrix(first_scale, second_scale))
-    return torch.cat([product(first, first_scale), product(second, second_scale)], dim=1)
+        return product(x, one_matrix(first, second), one_matrix(first_scale, second_scale))
+    return torch.cat([product(x, first, first_scale), product(x, second, second_scale)], dim=1)

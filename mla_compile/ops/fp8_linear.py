@@ -21,6 +21,7 @@ from mla_compile.ops.implementations import (
 )
 from mla_compile.ops.kernels.plan import MOST_SHARING
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.operands import FP8LinearOperands
 from mla_compile.ops.side_by_side import num_columns
 
 _SIZES = {"k": SOME, "columns": SOME}
@@ -76,6 +77,7 @@ FP8_LINEAR = (
 
 @define_op(
     table=FP8_LINEAR,
+    operands=FP8LinearOperands,
     facts=lambda x, first, second: {
         "dtype": x.dtype,
         "tokens": x.shape[0],
@@ -128,22 +130,19 @@ def check_fp8_linear(
 fp8_linear_op = torch.ops.mla_compile.fp8_linear.default
 
 
-def linear_torch(
-    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
-) -> Tensor:
+def linear_torch(operands: FP8LinearOperands) -> Tensor:
     """`fp8_linear` in plain torch: every device and dtype."""
 
-    def product(weight: Tensor, scale: Tensor) -> Tensor:
+    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, fp8.dequantize(weight, scale).to(x.dtype))
 
-    return fp8.each_matrix(product, first, first_scale, second, second_scale)
+    return fp8.each_matrix(product, operands)
 
 
-def linear_by_row(
-    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
-) -> Tensor:
+def linear_by_row(operands: FP8LinearOperands) -> Tensor:
     """`fp8_linear` with each token in a product of its own; wherever two weights lie, each by itself."""
+    x, first, first_scale, second, second_scale = operands
 
     def product(weight: Tensor, scale: Tensor) -> Tensor:
         columns = fp8.dequantize(weight, scale).to(x.dtype).t().unsqueeze(0)

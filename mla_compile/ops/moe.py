@@ -5,7 +5,6 @@ data type, and a pass may move a gather of token rows above one op, never above 
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +25,7 @@ from mla_compile.ops.implementations import (
     triton,
 )
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.operands import ExpertOperands
 from mla_compile.torch_internals import statically_known_true
 
 _TRITON = triton(
@@ -79,48 +79,6 @@ MOE_EXPERTS = (
         batch_invariant=True,
     ),
 )
-
-
-class ExpertOperands(NamedTuple):
-    """The arguments of `moe_experts_op`, which `_experts` describes, that say what is computed."""
-
-    x: Tensor
-    topk_weights: Tensor
-    topk_ids: Tensor
-    w_gate_up: Tensor
-    w_down: Tensor
-    row_lens: Tensor | None = None
-    q_len: int = 1
-    shared_gate: Tensor | None = None
-    shared_up: Tensor | None = None
-    shared_down: Tensor | None = None
-    gate_up_scale: Tensor | None = None
-    down_scale: Tensor | None = None
-    shared_gate_scale: Tensor | None = None
-    shared_up_scale: Tensor | None = None
-    shared_down_scale: Tensor | None = None
-
-    @property
-    def num_shared(self) -> int:
-        """As how many of the chosen experts the shared ones are."""
-        return 0 if self.shared_gate is None else self.shared_gate.shape[0] // self.w_down.shape[2]
-
-    def runs(self) -> Tensor | None:
-        """Which tokens are no padding, bool `[tokens]`; None where all are."""
-        if self.row_lens is None or self.row_lens.shape[0] == 0:
-            return None
-        tokens = torch.arange(self.x.shape[0], device=self.x.device)
-        return no_padding(tokens, self.row_lens, self.q_len)
-
-    def shared(self) -> tuple[Tensor, ...]:
-        """Gate, up and down of the shared experts as products with `x` have them; empty where there are none."""
-        weights = self.shared_gate, self.shared_up, self.shared_down
-        scales = self.shared_gate_scale, self.shared_up_scale, self.shared_down_scale
-        return tuple(
-            weight if scale is None else fp8.dequantize(weight, scale).to(self.x.dtype)
-            for weight, scale in zip(weights, scales, strict=True)
-            if weight is not None
-        )
 
 
 @define_op(
@@ -292,12 +250,12 @@ def moe_torch(operands: ExpertOperands) -> Tensor:
         w_down = fp8.dequantize(w_down, operands.down_scale).to(x.dtype)
     small = x.shape[0] * w_gate_up.numel() < _SMALL
     run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
-    runs = operands.runs()
+    runs = _runs(operands)
     if runs is not None:
         topk_ids = torch.where(runs[:, None], topk_ids, w_down.shape[0])
     # Router weights come in float32 at least, which makes this sum one in float32 at least.
     out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1)
-    if shared := operands.shared():
+    if shared := _shared(operands):
         gate, up, down = shared
         out = out + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     out = out.to(x.dtype)
@@ -310,8 +268,8 @@ def moe_by_token(operands: ExpertOperands) -> Tensor:
     Not only products: on the CPU the last elements of a tensor get other bits from `silu` than those before.
     """
     x, topk_weights, topk_ids, w_gate_up, w_down, *_ = operands
-    gate_up_scale, down_scale, shared = operands.gate_up_scale, operands.down_scale, operands.shared()
-    runs = operands.runs()
+    gate_up_scale, down_scale, shared = operands.gate_up_scale, operands.down_scale, _shared(operands)
+    runs = _runs(operands)
     if runs is None:
         runs = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
     topk_ids = torch.where(runs[:, None], topk_ids, 0)
@@ -333,6 +291,25 @@ def moe_by_token(operands: ExpertOperands) -> Tensor:
             total = total + product_by_row(F.silu(gate) * up, shared[2].mT[None])[0, 0]
         out[token] = torch.where(runs[token], total, 0)
     return out
+
+
+def _runs(operands: ExpertOperands) -> Tensor | None:
+    """Which tokens are no padding, bool `[tokens]`; None where all are."""
+    x, row_lens = operands.x, operands.row_lens
+    if row_lens is None or row_lens.shape[0] == 0:
+        return None
+    return no_padding(torch.arange(x.shape[0], device=x.device), row_lens, operands.q_len)
+
+
+def _shared(operands: ExpertOperands) -> tuple[Tensor, ...]:
+    """Gate, up and down of the shared experts as products with `x` have them; empty where there are none."""
+    weights = operands.shared_gate, operands.shared_up, operands.shared_down
+    scales = operands.shared_gate_scale, operands.shared_up_scale, operands.shared_down_scale
+    return tuple(
+        weight if scale is None else fp8.dequantize(weight, scale).to(operands.x.dtype)
+        for weight, scale in zip(weights, scales, strict=True)
+        if weight is not None
+    )
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from mla_compile.ops.fp8_linear import check_fp8_linear, fp8_linear_op
 from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, Implementation, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
+from mla_compile.ops.operands import NormLinearOperands
 from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
 from mla_compile.ops.side_by_side import num_columns
 
@@ -62,6 +63,7 @@ def _weights(
 
 @define_op(
     table=NORM_LINEAR,
+    operands=NormLinearOperands,
     facts=lambda x, first, first_scale, second, second_scale: {
         "weights": _weights(first, first_scale, second, second_scale),
         "dtype": x.dtype,
@@ -111,19 +113,9 @@ def norm_linear(
 norm_linear_op = torch.ops.mla_compile.norm_linear.default
 
 
-def apart(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    first: Tensor,
-    first_scale: Tensor | None,
-    second: Tensor | None,
-    second_scale: Tensor | None,
-    *,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
+def apart(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """`norm_linear`, one after the other."""
+    x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
     if residual is None:
         normed, total = rms_norm_op(x, norm_weight, eps), x.new_empty(0, x.shape[1])
     else:
@@ -133,17 +125,6 @@ def apart(
     return fp8_linear_op(normed, first, first_scale, second, second_scale, batch_invariant), total
 
 
-def apart_in_order(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    first: Tensor,
-    first_scale: Tensor | None,
-    second: Tensor | None,
-    second_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def apart_in_order(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
     """The same, and a token's bits depend on nothing but the token."""
-    return apart(
-        x, residual, norm_weight, eps, first, first_scale, second, second_scale, batch_invariant=True
-    )
+    return apart(operands, batch_invariant=True)

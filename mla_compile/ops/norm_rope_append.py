@@ -10,15 +10,10 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.implementations import (
-    FLOATS,
-    SOME,
-    UNIT,
-    reference,
-    triton,
-)
+from mla_compile.ops.implementations import FLOATS, SOME, UNIT, reference, triton
 from mla_compile.ops.library import define_op
 from mla_compile.ops.norm_rope import rms_norm, rotate, rotate_heads
+from mla_compile.ops.operands import NormRopeAppendOperands
 from mla_compile.ops.paging import write_latents
 
 NORM_ROPE_APPEND = (
@@ -33,6 +28,7 @@ NORM_ROPE_APPEND = (
 
 @define_op(
     table=NORM_ROPE_APPEND,
+    operands=NormRopeAppendOperands,
     facts=lambda kv_a, q_pe: {
         "dtype": kv_a.dtype,
         "tokens": kv_a.shape[0],
@@ -95,19 +91,9 @@ def mla_norm_rope_append(
 norm_rope_append_op = torch.ops.mla_compile.mla_norm_rope_append.default
 
 
-def norm_rope_append_torch(
-    kv_a: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    q_pe: Tensor | None = None,
-) -> None:
+def norm_rope_append_torch(operands: NormRopeAppendOperands) -> None:
     """`mla_norm_rope_append` in plain torch: every device and dtype."""
+    kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out, q_pe = operands
     kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
     k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
     write_latents(torch.cat([rms_norm(kv_c, weight, eps), k_pe], dim=1), kv_cache, slot_mapping)

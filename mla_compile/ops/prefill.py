@@ -1,7 +1,5 @@
 """`mla_prefill`: attention of ragged prompt chunks over all keys of their rows, cached and new."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from mla_compile.ops.implementations import (
     triton,
 )
 from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.ops.softmax import in_parts, merge, softmax_weighted
 from mla_compile.torch_internals import statically_known_true
@@ -84,19 +83,6 @@ PREFILL = (
         batch_invariant=True,
     ),
 )
-
-
-class PrefillOperands(NamedTuple):
-    """The arguments of `mla_prefill` that say what is computed."""
-
-    q: Tensor
-    kv_cache: Tensor
-    w_uk: Tensor
-    w_uv: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    key_slots: Tensor
-    softmax_scale: float
 
 
 @define_op(

@@ -8,6 +8,7 @@ import torch
 from mla_compile.caches import allocate
 from mla_compile.engine.first_op import first_different_op
 from mla_compile.ops import implementations, moe
+from mla_compile.ops.operands import ExpertOperands
 from tests.models_for_tests import tiny_model
 
 PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerate((9, 30, 17, 5))]
@@ -23,7 +24,7 @@ def model() -> torch.nn.Module:
 def by_number_of_tokens(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Its result depends on how many tokens there are, a little."""
 
-    def run(operands: moe.ExpertOperands) -> torch.Tensor:
+    def run(operands: ExpertOperands) -> torch.Tensor:
         return call(operands) * (1 + operands.x.shape[0] * 1e-4)
 
     return run

@@ -17,7 +17,8 @@ from torch import Tensor
 from mla_compile import prefill_segment
 from mla_compile.ops import segments
 from mla_compile.ops.implementations import Implementation
-from mla_compile.ops.prefill import PREFILL, PrefillOperands
+from mla_compile.ops.operands import PrefillOperands
+from mla_compile.ops.prefill import PREFILL
 from tests.cases import Case, make_case
 from tests.kernel_cases import check_prefill, prefill_args
 

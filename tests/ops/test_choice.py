@@ -17,6 +17,7 @@ from mla_compile.ops import backends, implementations, library
 from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.implementations import Implementation, first_serves
 from mla_compile.ops.library import choose, tables
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.side_by_side import lies_before
 from tests.cases import make_case
 from tests.kernel_cases import (
@@ -262,7 +263,7 @@ def test_who_serves_a_decode_call(
     on(machine, monkeypatch)
     case = decode_case([5, 3], rank=widths[0], rope=widths[1], dtype=dtype)
     args = fake(case.args(), machine)
-    call = backends.decode_call(backends.DecodeOperands(*args), captured=True)
+    call = backends.decode_call(DecodeOperands(*args), captured=True)
     assert backends.select_backend(call).chosen.name == expected
 
 

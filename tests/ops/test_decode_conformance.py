@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, DecodeOperands, QueryLenSupport
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
+from mla_compile.ops.operands import DecodeOperands
 from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 

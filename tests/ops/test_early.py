@@ -27,6 +27,7 @@ from mla_compile.ops.kernels import (
     rotate_queries,
     routing,
 )
+from mla_compile.ops.operands import FP8LinearOperands
 
 BF16 = torch.bfloat16
 CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
@@ -68,19 +69,19 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     ),
     "norm and gemv": (
         gemv,
-        lambda: gemv.norm_and_multiply(
+        lambda: gemv.multiply(
             x := torch.zeros(1, 512, dtype=BF16),
-            x,
-            None,
-            1e-6,
             torch.zeros(64, 512, dtype=BF16),
             None,
             (2, 512, 2),
+            gemv.Norm(x, None, 1e-6),
         ),
     ),
     "fp8 gemv": (
         gemv,
-        lambda: fp8_linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120)),
+        lambda: fp8_linear.linear_gemv(
+            FP8LinearOperands(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120))
+        ),
     ),
     "blocks": (
         blocks,
@@ -88,7 +89,9 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     ),
     "fp8 blocks": (
         blocks,
-        lambda: fp8_linear.linear_blocks(torch.zeros(8, 5120, dtype=BF16), *fp8_weight(64, 5120)),
+        lambda: fp8_linear.linear_blocks(
+            FP8LinearOperands(torch.zeros(8, 5120, dtype=BF16), *fp8_weight(64, 5120))
+        ),
     ),
     "moe of one token": (
         moe_gemv,
@@ -98,7 +101,7 @@ CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
     "append": (
         norm_rope_append,
         lambda: norm_rope_append.norm_rope_append_triton(
-            *norm_rope_append_case(2, 64, 16, dtype=BF16).args()
+            norm_rope_append_case(2, 64, 16, dtype=BF16).operands()
         ),
     ),
     "queries": (

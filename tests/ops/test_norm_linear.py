@@ -1,14 +1,17 @@
 """`norm_linear`: values, contracts, bits of a token, errors."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 from torch.library import opcheck
 
 from mla_compile import MLAError
 from mla_compile.ops.norm_linear import apart, apart_in_order, norm_linear, norm_linear_op
+from mla_compile.ops.operands import NormLinearOperands
 from tests.fp8_cases import fp8_weight
 from tests.ops.norm_linear import EPS, check
 
@@ -18,8 +21,10 @@ K = 40
 @pytest.mark.parametrize("product", [apart, apart_in_order])
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_is_the_product_of_the_norm(dtype: torch.dtype, tokens: int, product: object) -> None:
-    check(product, dtype, tokens, K)  # type: ignore[arg-type]
+def test_it_is_the_product_of_the_norm(
+    dtype: torch.dtype, tokens: int, product: Callable[[NormLinearOperands], tuple[Tensor, Tensor]]
+) -> None:
+    check(lambda *args: product(NormLinearOperands(*args)), dtype, tokens, K)
     check(norm_linear, dtype, tokens, K)
 
 
@@ -68,7 +73,7 @@ def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
             k = given.shape[1]
             tiles = gemv.half_tiles(k) if scale is None else gemv.fp8_tiles(k, norm=True)
             gemv.multiply(given, first, scale, tiles)
-            gemv.norm_and_multiply(given, residual[:, :k], given[0], EPS, first, scale, tiles)
+            gemv.multiply(given, first, scale, tiles, gemv.Norm(residual[:, :k], given[0], EPS))
     assert [kernel.spilled_bytes for kernel in kernels] == [0] * 4
     for kernel in kernels:
         found = re.findall(r"ld\.global|bar\.sync", kernel.text)

@@ -137,6 +137,6 @@ def test_compiled_code_spills_nothing(capability: int, interleaved: bool) -> Non
 
     case = norm_rope_append_case(3, 512, 64, interleaved_in=interleaved, heads=20, dtype=torch.bfloat16)
     with compiled_for(capability) as kernels:
-        norm_rope_append_triton(*case.args())
+        norm_rope_append_triton(case.operands())
     (kernel,) = kernels
     assert kernel.spilled_bytes == 0

@@ -10,6 +10,7 @@ from mla_compile.ops.kernels.plan import (
     has_one_order,
     many_block_tiles,
 )
+from mla_compile.ops.operands import FP8LinearOperands
 from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case
 
@@ -23,9 +24,9 @@ def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
 
     weight, scale = fp8_weight(256, 512)
     with compiled_for(90) as kernels:
-        linear_gemv(torch.randn(1, 512).bfloat16(), weight, scale)
+        linear_gemv(FP8LinearOperands(torch.randn(1, 512).bfloat16(), weight, scale))
         for tokens in (2, 16):
-            linear_blocks(torch.randn(tokens, 512).bfloat16(), weight, scale)
+            linear_blocks(FP8LinearOperands(torch.randn(tokens, 512).bfloat16(), weight, scale))
         dequantize_triton(weight, scale, torch.bfloat16)
     assert len(kernels) == 4
     for kernel in kernels:

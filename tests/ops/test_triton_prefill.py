@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_compile.ops.kernels import plan
-from mla_compile.ops.prefill import PrefillOperands
+from mla_compile.ops.operands import PrefillOperands
 from tests.cases import make_case
 from tests.kernel_cases import prefill_args
 from tests.ops.test_triton_decode import GPUS

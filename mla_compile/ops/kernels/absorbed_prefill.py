@@ -30,7 +30,7 @@ from mla_compile.ops.kernels.softmax import (
     split_results,
     store_split,
 )
-from mla_compile.ops.prefill import PrefillOperands
+from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
 

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.kernels.fixed_splits import (
     decode_by_fixed_splits,
     first_key_of,
@@ -43,6 +42,7 @@ from mla_compile.ops.kernels.softmax import (
     split_results,
     store_split,
 )
+from mla_compile.ops.operands import DecodeOperands
 
 
 @triton.jit

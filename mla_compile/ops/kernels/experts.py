@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.moe import ExpertOperands
+from mla_compile.ops.operands import ExpertOperands
 
 
 @triton.jit

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.kernels.early import wait_for_kernel_before
 from mla_compile.ops.kernels.plan import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
 from mla_compile.ops.kernels.softmax import columns_at_once, join_splits
+from mla_compile.ops.operands import DecodeOperands
 
 _SECOND, _THIRD, _FOURTH, _FIFTH = (tl.constexpr(first) for first in DOUBLED)
 

@@ -11,7 +11,7 @@ from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
 from mla_compile.ops.kernels.keys import expanded_keys
-from mla_compile.ops.prefill import PrefillOperands
+from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
 # An argument of its own that its compiler does not know; nothing that a user could mend.

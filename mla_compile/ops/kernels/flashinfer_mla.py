@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_compile.ops.backends import DecodeOperands
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import check_capacity, visible_keys
 
 _WORKSPACE_BYTES = 128 * 2**20

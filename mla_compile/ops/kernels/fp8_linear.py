@@ -15,53 +15,33 @@ from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels import blocks, gemv
 from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.plan import MatmulTiles
+from mla_compile.ops.operands import FP8LinearOperands
 
 
-def linear_gemv(
-    x: Tensor,
-    first: Tensor,
-    first_scale: Tensor,
-    second: Tensor | None = None,
-    second_scale: Tensor | None = None,
-    *,
-    tiles: gemv.Tiles | None = None,
-) -> Tensor:
+def linear_gemv(operands: FP8LinearOperands, *, tiles: gemv.Tiles | None = None) -> Tensor:
     """What `fp8_linear` computes of one token.
 
     tiles: chosen by `gemv.fp8_tiles` unless given.
     """
-    product = partial(gemv.multiply, x, tiles=tiles or gemv.fp8_tiles(x.shape[1]))
-    return each_matrix(product, first, first_scale, second, second_scale)
+    chosen = tiles or gemv.fp8_tiles(operands.x.shape[1])
+    return each_matrix(lambda x, weight, scale: gemv.multiply(x, weight, scale, chosen)[0], operands)
 
 
-def linear_blocks(
-    x: Tensor,
-    first: Tensor,
-    first_scale: Tensor,
-    second: Tensor | None = None,
-    second_scale: Tensor | None = None,
-    *,
-    tiles: MatmulTiles | None = None,
-) -> Tensor:
+def linear_blocks(operands: FP8LinearOperands, *, tiles: MatmulTiles | None = None) -> Tensor:
     """What `fp8_linear` computes of a few tokens in half precision."""
-    product = partial(blocks.multiply, x, tiles=tiles)
-    return each_matrix(product, first, first_scale, second, second_scale)
+    return each_matrix(partial(blocks.multiply, tiles=tiles), operands)
 
 
-def linear_in_order(
-    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
-) -> Tensor:
+def linear_in_order(operands: FP8LinearOperands) -> Tensor:
     """What `fp8_linear` computes in half precision, with the same bits of a token in every number of tokens."""
-    return each_matrix(partial(blocks.multiply_in_order, x), first, first_scale, second, second_scale)
+    return each_matrix(blocks.multiply_in_order, operands)
 
 
-def linear_dequantized(
-    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
-) -> Tensor:
+def linear_dequantized(operands: FP8LinearOperands) -> Tensor:
     """What `fp8_linear` computes: the weight is written dequantised, and cuBLAS multiplies."""
 
-    def product(weight: Tensor, scale: Tensor) -> Tensor:
+    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, dequantize_triton(weight, scale, x.dtype))
 
-    return each_matrix(product, first, first_scale, second, second_scale)
+    return each_matrix(product, operands)

@@ -7,6 +7,8 @@ The tokens may be normed first, and a residual be added to them before. Every pr
 them whole anyway: it adds up their squares beside the products, which are divided by the root in the end.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -97,34 +99,22 @@ def gemv_kernel(
         _store(out + columns + c, sums_of_second, squares_of_second, c < columns, eps, K, NORM)
 
 
-def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, tiles: Tiles) -> Tensor:
-    """`x @ weight.T` of one or two tokens; of FP8 with a number of rows in `tiles` that divides 128."""
-    return _launch(x, None, None, None, weight, scale, tiles)[0]
+class Norm(NamedTuple):
+    """What is done to tokens before the product."""
+
+    residual: Tensor | None
+    weight: Tensor | None
+    eps: float
 
 
-def norm_and_multiply(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    scale: Tensor | None,
-    tiles: Tiles,
+def multiply(
+    x: Tensor, weight: Tensor, scale: Tensor | None, tiles: Tiles, norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`multiply` of the norm of `x`, or of `x + residual`, and that sum, which is empty without a residual."""
-    return _launch(x, residual, norm_weight, eps, weight, scale, tiles)
+    """`x @ weight.T` of one or two tokens, or of their norm; and their sum with its residual, empty without one.
 
-
-def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float | None,
-    weight: Tensor,
-    scale: Tensor | None,
-    tiles: Tiles,
-) -> tuple[Tensor, Tensor]:
-    """eps: None for no norm."""
+    tiles: of FP8 with a number of rows that divides 128.
+    """
+    residual, norm_weight, eps = norm or (None, None, 0.0)
     x = x if x.stride(1) == 1 else x.contiguous()
     residual, norm_weight = (
         given if given is None or given.stride(-1) == 1 else given.contiguous()
@@ -137,10 +127,10 @@ def _launch(
     with torch.cuda.device_of(x):  # Triton launches on the current device
         gemv_kernel[(triton.cdiv(columns, block_c),)](
             *(x, residual, norm_weight, weight, scale, out, total),
-            *(x.stride(0), 0 if residual is None else residual.stride(0), columns, eps or 0.0),
+            *(x.stride(0), 0 if residual is None else residual.stride(0), columns, eps),
             K=k,
             TOKENS=tokens,
-            NORM=eps is not None,
+            NORM=norm is not None,
             BLOCK_C=block_c,
             BLOCK_K=block_k,
             EARLY=starts_early(x),

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from mla_compile.ops.kernels import blocks, gemv
 from mla_compile.ops.kernels.plan import MatmulTiles
+from mla_compile.ops.operands import NormLinearOperands
 from mla_compile.ops.side_by_side import one_matrix
 
 
@@ -14,7 +15,7 @@ def linear_gemv(
 
     tiles: chosen by `gemv.half_tiles` unless given.
     """
-    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))
+    return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))[0]
 
 
 def linear_blocks(
@@ -29,19 +30,11 @@ def matmul_in_order(x: Tensor, w: Tensor) -> Tensor:
     return blocks.multiply_in_order(x[:, 0], w[0].t(), None).unsqueeze(1)
 
 
-def norm_linear_gemv(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    first: Tensor,
-    first_scale: Tensor | None,
-    second: Tensor | None,
-    second_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def norm_linear_gemv(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
     """What `norm_linear` computes of one or two tokens, of FP8 one, by weights that are one matrix in memory."""
+    x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
     weight, scale = one_matrix(first, second), None
     tiles = gemv.half_tiles(x.shape[1])
     if first_scale is not None:
         scale, tiles = one_matrix(first_scale, second_scale), gemv.fp8_tiles(x.shape[1], norm=True)
-    return gemv.norm_and_multiply(x, residual, norm_weight, eps, weight, scale, tiles)
+    return gemv.multiply(x, weight, scale, tiles, gemv.Norm(residual, norm_weight, eps))

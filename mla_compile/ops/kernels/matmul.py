@@ -13,6 +13,7 @@ from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.parts import add_parts
 from mla_compile.ops.kernels.plan import MatmulTiles, device_of, matmul_tiles, splits_matmul
+from mla_compile.ops.operands import FP8LinearOperands
 
 PART = 256
 """Elements of k whose products float32 adds one after another; their sums are then added in order."""
@@ -133,13 +134,11 @@ def matmul_triton(
     return add_parts(written, out) if split else out
 
 
-def linear_fp8_in_order(
-    x: Tensor, first: Tensor, first_scale: Tensor, second: Tensor | None, second_scale: Tensor | None
-) -> Tensor:
+def linear_fp8_in_order(operands: FP8LinearOperands) -> Tensor:
     """What `fp8_linear` computes, of weights that are written dequantised: a row's bits are as in `matmul_triton`."""
 
-    def product(weight: Tensor, scale: Tensor) -> Tensor:
+    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         columns = dequantize_triton(weight, scale, x.dtype).t()
         return matmul_triton(x[:, None], columns[None]).flatten(1)
 
-    return each_matrix(product, first, first_scale, second, second_scale)
+    return each_matrix(product, operands)

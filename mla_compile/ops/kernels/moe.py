@@ -37,7 +37,7 @@ from mla_compile.ops.kernels.plan import (
     moe_tiles,
     power_of_two,
 )
-from mla_compile.ops.moe import ExpertOperands
+from mla_compile.ops.operands import ExpertOperands
 
 _MOST_AT_ONCE = 128
 """Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
@@ -95,22 +95,11 @@ def _expert(
 
 
 @triton.jit
-def _members(
-    choices,
-    expert,
-    pairs,
-    wanted,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer.
-
-    pairs: how many are looked through.
-    """
+def _members(choices, expert, wanted, TOPK: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr):
+    """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer."""
     result = tl.zeros_like(wanted)
     seen = 0
-    for start in range(0, pairs, CHUNK):
+    for start in range(0, choices.pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         mine = (_chosen(choices, pair, TOPK, PADDED) == expert).to(tl.int32)
         rank = tl.where(mine == 1, seen + tl.cumsum(mine, 0) - 1, -1)
@@ -263,7 +252,8 @@ def _rows(
     if starts is None:
         # None of a shared expert is looked for.
         pairs = choices.pairs if shared < 0 else 0
-        row = _members(choices, expert, pairs, t, TOPK, PADDED, CHUNK)
+        searched = _Choices(choices.topk_ids, pairs, choices.row_lens, choices.rows, choices.q_len)
+        row = _members(searched, expert, t, TOPK, PADDED, CHUNK)
         token = row // TOPK
     elif order is not None:
         token = tl.load(order + t, mask=t < end, other=0).to(tl.int64) // TOPK

@@ -17,7 +17,7 @@ from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
-from mla_compile.ops.moe import ExpertOperands
+from mla_compile.ops.operands import ExpertOperands
 
 
 @triton.jit(do_not_specialize=["rows"])

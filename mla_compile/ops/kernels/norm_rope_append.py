@@ -6,11 +6,11 @@ Programs beside these rotate the tokens' queries, if there are any.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import power_of_two
 from mla_compile.ops.kernels.rotation import blocks_of_heads, rotate_heads
+from mla_compile.ops.operands import NormRopeAppendOperands
 
 
 @triton.jit
@@ -115,19 +115,9 @@ def norm_rope_append_kernel(
         )  # fmt: skip
 
 
-def norm_rope_append_triton(
-    kv_a: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    eps: float,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    q_pe: Tensor | None = None,
-) -> None:
-    """What `mla_norm_rope_append` does, with its arguments, on the GPU or in Triton's interpreter."""
+def norm_rope_append_triton(operands: NormRopeAppendOperands) -> None:
+    """What `mla_norm_rope_append` does, on the GPU or in Triton's interpreter."""
+    kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out, q_pe = operands
     tokens, width = kv_a.shape
     rank = weight.shape[0]
     half = (width - rank) // 2

@@ -14,7 +14,7 @@ from mla_compile.ops.kernels.chunks import block_of
 from mla_compile.ops.kernels.keys import expanded_keys
 from mla_compile.ops.kernels.plan import PrefillTiles, device_of, power_of_two, prefill_tiles, qk_blocks
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
-from mla_compile.ops.prefill import PrefillOperands
+from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
 

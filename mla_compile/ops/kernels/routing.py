@@ -196,17 +196,7 @@ def choice_kernel(
     tl.store(ids + token * TOPK + k, chosen.to(tl.int64), mask=k < TOPK)
 
 
-def router_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    softmax: bool,
-    normalize: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+def router_triton(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
     """What `moe_router` computes, with its arguments, on the GPU or in Triton's interpreter."""
     x, stride = aligned_rows(x)
     (tokens, hidden), experts = x.shape, weight.shape[0]
@@ -228,7 +218,7 @@ def router_triton(
             num_warps=4,
             launch_pdl=starts_early(x),
         )
-    return _choose(logits, bias, topk, num_groups, topk_groups, softmax, normalize, scaling)
+    return _choose(logits, bias, *rule)
 
 
 def norm_router_triton(

@@ -18,6 +18,7 @@ from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
 )
 from mla_compile.ops.kernels.matmul import linear_fp8_in_order  # noqa: E402
 from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
+from mla_compile.ops.operands import FP8LinearOperands  # noqa: E402
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of  # noqa: E402
 
 FEW = MatmulTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
@@ -37,16 +38,16 @@ def test_the_kernels_equal_the_definition(dtype: torch.dtype, size: tuple[int, i
     k, columns = size
     weight, scale = fp8_weight(columns, k)
     for x in (torch.randn(1, k).to(dtype), torch.randn(k, 1).to(dtype).T):
-        check(linear_gemv(x, weight, scale), x, (weight, scale))
-        check(linear_gemv(x, weight, scale, tiles=(8, 128, 2)), x, (weight, scale))
+        check(linear_gemv(FP8LinearOperands(x, weight, scale)), x, (weight, scale))
+        check(linear_gemv(FP8LinearOperands(x, weight, scale), tiles=(8, 128, 2)), x, (weight, scale))
     for tokens in (1, 2, 19):
         x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
-        check(linear_blocks(x, weight, scale), x, (weight, scale))
-        check(linear_blocks(x, weight, scale, tiles=FEW), x, (weight, scale))
+        check(linear_blocks(FP8LinearOperands(x, weight, scale)), x, (weight, scale))
+        check(linear_blocks(FP8LinearOperands(x, weight, scale), tiles=FEW), x, (weight, scale))
     for tokens in (1, 20):
         x = torch.randn(tokens, k + 24).to(dtype)[:, 8:-16]
         for product in (linear_dequantized, linear_fp8_in_order, linear_in_order):
-            check(product(x, weight, scale, None, None), x, (weight, scale))
+            check(product(FP8LinearOperands(x, weight, scale)), x, (weight, scale))
     assert torch.equal(dequantize_triton(weight, scale, dtype).double(), values_of(weight, scale, dtype))
 
 
@@ -59,21 +60,17 @@ def test_two_weights_side_by_side(first: int) -> None:
     a_scale, b_scale = rows[1].split([len(a_scale), len(b_scale)])
     for x in (torch.randn(1, 200), torch.randn(7, 200)):
         weights = a, a_scale, b, b_scale
-        check((linear_gemv if len(x) == 1 else linear_blocks)(x, *weights), x, *both)
-        check(linear_dequantized(x, *weights), x, *both)
-        check(linear_fp8_in_order(x, *weights), x, *both)
+        check((linear_gemv if len(x) == 1 else linear_blocks)(FP8LinearOperands(x, *weights)), x, *both)
+        check(linear_dequantized(FP8LinearOperands(x, *weights)), x, *both)
+        check(linear_fp8_in_order(FP8LinearOperands(x, *weights)), x, *both)
     x = torch.randn(40, 200).half()
-    whole = linear_in_order(x, *weights)
+    whole = linear_in_order(FP8LinearOperands(x, *weights))
     check(whole, x, *both)
-    assert torch.equal(linear_in_order(x[:7], *weights), whole[:7])
+    assert torch.equal(linear_in_order(FP8LinearOperands(x[:7], *weights)), whole[:7])
 
 
-def linear_fp8_in_order_alone(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return linear_fp8_in_order(x, weight, scale, None, None)
-
-
-def linear_by_one(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return torch.cat([linear_gemv(row[None], weight, scale) for row in x])
+def linear_by_one(operands: FP8LinearOperands) -> Tensor:
+    return torch.cat([linear_gemv(operands._replace(x=row[None])) for row in operands.x])
 
 
 def test_a_nan_stays_in_its_block_and_its_token() -> None:
@@ -82,8 +79,8 @@ def test_a_nan_stays_in_its_block_and_its_token() -> None:
     x = torch.randn(5, 300)
     x[3] = torch.nan
     x[:3, 130:260] = 0  # which times NaN is NaN all the same
-    for product in (linear_by_one, linear_blocks, linear_fp8_in_order_alone):
-        out = product(x, weight, scale)
+    for product in (linear_by_one, linear_blocks, linear_fp8_in_order):
+        out = product(FP8LinearOperands(x, weight, scale))
         assert out[:, :128].isnan().all() and out[3].isnan().all()
         assert out[[0, 1, 2, 4], 128:].isfinite().all()
 
@@ -111,5 +108,5 @@ def test_a_tokens_bits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     add_in_order(monkeypatch)
     weight, scale = fp8_weight(70, 200)
     x = torch.randn(40, 200)
-    whole = linear_fp8_in_order(x, weight, scale, None, None)
-    assert torch.equal(linear_fp8_in_order(x[5:9], weight, scale, None, None), whole[5:9])
+    whole = linear_fp8_in_order(FP8LinearOperands(x, weight, scale))
+    assert torch.equal(linear_fp8_in_order(FP8LinearOperands(x[5:9], weight, scale)), whole[5:9])

@@ -10,6 +10,7 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.linear import norm_linear_gemv  # noqa: E402
+from mla_compile.ops.operands import NormLinearOperands  # noqa: E402
 from tests.ops.norm_linear import check  # noqa: E402
 
 
@@ -31,4 +32,4 @@ from tests.ops.norm_linear import check  # noqa: E402
     ids=str,
 )
 def test_the_kernel(dtype: torch.dtype, tokens: int, k: int) -> None:
-    check(norm_linear_gemv, dtype, tokens, k)
+    check(lambda *args: norm_linear_gemv(NormLinearOperands(*args)), dtype, tokens, k)

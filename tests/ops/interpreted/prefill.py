@@ -17,7 +17,7 @@ from mla_compile.ops.kernels.keys import expanded_keys  # noqa: E402
 from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
 from mla_compile.ops.kernels.plan import DecodeTiles, MatmulTiles, PrefillTiles  # noqa: E402
 from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
-from mla_compile.ops.prefill import PrefillOperands  # noqa: E402
+from mla_compile.ops.operands import PrefillOperands  # noqa: E402
 from tests.cases import make_case  # noqa: E402
 from tests.kernel_cases import check_prefill, prefill_args  # noqa: E402
 from tests.ops.prefill_conformance import (  # noqa: E402

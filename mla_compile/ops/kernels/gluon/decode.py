@@ -9,12 +9,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import DecodeOperands
 from mla_compile.ops.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
 from mla_compile.ops.kernels.gluon.narrow import MOST_ROWS, MOST_UNSPLIT_ROWS, narrow_kernel
 from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, join_kernel
 from mla_compile.ops.kernels.gluon.wide import HALF, ROWS, wide_kernel
 from mla_compile.ops.kernels.plan import device_of, power_of_two
+from mla_compile.ops.operands import DecodeOperands
 
 _JOINERS = 2048
 """Programs that join; as many as are at work at once, or a few times more."""
