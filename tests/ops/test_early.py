@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from tests.ops.routing import router_args
 pytest.importorskip("triton")
 
 from mla_compile.ops.kernels import (
-    blocks,
     by_head,
+    early,
     fp8_linear,
     gemv,
     linear,
@@ -30,84 +29,49 @@ from mla_compile.ops.kernels import (
 from mla_compile.ops.operands import FP8LinearOperands
 
 BF16 = torch.bfloat16
-CALLS: dict[str, tuple[ModuleType, Callable[[], object]]] = {
-    "gemv": (
-        gemv,
-        lambda: linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+CALLS: dict[str, Callable[[], object]] = {
+    "gemv": lambda: linear.linear_gemv(torch.zeros(1, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+    "by head": lambda: by_head.multiply_by_head_triton(
+        torch.zeros(1, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
     ),
-    "by head": (
-        by_head,
-        lambda: by_head.multiply_by_head_triton(
-            torch.zeros(1, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
-        ),
+    "by head, across": lambda: by_head.multiply_by_head_triton(
+        torch.zeros(1, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
     ),
-    "by head, across": (
-        by_head,
-        lambda: by_head.multiply_by_head_triton(
-            torch.zeros(1, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
-        ),
+    "by head, tiles": lambda: by_head.multiply_by_head_tiles(
+        torch.zeros(8, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
     ),
-    "by head, tiles": (
-        by_head,
-        lambda: by_head.multiply_by_head_tiles(
-            torch.zeros(8, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
-        ),
+    "by head, tiles, across": lambda: by_head.multiply_by_head_tiles(
+        torch.zeros(8, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
     ),
-    "by head, tiles, across": (
-        by_head,
-        lambda: by_head.multiply_by_head_tiles(
-            torch.zeros(8, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
-        ),
+    "rms_norm": lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6),
+    "router": lambda: routing.router_triton(*router_args("glm", 2, 64, BF16)),
+    "norm and router": lambda: routing.norm_router_triton(
+        x := torch.zeros(2, 64, dtype=BF16), x, None, 1e-6, *router_args("glm", 2, 64, BF16)[1:]
     ),
-    "rms_norm": (rms_norm, lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6)),
-    "router": (routing, lambda: routing.router_triton(*router_args("glm", 2, 64, BF16))),
-    "norm and router": (
-        routing,
-        lambda: routing.norm_router_triton(
-            x := torch.zeros(2, 64, dtype=BF16), x, None, 1e-6, *router_args("glm", 2, 64, BF16)[1:]
-        ),
+    "norm and gemv": lambda: gemv.multiply(
+        x := torch.zeros(1, 512, dtype=BF16),
+        torch.zeros(64, 512, dtype=BF16),
+        None,
+        (2, 512, 2),
+        gemv.Norm(x, None, 1e-6),
     ),
-    "norm and gemv": (
-        gemv,
-        lambda: gemv.multiply(
-            x := torch.zeros(1, 512, dtype=BF16),
-            torch.zeros(64, 512, dtype=BF16),
-            None,
-            (2, 512, 2),
-            gemv.Norm(x, None, 1e-6),
-        ),
+    "fp8 gemv": lambda: fp8_linear.linear_gemv(
+        FP8LinearOperands(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120))
     ),
-    "fp8 gemv": (
-        gemv,
-        lambda: fp8_linear.linear_gemv(
-            FP8LinearOperands(torch.zeros(1, 5120, dtype=BF16), *fp8_weight(64, 5120))
-        ),
+    "blocks": lambda: linear.linear_blocks(
+        torch.zeros(8, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)
     ),
-    "blocks": (
-        blocks,
-        lambda: linear.linear_blocks(torch.zeros(8, 5120, dtype=BF16), torch.zeros(64, 5120, dtype=BF16)),
+    "fp8 blocks": lambda: fp8_linear.linear_blocks(
+        FP8LinearOperands(torch.zeros(8, 5120, dtype=BF16), *fp8_weight(64, 5120))
     ),
-    "fp8 blocks": (
-        blocks,
-        lambda: fp8_linear.linear_blocks(
-            FP8LinearOperands(torch.zeros(8, 5120, dtype=BF16), *fp8_weight(64, 5120))
-        ),
+    "moe of one token": lambda: moe_gemv.moe_gemv(
+        moe_case(1, 4, hidden=64, intermediate=32, dtype=BF16).operands()
     ),
-    "moe of one token": (
-        moe_gemv,
-        lambda: moe_gemv.moe_gemv(moe_case(1, 4, hidden=64, intermediate=32, dtype=BF16).operands()),
+    "moe": lambda: moe.moe_triton(moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).operands()),
+    "append": lambda: norm_rope_append.norm_rope_append_triton(
+        norm_rope_append_case(2, 64, 16, dtype=BF16).operands()
     ),
-    "moe": (moe, lambda: moe.moe_triton(moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).operands())),
-    "append": (
-        norm_rope_append,
-        lambda: norm_rope_append.norm_rope_append_triton(
-            norm_rope_append_case(2, 64, 16, dtype=BF16).operands()
-        ),
-    ),
-    "queries": (
-        rotate_queries,
-        lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
-    ),
+    "queries": lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
 }
 WITH_WEIGHTS = {
     "gemv",
@@ -127,8 +91,8 @@ WITH_WEIGHTS = {
 def test_an_early_kernel_waits_before_it_reads_or_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.triton_compile import compiled_for
 
-    module, call = CALLS[name]
-    monkeypatch.setattr(module, "starts_early", lambda tensor: True)
+    call = CALLS[name]
+    monkeypatch.setattr(early, "starts_early", lambda tensor: True)
     with compiled_for(90) as kernels:
         call()
     assert kernels

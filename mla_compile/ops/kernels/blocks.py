@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import prefetch_rows, starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, prefetch_rows, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK, values
 from mla_compile.ops.kernels.parts import add_parts
 from mla_compile.ops.kernels.plan import (
@@ -165,8 +165,7 @@ def multiply(
             *(x, weight, scale, out, x.stride(0), tokens, columns),
             K=k,
             IN_ORDER=in_order,
-            EARLY=starts_early(x),
-            launch_pdl=starts_early(x),
+            **early_options(x),
             **tiles.options(k),
         )
     return out

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import prefetch, starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, prefetch, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import MatmulTiles, by_head_tiles, power_of_two
 
 
@@ -127,9 +127,8 @@ def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
             BLOCK_K=max(64, power_of_two(k)),
             BLOCK_N=block_n,
             ALONG_K=along_k,
-            EARLY=starts_early(x),
             num_warps=warps,
-            launch_pdl=starts_early(x),
+            **early_options(x),
         )
     return out
 
@@ -148,8 +147,7 @@ def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = 
             N=n,
             WIDE_K=max(64, power_of_two(k)),
             ALONG_K=w.stride(1) == 1,
-            EARLY=starts_early(x),
-            launch_pdl=starts_early(x),
+            **early_options(x),
             **tiles.options(k),
         )
     return out

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.ops import peers as shared
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
 from mla_compile.ops.peers import Peers, blocks_of
 
@@ -218,7 +218,7 @@ def all_reduce_add_rms_norm_triton(
 def _options(peers: Peers, x: Tensor, block: int) -> dict[str, Any]:
     """What both kernels are launched with."""
     sizes = {"RANK": peers.rank, "RANKS": peers.size, "COLUMNS": x.shape[1], "BLOCK": block}
-    return sizes | {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
+    return sizes | early_options(x)
 
 
 def _peers(x: Tensor) -> Peers:

@@ -15,8 +15,14 @@ from mla_compile.ops.kernels.plan import device_of
 
 
 def starts_early(tensor: Tensor) -> bool:
-    """Whether kernels on the device of a tensor can: their constant EARLY, and `launch_pdl` of their launch."""
+    """Whether kernels on the device of a tensor can."""
     return tensor.is_cuda and device_of(tensor).capability >= (9, 0)
+
+
+def early_options(tensor: Tensor) -> dict[str, bool]:
+    """What says so in a launch: a kernel's constant EARLY, and `launch_pdl`."""
+    starts = starts_early(tensor)
+    return {"EARLY": starts, "launch_pdl": starts}
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import prefetch_rows, starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, prefetch_rows, wait_for_kernel_before
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
 
@@ -133,9 +133,8 @@ def multiply(
             NORM=norm is not None,
             BLOCK_C=block_c,
             BLOCK_K=block_k,
-            EARLY=starts_early(x),
             num_warps=warps,
-            launch_pdl=starts_early(x),
+            **early_options(x),
         )
     return out, total
 

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
 from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
 from mla_compile.ops.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.kernels.plan import (
@@ -533,7 +533,7 @@ def moe_triton(
         token_tiles += shared * triton.cdiv(tokens, tiles.tokens)
         return (triton.cdiv(columns, tiles.columns) * token_tiles,)
 
-    early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
+    early = early_options(x)
     starts = order = places = None
     if is_sorted:
         starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
 from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
@@ -176,7 +176,7 @@ def moe_gemv(
     down = down or ((4, 2048, 8) if operands.down_scale is None else (1, 512, 1))
     padding, constants = padding_of(topk_ids, row_lens, q_len)
     constants |= {"SHARED": operands.num_shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
-    early = {"EARLY": starts_early(x), "launch_pdl": starts_early(x)}
+    early = early_options(x)
 
     def options(tiles: tuple[int, int, int]) -> dict[str, int]:
         return dict(zip(("BLOCK_C", "BLOCK_K", "num_warps"), tiles, strict=True))

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import power_of_two
-from mla_compile.ops.kernels.rotation import blocks_of_heads, rotate_heads
+from mla_compile.ops.kernels.rotation import Angles, angles_of, blocks_of_heads, rotate_heads
 from mla_compile.ops.operands import NormRopeAppendOperands
 
 
@@ -17,16 +17,11 @@ from mla_compile.ops.operands import NormRopeAppendOperands
 def _write_latent(
     kv_a,
     weight,
-    cos,
-    sin,
+    angles,
     kv_cache,
     slot_mapping,
     token,
     kv_a_stride,
-    cos_stride,
-    cos_step,
-    sin_stride,
-    sin_step,
     eps,
     RANK: tl.constexpr,
     HALF: tl.constexpr,
@@ -48,12 +43,7 @@ def _write_latent(
     second_in = first_in + (1 if INTERLEAVED_IN else HALF)
     a = tl.load(source + first_in, mask=pair < HALF, other=0.0).to(tl.float32)
     b = tl.load(source + second_in, mask=pair < HALF, other=0.0).to(tl.float32)
-    cos += token * cos_stride
-    sin += token * sin_stride
-    cos_a = tl.load(cos + pair * cos_step, mask=pair < HALF, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin + pair * sin_step, mask=pair < HALF, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos + (SECOND + pair) * cos_step, mask=pair < HALF, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + (SECOND + pair) * sin_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, HALF, SECOND)
 
     target = kv_cache + slot * (RANK + 2 * HALF)
     dtype = kv_cache.dtype.element_ty
@@ -101,16 +91,15 @@ def norm_rope_append_kernel(
     wait_for_kernel_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    angles = Angles(cos, sin, cos_stride, cos_step, sin_stride, sin_step)
     if block == 0:
         _write_latent(
-            kv_a, weight, cos, sin, kv_cache, slot_mapping, token,
-            kv_a_stride, cos_stride, cos_step, sin_stride, sin_step, eps,
+            kv_a, weight, angles, kv_cache, slot_mapping, token, kv_a_stride, eps,
             RANK, HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK, BLOCK_HALF,
         )  # fmt: skip
     elif q_pe is not None:
         rotate_heads(
-            q_pe, cos, sin, token, block - 1, heads,
-            token_stride, head_stride, cos_stride, cos_step, sin_stride, sin_step,
+            q_pe, angles, token, block - 1, heads, token_stride, head_stride,
             HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK_HEADS, BLOCK_HALF,
         )  # fmt: skip
 
@@ -146,7 +135,6 @@ def norm_rope_append_triton(operands: NormRopeAppendOperands) -> None:
             INTERLEAVED_OUT=interleaved_out,
             BLOCK=power_of_two(rank),
             **sizes,
-            EARLY=starts_early(kv_a),
             num_warps=4,
-            launch_pdl=starts_early(kv_a),
+            **early_options(kv_a),
         )

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
 
 
@@ -80,8 +80,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: floa
             HAS_WEIGHT=weight is not None,
             COLUMNS=columns,
             BLOCK=block,
-            EARLY=starts_early(x),
             num_warps=row_warps(block),
-            launch_pdl=starts_early(x),
+            **early_options(x),
         )
     return normed, total

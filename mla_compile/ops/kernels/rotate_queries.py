@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
-from mla_compile.ops.kernels.rotation import blocks_of_heads, rotate_heads
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
+from mla_compile.ops.kernels.rotation import Angles, blocks_of_heads, rotate_heads
 
 
 @triton.jit
@@ -31,9 +31,9 @@ def rotate_queries_kernel(
 ):
     """`rotate_heads` of all queries; grid `[tokens, blocks of heads]`."""
     wait_for_kernel_before(EARLY)
+    angles = Angles(cos, sin, cos_stride, cos_step, sin_stride, sin_step)
     rotate_heads(
-        q_pe, cos, sin, tl.program_id(0).to(tl.int64), tl.program_id(1), heads,
-        token_stride, head_stride, cos_stride, cos_step, sin_stride, sin_step,
+        q_pe, angles, tl.program_id(0).to(tl.int64), tl.program_id(1), heads, token_stride, head_stride,
         HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK_HEADS, BLOCK_HALF,
     )  # fmt: skip
 
@@ -58,7 +58,6 @@ def rotate_queries_triton(
             INTERLEAVED_IN=interleaved_in,
             INTERLEAVED_OUT=interleaved_out,
             **sizes,
-            EARLY=starts_early(q_pe),
             num_warps=4,
-            launch_pdl=starts_early(q_pe),
+            **early_options(q_pe),
         )

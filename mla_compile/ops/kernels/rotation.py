@@ -1,5 +1,7 @@
 """Rotation of a token's heads in place, which two kernels do."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,22 +12,40 @@ _MOST_PAIRS = 1024
 """That a program rotates: eight a thread."""
 
 
+class Angles(NamedTuple):
+    """Cosines and sines in a kernel, `[tokens, HALF or 2 * HALF]`: its arguments of these names."""
+
+    cos: Any
+    sin: Any
+    cos_stride: Any
+    cos_step: Any
+    sin_stride: Any
+    sin_step: Any
+
+
+@triton.jit
+def angles_of(angles, token, pair, HALF: tl.constexpr, SECOND: tl.constexpr):
+    """Those of a token's pairs: of the first elements, then of the second ones, which start at column SECOND."""
+    cos = angles.cos + token * angles.cos_stride
+    sin = angles.sin + token * angles.sin_stride
+    cos_a = tl.load(cos + pair * angles.cos_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * angles.sin_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + (SECOND + pair) * angles.cos_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + (SECOND + pair) * angles.sin_step, mask=pair < HALF, other=0.0).to(tl.float32)
+    return cos_a, sin_a, cos_b, sin_b
+
+
 @triton.jit
 def rotate_heads(
     q_pe,  # [tokens, heads, 2 * HALF], the last stride 1
-    cos,  # [tokens, HALF or 2 * HALF]
-    sin,  # likewise
+    angles,
     token,
     block,  # which heads: the block-th BLOCK_HEADS of them
     heads,
     token_stride,
     head_stride,
-    cos_stride,
-    cos_step,
-    sin_stride,
-    sin_step,
     HALF: tl.constexpr,
-    SECOND: tl.constexpr,  # the column of cos and sin where the second elements' ones start
+    SECOND: tl.constexpr,
     INTERLEAVED_IN: tl.constexpr,
     INTERLEAVED_OUT: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -42,12 +62,8 @@ def rotate_heads(
     second_in = first_in + (1 if INTERLEAVED_IN else HALF)
     a = tl.load(row + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
     b = tl.load(row + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
-    cos += token * cos_stride
-    sin += token * sin_stride
-    cos_a = tl.load(cos + pair * cos_step, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin + pair * sin_step, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos + (SECOND + pair) * cos_step, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin + (SECOND + pair) * sin_step, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, HALF, SECOND)
+    cos_a, sin_a, cos_b, sin_b = cos_a[None, :], sin_a[None, :], cos_b[None, :], sin_b[None, :]
     if INTERLEAVED_IN != INTERLEAVED_OUT:
         tl.debug_barrier()  # an element is written to where another thread has read
     first_out = 2 * pair if INTERLEAVED_OUT else pair

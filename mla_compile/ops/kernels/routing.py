@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.implementations import HALF
-from mla_compile.ops.kernels.early import starts_early, wait_for_kernel_before
+from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
 from mla_compile.ops.kernels.plan import aligned_rows, power_of_two
 
 _EXPERTS = 4
@@ -214,9 +214,8 @@ def router_triton(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) ->
             BLOCK_T=block_t,
             BLOCK_E=_EXPERTS,
             BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
-            EARLY=starts_early(x),
             num_warps=4,
-            launch_pdl=starts_early(x),
+            **early_options(x),
         )
     return _choose(logits, bias, *rule)
 
@@ -248,9 +247,8 @@ def norm_router_triton(
             HIDDEN=hidden,
             BLOCK_E=_EXPERTS,
             BLOCK=block,
-            EARLY=starts_early(x),
             num_warps=4 if block <= 2048 else 8,
-            launch_pdl=starts_early(x),
+            **early_options(x),
         )
     return normed, total, *_choose(logits, bias, *rule)
 
@@ -296,8 +294,7 @@ def _choose(
             BLOCK_K=triton.next_power_of_2(topk),
             BLOCK_G=triton.next_power_of_2(num_groups),
             BLOCK_P=triton.next_power_of_2(per_group),
-            EARLY=starts_early(logits),
             num_warps=1,
-            launch_pdl=starts_early(logits),
+            **early_options(logits),
         )
     return weights, ids
