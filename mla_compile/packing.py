@@ -18,7 +18,8 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.backends import DecodeCall, QueryLenSupport, describe_device, select_backend
+from mla_compile.ops.backends import DecodeCall, QueryLenSupport, select_backend
+from mla_compile.ops.implementations import describe_device
 from mla_compile.ops.segments import (
     MAX_KEYS,
     MIN_KEYS,

@@ -12,7 +12,7 @@ from mla_compile.ops.fp8_linear import fp8_linear_op
 from mla_compile.ops.kernels import blocks
 from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.moe import moe_triton
-from mla_compile.ops.kernels.plan import MoeTiles, device_of, fp8_moe_tiles, many_block_tiles
+from mla_compile.ops.kernels.plan import ProductTiles, device_of, fp8_moe_tiles, many_block_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.moe import moe_experts_op
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
@@ -87,7 +87,7 @@ def test_no_tile_of_experts_changes_a_bit() -> None:
         for pairs in (4, 600, 4000)
     ]
     assert len({*plans}) == 3
-    plans.append((MoeTiles(8, 32, 128, warps=2, stages=4),) * 2)
+    plans.append((ProductTiles(8, 32, 128, warps=2, stages=4),) * 2)
     for gate_up, down in plans:
         got = moe_triton(case.operands(), gate_up=gate_up, down=down, in_order=True)
         assert torch.equal(got, whole), (gate_up, down)

@@ -12,10 +12,10 @@ import torch
 from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops import batch_invariant_matmul, cublas, fused_add_rms_norm, fused_linear
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, describe_device
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
-from mla_compile.ops.implementations import Call
+from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.kernels import blocks
 from mla_compile.ops.kernels.plan import device_of, many_block_tiles, matmul_tiles
 from mla_compile.ops.library import choose

@@ -6,7 +6,8 @@ from typing import Any, TypedDict
 from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, DrafterName
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import DecodeCall, check_name, describe_device, select_backend
+from mla_compile.ops.backends import DecodeCall, check_name, select_backend
+from mla_compile.ops.implementations import describe_device
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter

@@ -29,17 +29,6 @@ from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
 from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import flatten_to_single
 
-__all__ = [
-    "DECODE_BACKENDS",
-    "DecodeBackend",
-    "DecodeCall",
-    "QueryLenSupport",
-    "check_name",
-    "decode_call",
-    "describe_device",
-    "select_backend",
-]
-
 log = logging.getLogger(__name__)
 
 

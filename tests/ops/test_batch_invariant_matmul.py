@@ -17,7 +17,7 @@ from torch.library import opcheck
 from mla_compile import MLAError
 from mla_compile.ops import batch_invariant_matmul, cublas
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.kernels.plan import H200, Device, MatmulTiles, matmul_tiles
+from mla_compile.ops.kernels.plan import H200, Device, ProductTiles, matmul_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.matmul import batch_invariant_matmul_op
 from tests.kernel_cases import check_matmul, drawn_matmul
@@ -412,7 +412,7 @@ def test_all_tiles_of_a_gpu_add_along_k_by_the_same_instructions_and_fit(
 
     kilobytes, few = (227, 8) if device.capability[0] in (9, 10) else (99, 16)
     seen: set[str] = set()
-    tiles: MatmulTiles
+    tiles: ProductTiles
     for tiles in sorted({matmul_tiles(*size, dtype, device) for size in SIZES}, key=str):
         x, w = torch.empty(tiles.tokens, 1, 512, dtype=dtype), torch.empty(1, 256, 512, dtype=dtype).mT
         with compiled_for(10 * device.capability[0] + device.capability[1]) as kernels:

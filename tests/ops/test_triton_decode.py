@@ -12,7 +12,7 @@ from mla_compile.ops.kernels.plan import (
     H200,
     MIN_KEYS,
     SPLIT_UNIT,
-    DecodeTiles,
+    AttentionTiles,
     Device,
     decode_tiles,
     matmul_tiles,
@@ -122,10 +122,10 @@ def test_the_workspace_of_batch_invariant_decode_is_bounded_whatever_the_table()
 
 
 def test_a_plan_is_a_function_of_shapes_and_of_tritons_version() -> None:
-    assert decode_tiles(20, 512, torch.bfloat16, H200).rows == 32
-    assert decode_tiles(80, 512, torch.bfloat16, H200).rows == 32
-    assert decode_tiles(80, 256, torch.bfloat16, H200).rows == 64
-    assert decode_tiles(1, 512, torch.bfloat16, H200).rows == 16
+    assert decode_tiles(20, 512, torch.bfloat16, H200).queries == 32
+    assert decode_tiles(80, 512, torch.bfloat16, H200).queries == 32
+    assert decode_tiles(80, 256, torch.bfloat16, H200).queries == 64
+    assert decode_tiles(1, 512, torch.bfloat16, H200).queries == 16
 
 
 def test_tiles_of_triton_3_8_differ_where_it_spills_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_tiles_of_triton_3_8_differ_where_it_spills_and_nowhere_else(monkeypatch
         decode, *products_before = before = tiles.pop((3, 6))
         assert tiles.pop((3, 7)) == tiles.pop(()) == before
         if device is H200 and dtype != torch.float32 and rank > 256 and rows > 16:
-            decode = DecodeTiles(32, 32, warps=8, stages=3)
+            decode = AttentionTiles(32, 32, warps=8, stages=3)
         expected = [
             replace(x, warps=8) if device is not H200 and dtype == torch.float32 and x.tokens == 64 else x
             for x in products_before

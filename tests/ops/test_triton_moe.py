@@ -11,7 +11,7 @@ from mla_compile.ops.kernels.plan import (
     H200,
     MOST_UNSORTED_PAIRS,
     Device,
-    MoeTiles,
+    ProductTiles,
     moe_tiles,
     triton_version,
 )
@@ -22,7 +22,7 @@ FEW, MANY = 4, MOST_UNSORTED_PAIRS + 1
 PAIRS = (*range(1, 8 * MOST_UNSORTED_PAIRS, 7), 2**15, 2**20)
 
 
-def plans(device: Device) -> list[tuple[int, torch.dtype, MoeTiles, MoeTiles]]:
+def plans(device: Device) -> list[tuple[int, torch.dtype, ProductTiles, ProductTiles]]:
     """Every combination of pairs few or many, dtype and tiles of both products that a call can get."""
     found = set()
     for pairs, experts, dtype in product(PAIRS, (1, 8, 64, 256), (torch.bfloat16, torch.float32)):
@@ -40,7 +40,7 @@ def plans(device: Device) -> list[tuple[int, torch.dtype, MoeTiles, MoeTiles]]:
     ids=str,
 )
 def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
-    device: Device, plan: tuple[int, torch.dtype, MoeTiles, MoeTiles]
+    device: Device, plan: tuple[int, torch.dtype, ProductTiles, ProductTiles]
 ) -> None:
     pytest.importorskip("triton")
     from mla_compile.ops.kernels.moe import moe_triton
@@ -148,9 +148,9 @@ def test_programs_are_enough_to_fill_the_gpu(pairs: int) -> None:
 @pytest.mark.parametrize("pairs_per_expert", [34, 68, 256])
 def test_many_pairs_get_the_tiles_that_won_on_an_h200(pairs_per_expert: int) -> None:
     """Of 64 experts of 2048 x 1408; other numbers of them get the same for as many pairs an expert."""
-    half = MoeTiles(64, 64, 64, warps=4, stages=3), MoeTiles(64, 128, 64, warps=4, stages=3)
-    narrow = MoeTiles(128, 128, 64, warps=8, stages=4), MoeTiles(64, 128, 64, warps=4, stages=3)
-    wide = MoeTiles(128, 128, 64, warps=8, stages=4), MoeTiles(128, 256, 64, warps=8, stages=3)
+    half = ProductTiles(64, 64, 64, warps=4, stages=3), ProductTiles(64, 128, 64, warps=4, stages=3)
+    narrow = ProductTiles(128, 128, 64, warps=8, stages=4), ProductTiles(64, 128, 64, warps=4, stages=3)
+    wide = ProductTiles(128, 128, 64, warps=8, stages=4), ProductTiles(128, 256, 64, warps=8, stages=3)
     for dtype in (torch.bfloat16, torch.float16):
         for experts in (64, 256):
             pairs = pairs_per_expert * experts

@@ -102,6 +102,6 @@ def test_many_rows_of_absorbed_prefill_get_wide_tiles_on_hopper_in_half_precisio
     ):
         tiles = plan.absorbed_tiles(rows, rank, dtype, device)
         if rows >= 512 and dtype != torch.float32 and device.capability == (9, 0):
-            assert tiles == plan.DecodeTiles(rows=64, keys=32, warps=8, stages=3)
+            assert tiles == plan.AttentionTiles(queries=64, keys=32, warps=8, stages=3)
         else:
             assert tiles == plan.decode_tiles(rows, rank, dtype, device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_compile.ops.kernels.chunks import block_of
 from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
-    DecodeTiles,
+    AttentionTiles,
     absorbed_tiles,
     device_of,
     num_splits,
@@ -120,7 +120,7 @@ def absorbed_kernel(
 def prefill_absorbed(
     operands: PrefillOperands,
     *,
-    tiles: DecodeTiles | None = None,
+    tiles: AttentionTiles | None = None,
     splits: int | None = None,
     min_keys: int = MIN_KEYS,
 ) -> Tensor:
@@ -135,7 +135,7 @@ def prefill_absorbed(
     device = device_of(q)
     tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device)
     # Each row has blocks of its own, the last of which may be all but empty.
-    blocks = (tokens * heads + rows * (tiles.rows - 1)) // tiles.rows
+    blocks = (tokens * heads + rows * (tiles.queries - 1)) // tiles.queries
     splits = splits or num_splits(blocks, key_slots.shape[1], device)
     q = q if q.stride(-1) == 1 else q.contiguous()
     q_latent = torch.bmm(q[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
@@ -167,7 +167,7 @@ def prefill_absorbed(
             RANK_BLOCK=power_of_two(rank),
             ROPE_BLOCK=power_of_two(rope),
             ROWS_BLOCK=power_of_two(rows),
-            BLOCK_R=tiles.rows,
+            BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,
             MIN_KEYS=min_keys,
             num_warps=tiles.warps,

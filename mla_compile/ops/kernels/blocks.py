@@ -18,7 +18,7 @@ from mla_compile.ops.kernels.fp8 import BLOCK, values
 from mla_compile.ops.kernels.parts import add_parts
 from mla_compile.ops.kernels.plan import (
     MOST_SHARING,
-    MatmulTiles,
+    ProductTiles,
     block_parts,
     block_tiles,
     device_of,
@@ -147,7 +147,7 @@ def multiply(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None,
-    tiles: MatmulTiles | None = None,
+    tiles: ProductTiles | None = None,
     *,
     in_order: bool = False,
 ) -> Tensor:
@@ -176,7 +176,7 @@ def multiply_in_order(
     weight: Tensor,
     scale: Tensor | None,
     *,
-    tiles: MatmulTiles | None = None,
+    tiles: ProductTiles | None = None,
     split: bool | None = None,
 ) -> Tensor:
     """`x @ weight.T`, where a token's bits depend on no other token, for x in half precision.

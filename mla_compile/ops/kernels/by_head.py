@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import early_options, prefetch, wait_for_kernel_before
-from mla_compile.ops.kernels.plan import MatmulTiles, by_head_tiles, power_of_two
+from mla_compile.ops.kernels.plan import ProductTiles, by_head_tiles, power_of_two
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
     return out
 
 
-def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = None) -> Tensor:
+def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: ProductTiles | None = None) -> Tensor:
     """What `matmul_by_head` computes of a few tokens in half precision; tiles: chosen by `plan.py` unless given."""
     x = x if x.stride(2) == 1 else x.contiguous()
     tokens, heads, k = x.shape

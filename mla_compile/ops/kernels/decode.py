@@ -27,7 +27,7 @@ from mla_compile.ops.kernels.plan import (
     MIN_KEYS,
     SPLIT_BLOCK,
     SPLIT_UNIT,
-    DecodeTiles,
+    AttentionTiles,
     decode_tiles,
     device_of,
     num_fixed_splits,
@@ -182,7 +182,7 @@ def _launch(
     part_out: Tensor,
     part_lse: Tensor,
     *,
-    tiles: DecodeTiles,
+    tiles: AttentionTiles,
     programs: int,
     min_keys: int = MIN_KEYS,
     split_unit: int = 0,
@@ -190,7 +190,7 @@ def _launch(
     """`split_kernel` with so many programs for each block of query rows."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
-    split_kernel[(rows * triton.cdiv(q_len * heads, tiles.rows), programs)](
+    split_kernel[(rows * triton.cdiv(q_len * heads, tiles.queries), programs)](
         q_latent,
         q_pe,
         kv_cache,
@@ -212,7 +212,7 @@ def _launch(
         RANK_BLOCK=power_of_two(rank),
         ROPE_BLOCK=power_of_two(rope),
         PAGE_SIZE=kv_cache.shape[1],
-        BLOCK_R=tiles.rows,
+        BLOCK_R=tiles.queries,
         BLOCK_N=tiles.keys,
         MIN_KEYS=min_keys,
         SPLIT_UNIT=split_unit,
@@ -224,7 +224,7 @@ def _launch(
 def decode_triton(
     operands: DecodeOperands,
     *,
-    tiles: DecodeTiles | None = None,
+    tiles: AttentionTiles | None = None,
     splits: int | None = None,
     min_keys: int = MIN_KEYS,
 ) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ def decode_triton(
     rows, columns = operands.block_table.shape
     device = device_of(q_latent)
     tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device)
-    blocks = rows * triton.cdiv(q_len * heads, tiles.rows)
+    blocks = rows * triton.cdiv(q_len * heads, tiles.queries)
     splits = splits or num_splits(blocks, columns * operands.kv_cache.shape[1], device)
 
     out = q_latent.new_empty(q_latent.shape)
@@ -254,7 +254,7 @@ def decode_triton(
 def decode_triton_invariant(
     operands: DecodeOperands,
     *,
-    tiles: DecodeTiles | None = None,
+    tiles: AttentionTiles | None = None,
     programs: int | None = None,
     split_unit: int = SPLIT_UNIT,
     split_block: int = SPLIT_BLOCK,
@@ -271,7 +271,7 @@ def decode_triton_invariant(
     tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device)
 
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
-        blocks = part.seq_lens.shape[0] * triton.cdiv(part.q_len * heads, tiles.rows)
+        blocks = part.seq_lens.shape[0] * triton.cdiv(part.q_len * heads, tiles.queries)
         splits = num_fixed_splits(max_keys, split_unit)
         _launch(
             part,

@@ -14,7 +14,7 @@ from torch import Tensor
 from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels import blocks, gemv
 from mla_compile.ops.kernels.fp8 import dequantize_triton
-from mla_compile.ops.kernels.plan import MatmulTiles
+from mla_compile.ops.kernels.plan import ProductTiles
 from mla_compile.ops.operands import FP8LinearOperands
 
 
@@ -27,7 +27,7 @@ def linear_gemv(operands: FP8LinearOperands, *, tiles: gemv.Tiles | None = None)
     return each_matrix(lambda x, weight, scale: gemv.multiply(x, weight, scale, chosen)[0], operands)
 
 
-def linear_blocks(operands: FP8LinearOperands, *, tiles: MatmulTiles | None = None) -> Tensor:
+def linear_blocks(operands: FP8LinearOperands, *, tiles: ProductTiles | None = None) -> Tensor:
     """What `fp8_linear` computes of a few tokens in half precision."""
     return each_matrix(partial(blocks.multiply, tiles=tiles), operands)
 

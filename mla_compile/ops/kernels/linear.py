@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from mla_compile.ops.kernels import blocks, gemv
-from mla_compile.ops.kernels.plan import MatmulTiles
+from mla_compile.ops.kernels.plan import ProductTiles
 from mla_compile.ops.operands import NormLinearOperands
 from mla_compile.ops.side_by_side import one_matrix
 
@@ -19,7 +19,7 @@ def linear_gemv(
 
 
 def linear_blocks(
-    x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: MatmulTiles | None = None
+    x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: ProductTiles | None = None
 ) -> Tensor:
     """What `fused_linear` computes of a few tokens, by weights that are one matrix in memory."""
     return blocks.multiply(x, one_matrix(first, second), None, tiles)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.plan import DecodeTiles, decode_tiles, device_of, num_splits, power_of_two
+from mla_compile.ops.kernels.plan import AttentionTiles, decode_tiles, device_of, num_splits, power_of_two
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine, split_results
 
 _LOWEST = tl.constexpr(-3.0e38)
@@ -145,7 +145,7 @@ def masked_decode_triton(
     mask: Tensor | None,
     softmax_scale: float,
     *,
-    tiles: DecodeTiles | None = None,
+    tiles: AttentionTiles | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """What `mla_masked_decode` computes, with its arguments, on the GPU or in Triton's interpreter.
@@ -163,7 +163,7 @@ def masked_decode_triton(
 
     device = device_of(q_latent)
     tiles = tiles or decode_tiles(query_rows, rank, q_latent.dtype, device)
-    blocks = rows * triton.cdiv(query_rows, tiles.rows)
+    blocks = rows * triton.cdiv(query_rows, tiles.queries)
     splits = splits or num_splits(blocks, keys, device)
 
     out = q_latent.new_empty(q_latent.shape)
@@ -194,7 +194,7 @@ def masked_decode_triton(
             ROPE=rope,
             RANK_BLOCK=power_of_two(rank),
             ROPE_BLOCK=power_of_two(rope),
-            BLOCK_R=tiles.rows,
+            BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,
             num_warps=tiles.warps,
             num_stages=tiles.stages,

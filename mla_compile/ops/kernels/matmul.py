@@ -12,7 +12,7 @@ from torch import Tensor
 from mla_compile.ops.fp8 import each_matrix
 from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.parts import add_parts
-from mla_compile.ops.kernels.plan import MatmulTiles, device_of, matmul_tiles, splits_matmul
+from mla_compile.ops.kernels.plan import ProductTiles, device_of, matmul_tiles, splits_matmul
 from mla_compile.ops.operands import FP8LinearOperands
 
 PART = 256
@@ -97,7 +97,7 @@ def matmul_kernel(
 
 
 def matmul_triton(
-    x: Tensor, w: Tensor, *, tiles: MatmulTiles | None = None, split: bool | None = None
+    x: Tensor, w: Tensor, *, tiles: ProductTiles | None = None, split: bool | None = None
 ) -> Tensor:
     """`batch_invariant_matmul` on the GPU or in Triton's interpreter.
 

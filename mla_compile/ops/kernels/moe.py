@@ -30,7 +30,7 @@ from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
 from mla_compile.ops.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.kernels.plan import (
     MOST_UNSORTED_PAIRS,
-    MoeTiles,
+    ProductTiles,
     device_of,
     fp8_moe_tiles,
     has_one_order,
@@ -495,8 +495,8 @@ def sort_pairs(
 def moe_triton(
     operands: ExpertOperands,
     *,
-    gate_up: MoeTiles | None = None,
-    down: MoeTiles | None = None,
+    gate_up: ProductTiles | None = None,
+    down: ProductTiles | None = None,
     in_order: bool = False,
 ) -> Tensor:
     """What `moe_experts_op` computes, on the GPU or in Triton's interpreter; sums in float32.
@@ -525,7 +525,7 @@ def moe_triton(
     shapes = padded | {"HIDDEN": hidden, "INTERMEDIATE": intermediate, "BY_PAIR": pairs < experts}
     shapes |= {"CHUNK": min(_MOST_AT_ONCE, power_of_two(pairs)), "BLOCK_E": power_of_two(experts)}
 
-    def programs(columns: int, tiles: MoeTiles) -> tuple[int]:
+    def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
         """The grid: at most so many tiles are there for `_tile` to hand out, whoever chose which expert."""
         token_tiles = chosen = min(pairs, experts)
         if is_sorted:

@@ -92,17 +92,17 @@ def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 @dataclass(frozen=True)
-class DecodeTiles:
-    """How much a program of the decode kernel holds."""
+class AttentionTiles:
+    """How much a program of an attention kernel holds."""
 
-    rows: int
-    """Query rows: query tokens times heads."""
+    queries: int
+    """Of one head, or where nothing is expanded those of all heads, query tokens times heads."""
     keys: int
     warps: int
     stages: int
 
 
-def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
+def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> AttentionTiles:
     """Tiles that keep the output, `[rank, rows]` in float32, in registers, and two tiles of keys in shared memory.
 
     query_rows: `q_len * heads`; of batch-invariant decode `heads` alone, as other tiles may add in another order. On
@@ -112,16 +112,16 @@ def decode_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device)
     Elsewhere 32 keys fit the 99 KB of the smaller GPUs. Float32 runs on the plain cores: tensor cores would round it.
     """
     if dtype == torch.float32:
-        return DecodeTiles(rows=16, keys=16, warps=8, stages=1)
+        return AttentionTiles(queries=16, keys=16, warps=8, stages=1)
     if device.capability[0] != 9:
-        return DecodeTiles(rows=16, keys=32, warps=4, stages=3)
+        return AttentionTiles(queries=16, keys=32, warps=4, stages=3)
     rows = min(32 if rank > 256 else 64, power_of_two(query_rows))
     if rank > 256 and rows == 32 and triton_version() >= (3, 8):  # chosen by spills
-        return DecodeTiles(rows=32, keys=32, warps=8, stages=3)
-    return DecodeTiles(rows=rows, keys=64, warps=4, stages=2)
+        return AttentionTiles(queries=32, keys=32, warps=8, stages=3)
+    return AttentionTiles(queries=rows, keys=64, warps=4, stages=2)
 
 
-def absorbed_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> DecodeTiles:
+def absorbed_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Device) -> AttentionTiles:
     """Those of decode, but for many query rows on Hopper 64 at a time, whose output two groups of four warps share.
 
     With a rank of 512 an H200 took 8 to 24% less time so from 512 rows on, though GLM's 20 heads make it spill. With
@@ -129,7 +129,7 @@ def absorbed_tiles(query_rows: int, rank: int, dtype: torch.dtype, device: Devic
     """
     if query_rows < 512 or dtype == torch.float32 or device.capability[0] != 9:
         return decode_tiles(query_rows, rank, dtype, device)
-    return DecodeTiles(rows=64, keys=32, warps=8, stages=3)
+    return AttentionTiles(queries=64, keys=32, warps=8, stages=3)
 
 
 @functools.cache
@@ -163,23 +163,13 @@ def rows_at_once(partial: int) -> int:
     return max(1, _MOST_PARTIAL // partial)
 
 
-@dataclass(frozen=True)
-class PrefillTiles:
-    """How much a program of the prefill kernel holds."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
 def qk_blocks(qk: int) -> tuple[int, int]:
     """Two blocks that hold a head's query, the second may be 0: one of DeepSeek's 192 would be a quarter empty."""
     head = max(16, 1 << (qk.bit_length() - 1))
     return head, power_of_two(qk - head) if qk > head else 0
 
 
-def prefill_tiles(qk: int, value: int, dtype: torch.dtype, device: Device) -> PrefillTiles:
+def prefill_tiles(qk: int, value: int, dtype: torch.dtype, device: Device) -> AttentionTiles:
     """The widest tiles whose queries and one to three tiles of keys and values fit shared memory.
 
     With GLM's widths the widest spill, and are quicker all the same than any that do not.
@@ -187,31 +177,31 @@ def prefill_tiles(qk: int, value: int, dtype: torch.dtype, device: Device) -> Pr
     Float32 runs on the plain cores, as tensor cores would round it.
     """
     if dtype == torch.float32:
-        return PrefillTiles(queries=16, keys=16, warps=4, stages=1)
+        return AttentionTiles(queries=16, keys=16, warps=4, stages=1)
     qk, v = sum(qk_blocks(qk)), power_of_two(value)
     room = 220_000 if device.capability[0] == 9 else 96_000
     warps = 8 if v > 128 else 4  # that hold `[64, v]` in float32 in registers
 
-    def fits(tiles: PrefillTiles) -> bool:
+    def fits(tiles: AttentionTiles) -> bool:
         return 2 * (tiles.queries * qk + tiles.stages * tiles.keys * (qk + v)) <= room
 
     return next(
         tiles
         for tiles in (
-            PrefillTiles(queries=128, keys=64, warps=8, stages=3),
-            PrefillTiles(queries=128, keys=64, warps=8, stages=2),
-            PrefillTiles(queries=64, keys=64, warps=warps, stages=2),
-            PrefillTiles(queries=64, keys=32, warps=warps, stages=2),
-            PrefillTiles(queries=64, keys=32, warps=warps, stages=1),
-            PrefillTiles(queries=16, keys=16, warps=4, stages=1),
+            AttentionTiles(queries=128, keys=64, warps=8, stages=3),
+            AttentionTiles(queries=128, keys=64, warps=8, stages=2),
+            AttentionTiles(queries=64, keys=64, warps=warps, stages=2),
+            AttentionTiles(queries=64, keys=32, warps=warps, stages=2),
+            AttentionTiles(queries=64, keys=32, warps=warps, stages=1),
+            AttentionTiles(queries=16, keys=16, warps=4, stages=1),
         )
         if fits(tiles)
     )
 
 
 @dataclass(frozen=True)
-class MoeTiles:
-    """How much a program of an expert kernel holds."""
+class ProductTiles:
+    """How much a program of a product holds, by one weight or by those of experts."""
 
     tokens: int
     columns: int
@@ -235,7 +225,7 @@ class MoeTiles:
         }
 
 
-def has_one_order(tiles: MoeTiles, device: Device) -> bool:
+def has_one_order(tiles: ProductTiles, device: Device) -> bool:
     """Whether a product of FP8's values, in tiles whose rows are those of the weight, adds along k as one by plain
     weights does.
 
@@ -257,7 +247,7 @@ def _float32_warps(device: Device) -> int:
     return 8 if triton_version() >= (3, 8) and device.capability[0] != 9 else 4
 
 
-def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> MoeTiles:
+def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> ProductTiles:
     """For few pairs, tiles of 32 columns: narrower ones, though more of them fill the GPU better, took longer.
 
     For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores. On
@@ -270,59 +260,54 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
     many = pairs > MOST_UNSORTED_PAIRS
     if dtype == torch.float32:
         if many and wanted > 16:
-            return MoeTiles(64, columns=64 // products, depth=32, warps=_float32_warps(device), stages=2)
-        return MoeTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
+            return ProductTiles(64, columns=64 // products, depth=32, warps=_float32_warps(device), stages=2)
+        return ProductTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
     if device.capability[0] == 10:  # one kind of instructions for all, as in `matmul_tiles`
-        return MoeTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=3)
+        return ProductTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=3)
     if many and wanted > 32:
         if device.capability[0] == 9:
             if products == 2 and pairs > 64 * experts:
-                return MoeTiles(tokens=128, columns=128, depth=64, warps=8, stages=4)
+                return ProductTiles(tokens=128, columns=128, depth=64, warps=8, stages=4)
             if pairs > MOST_NARROW_PAIRS * experts:
-                return MoeTiles(tokens=128, columns=256, depth=64, warps=8, stages=3)
-            return MoeTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
+                return ProductTiles(tokens=128, columns=256, depth=64, warps=8, stages=3)
+            return ProductTiles(tokens=64, columns=128 // products, depth=64, warps=4, stages=3)
         tokens = min(128, power_of_two(wanted))
-        return MoeTiles(tokens, columns=128 // products, depth=64, warps=tokens // 16, stages=3)
+        return ProductTiles(tokens, columns=128 // products, depth=64, warps=tokens // 16, stages=3)
     tokens = 16 if pairs <= 8 * experts else 32
-    return MoeTiles(tokens, columns=32, depth=128, warps=2 * products, stages=4)
-
-
-@dataclass(frozen=True)
-class MatmulTiles(MoeTiles):
-    """How much a program of a product by one weight holds."""
+    return ProductTiles(tokens, columns=32, depth=128, warps=2 * products, stages=4)
 
 
 # Widest first. Not timed: widths, depths and stages follow those that won among the expert kernels on an H200.
 _MATMUL_HOPPER = (
-    MatmulTiles(128, 256, 64, warps=8, stages=3),
-    MatmulTiles(64, 128, 64, warps=4, stages=3),
-    MatmulTiles(64, 64, 128, warps=4, stages=3),
-    MatmulTiles(64, 32, 128, warps=4, stages=4),
-    MatmulTiles(64, 16, 128, warps=4, stages=4),
+    ProductTiles(128, 256, 64, warps=8, stages=3),
+    ProductTiles(64, 128, 64, warps=4, stages=3),
+    ProductTiles(64, 64, 128, warps=4, stages=3),
+    ProductTiles(64, 32, 128, warps=4, stages=4),
+    ProductTiles(64, 16, 128, warps=4, stages=4),
 )
 _MATMUL_OTHERS = (
-    MatmulTiles(128, 128, 64, warps=8, stages=3),
-    MatmulTiles(64, 64, 64, warps=4, stages=3),
-    MatmulTiles(64, 32, 128, warps=4, stages=3),
+    ProductTiles(128, 128, 64, warps=8, stages=3),
+    ProductTiles(64, 64, 64, warps=4, stages=3),
+    ProductTiles(64, 32, 128, warps=4, stages=3),
 )
 _MATMUL_FEW = (
-    MatmulTiles(32, 32, 128, warps=4, stages=4),
-    MatmulTiles(32, 16, 256, warps=2, stages=4),
-    MatmulTiles(16, 32, 128, warps=4, stages=4),
-    MatmulTiles(16, 16, 256, warps=2, stages=4),
+    ProductTiles(32, 32, 128, warps=4, stages=4),
+    ProductTiles(32, 16, 256, warps=2, stages=4),
+    ProductTiles(16, 32, 128, warps=4, stages=4),
+    ProductTiles(16, 16, 256, warps=2, stages=4),
 )
 _MATMUL_BLACKWELL = (
-    MatmulTiles(128, 128, 64, warps=4, stages=3),
-    MatmulTiles(128, 64, 64, warps=4, stages=3),
-    MatmulTiles(128, 32, 64, warps=4, stages=4),
+    ProductTiles(128, 128, 64, warps=4, stages=3),
+    ProductTiles(128, 64, 64, warps=4, stages=3),
+    ProductTiles(128, 32, 64, warps=4, stages=4),
 )
 _MATMUL_FLOAT32 = (
-    MatmulTiles(32, 32, 32, warps=4, stages=2),
-    MatmulTiles(16, 16, 32, warps=2, stages=3),
+    ProductTiles(32, 32, 32, warps=4, stages=2),
+    ProductTiles(16, 16, 32, warps=2, stages=3),
 )
 
 
-def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> MatmulTiles:
+def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> ProductTiles:
     """The widest that waste less than half of their tokens and still give most multiprocessors a program.
 
     No choice among them changes a bit. A half-precision tile of any size and depth is a sequence of matrix
@@ -333,9 +318,9 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
 
     columns: of all groups.
     """
-    choices: tuple[MatmulTiles, ...] = _MATMUL_BLACKWELL
+    choices: tuple[ProductTiles, ...] = _MATMUL_BLACKWELL
     if dtype == torch.float32:
-        widest = MatmulTiles(64, 64, 32, warps=_float32_warps(device), stages=2)
+        widest = ProductTiles(64, 64, 32, warps=_float32_warps(device), stages=2)
         choices = _not_wider((widest, *_MATMUL_FLOAT32), tokens)
     elif device.capability[0] != 10:
         choices = _MATMUL_HOPPER if device.capability[0] == 9 else _MATMUL_OTHERS
@@ -352,7 +337,7 @@ def block_parts(k: int) -> int:
     return 2 if k <= 1024 else 4
 
 
-def block_tiles(tokens: int, k: int, device: Device) -> MatmulTiles:
+def block_tiles(tokens: int, k: int, device: Device) -> ProductTiles:
     """Tiles of a product of a few tokens by the blocks of a weight, which the warps share: a block of each part.
 
     On an H200 these were the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
@@ -362,17 +347,17 @@ def block_tiles(tokens: int, k: int, device: Device) -> MatmulTiles:
     roomy = device.capability[0] in (9, 10)
     columns = 32 if k >= 7168 and roomy else 16
     stages = 3 if k <= 1024 or k >= 7168 or not roomy else 4 if rows < 32 else 5
-    return MatmulTiles(rows, columns, depth=128 * parts, warps=parts, stages=stages)
+    return ProductTiles(rows, columns, depth=128 * parts, warps=parts, stages=stages)
 
 
 _MANY_BLOCKS = (
-    MatmulTiles(128, 128, 128, warps=8, stages=3),
-    MatmulTiles(64, 128, 128, warps=8, stages=3),
-    MatmulTiles(64, 64, 128, warps=4, stages=3),
+    ProductTiles(128, 128, 128, warps=8, stages=3),
+    ProductTiles(64, 128, 128, warps=8, stages=3),
+    ProductTiles(64, 64, 128, warps=4, stages=3),
 )
 
 
-def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> tuple[MatmulTiles, bool]:
+def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> tuple[ProductTiles, bool]:
     """Tiles of a batch-invariant product of many tokens by the blocks of a weight, and whether each of its parts goes
     to programs of its own.
 
@@ -385,16 +370,16 @@ def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> t
     return tiles, parts > 1 and 2 * programs < device.multiprocessors
 
 
-def by_head_tiles(tokens: int, k: int) -> MatmulTiles:
+def by_head_tiles(tokens: int, k: int) -> ProductTiles:
     """Tiles of a product of a few tokens by a matrix for each head."""
     if tokens <= 8:
-        return MatmulTiles(8, columns=32, depth=64 if k < 512 else 128, warps=2, stages=4)
-    return MatmulTiles(16 if tokens <= 16 else 32, columns=64, depth=64, warps=4, stages=4)
+        return ProductTiles(8, columns=32, depth=64 if k < 512 else 128, warps=2, stages=4)
+    return ProductTiles(16 if tokens <= 16 else 32, columns=64, depth=64, warps=4, stages=4)
 
 
 def fp8_moe_tiles(
     pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device, *, in_order: bool
-) -> MoeTiles:
+) -> ProductTiles:
     """`moe_tiles` of weights in block FP8: a block deep, as each block's sum is scaled; in float32 a quarter of one.
 
     Those that an H200 was quickest with.
@@ -406,25 +391,25 @@ def fp8_moe_tiles(
         return moe_tiles(pairs, experts, products, dtype, device)
     if pairs <= 2 * experts and not in_order:
         if pairs <= 16:
-            return MoeTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
-        return MoeTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
+            return ProductTiles(tokens=8, columns=64, depth=128, warps=4, stages=4)
+        return ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=4)
     if pairs > 16 * experts or (in_order and device.capability[0] == 10):
-        return MoeTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
-    return MoeTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
+        return ProductTiles(tokens=64, columns=128 // products, depth=128, warps=8 // products, stages=3)
+    return ProductTiles(16 if pairs <= MOST_UNSORTED_PAIRS else 32, columns=64, depth=128, warps=4, stages=3)
 
 
-def _not_wider(choices: tuple[MatmulTiles, ...], tokens: int, least: int = 0) -> tuple[MatmulTiles, ...]:
+def _not_wider(choices: tuple[ProductTiles, ...], tokens: int, least: int = 0) -> tuple[ProductTiles, ...]:
     """Those of no more tokens than there are, and of `least` or as many as there are."""
     wanted = power_of_two(tokens)
     return tuple(tiles for tiles in choices if min(wanted, least) <= tiles.tokens <= wanted)
 
 
 def _widest_that_fill(
-    choices: tuple[MatmulTiles, ...], tokens: int, columns: int, device: Device
-) -> MatmulTiles:
+    choices: tuple[ProductTiles, ...], tokens: int, columns: int, device: Device
+) -> ProductTiles:
     """The first that gives most multiprocessors a program, or else the last."""
 
-    def fills(tiles: MatmulTiles) -> bool:
+    def fills(tiles: ProductTiles) -> bool:
         programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
         return 4 * programs >= 3 * device.multiprocessors
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.chunks import block_of
 from mla_compile.ops.kernels.keys import expanded_keys
-from mla_compile.ops.kernels.plan import PrefillTiles, device_of, power_of_two, prefill_tiles, qk_blocks
+from mla_compile.ops.kernels.plan import AttentionTiles, device_of, power_of_two, prefill_tiles, qk_blocks
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.softmax import in_parts
@@ -167,7 +167,7 @@ def prefill_kernel(
 def prefill_triton(
     operands: PrefillOperands,
     *,
-    tiles: PrefillTiles | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> Tensor:
     """What `mla_prefill` computes, on the GPU or in Triton's interpreter."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands

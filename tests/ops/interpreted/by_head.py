@@ -8,9 +8,9 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.by_head import multiply_by_head_tiles, multiply_by_head_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
 
-SMALL = MatmulTiles(tokens=8, columns=16, depth=64, warps=1, stages=1)
+SMALL = ProductTiles(tokens=8, columns=16, depth=64, warps=1, stages=1)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 19])

@@ -16,11 +16,11 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.decode import decode_triton, decode_triton_invariant  # noqa: E402
-from mla_compile.ops.kernels.plan import DecodeTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import AttentionTiles  # noqa: E402
 from tests.kernel_cases import BACKENDS, DecodeCase, check_decode, decode_case  # noqa: E402
 from tests.ops.conformance import DecodeConformance, DecodeInvariance, Subject  # noqa: E402
 
-SMALL = DecodeTiles(rows=16, keys=16, warps=4, stages=1)
+SMALL = AttentionTiles(queries=16, keys=16, warps=4, stages=1)
 
 
 slow = pytest.mark.slow
@@ -138,7 +138,7 @@ def test_drawn_batches_and_plans(data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=data.draw(st.integers(0, 99)),
     )
-    tiles = DecodeTiles(
+    tiles = AttentionTiles(
         data.draw(st.sampled_from([16, 32, 64])), data.draw(st.sampled_from([16, 32, 64])), 4, 1
     )
     run(

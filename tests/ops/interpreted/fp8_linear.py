@@ -17,11 +17,11 @@ from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
     linear_in_order,
 )
 from mla_compile.ops.kernels.matmul import linear_fp8_in_order  # noqa: E402
-from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
 from mla_compile.ops.operands import FP8LinearOperands  # noqa: E402
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of  # noqa: E402
 
-FEW = MatmulTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
+FEW = ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
 SIZES = ((40, 13), (128, 128), (300, 150), (1160, 5))
 """Elements of k and columns: within a block, a block, and such as cut the last block on both sides."""
 
@@ -98,7 +98,7 @@ def test_a_tokens_bits_depend_on_no_other_token_and_no_tile(
     x = torch.randn(40, k).bfloat16()
     whole = blocks.multiply_in_order(x, weight, scale)
     for split in (False, True):
-        wide = MatmulTiles(64, 128, 128, warps=4, stages=1)
+        wide = ProductTiles(64, 128, 128, warps=4, stages=1)
         assert torch.equal(blocks.multiply_in_order(x, weight, scale, tiles=wide, split=split), whole)
     for part in (slice(5, 6), slice(7, 30)):
         assert torch.equal(blocks.multiply_in_order(x[part], weight, scale), whole[part])

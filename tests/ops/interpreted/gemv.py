@@ -8,9 +8,9 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.linear import linear_blocks, linear_gemv  # noqa: E402
-from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
 
-SMALL = MatmulTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
+SMALL = ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 19])

@@ -12,11 +12,11 @@ from tests.triton_interpreter import mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.masked_decode import masked_decode_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import DecodeTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import AttentionTiles  # noqa: E402
 from tests.kernel_cases import MaskedCase, check_masked, masked_case  # noqa: E402
 
 MASKED = ["none", "bool", "float", "heads"]
-SMALL = DecodeTiles(rows=16, keys=16, warps=4, stages=1)
+SMALL = AttentionTiles(queries=16, keys=16, warps=4, stages=1)
 
 
 def run(case: MaskedCase, **plan) -> None:
@@ -123,7 +123,7 @@ def test_drawn_batches_and_plans(data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=data.draw(st.integers(0, 99)),
     )
-    tiles = DecodeTiles(
+    tiles = AttentionTiles(
         data.draw(st.sampled_from([16, 32, 64])), data.draw(st.sampled_from([16, 32, 64])), 4, 1
     )
     run(case, tiles=tiles, splits=data.draw(st.integers(1, 6)))

@@ -10,12 +10,14 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 mend_interpreter()
 
 from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import MatmulTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
 from tests.kernel_cases import check_matmul, drawn_matmul  # noqa: E402
 
 
-def drawn_tiles(draw: random.Random) -> MatmulTiles:
-    return MatmulTiles(draw.choice([16, 32]), draw.choice([16, 32]), draw.choice([16, 64]), warps=4, stages=1)
+def drawn_tiles(draw: random.Random) -> ProductTiles:
+    return ProductTiles(
+        draw.choice([16, 32]), draw.choice([16, 32]), draw.choice([16, 64]), warps=4, stages=1
+    )
 
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 60), marks=pytest.mark.slow)], ids=len)

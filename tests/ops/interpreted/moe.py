@@ -15,7 +15,7 @@ mend_interpreter()
 
 from mla_compile.ops.kernels import moe  # noqa: E402
 from mla_compile.ops.kernels.moe import moe_triton, sort_pairs  # noqa: E402
-from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, MoeTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import MOST_UNSORTED_PAIRS, ProductTiles  # noqa: E402
 from tests.kernel_cases import (  # noqa: E402
     MoeCase,
     check_moe,
@@ -25,7 +25,7 @@ from tests.kernel_cases import (  # noqa: E402
     padding,
 )
 
-SMALL = MoeTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
+SMALL = ProductTiles(tokens=16, columns=16, depth=16, warps=4, stages=1)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
     whole = moe_triton(case.operands(), in_order=True)
     check_moe(case, whole)
     part = replace(case, **{name: getattr(case, name)[3:7] for name in ("x", "topk_weights", "topk_ids")})
-    wide = MoeTiles(tokens=32, columns=32, depth=128, warps=4, stages=1)
+    wide = ProductTiles(tokens=32, columns=32, depth=128, warps=4, stages=1)
     for tiles in (None, wide):
         got = moe_triton(part.operands(), gate_up=tiles, down=tiles, in_order=True)
         assert torch.equal(got, whole[3:7])
@@ -234,7 +234,7 @@ def check_drawn(data: st.DataObject, most_experts: int) -> None:
     row_lens, q_len, runs = drawn_padding(data, case)
     assume(runs.any())
     block = st.sampled_from([16, 32])
-    tiles = [MoeTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
+    tiles = [ProductTiles(data.draw(block), data.draw(block), data.draw(block), 4, 1) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "MOST_UNSORTED_PAIRS", data.draw(st.sampled_from([0, MOST_UNSORTED_PAIRS])))
         got = moe_triton(case.operands(row_lens, q_len), gate_up=tiles[0], down=tiles[1])

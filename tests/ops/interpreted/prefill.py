@@ -15,7 +15,7 @@ from mla_compile.ops.kernels import keys  # noqa: E402
 from mla_compile.ops.kernels.absorbed_prefill import prefill_absorbed  # noqa: E402
 from mla_compile.ops.kernels.keys import expanded_keys  # noqa: E402
 from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import DecodeTiles, MatmulTiles, PrefillTiles  # noqa: E402
+from mla_compile.ops.kernels.plan import AttentionTiles, ProductTiles  # noqa: E402
 from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
 from mla_compile.ops.operands import PrefillOperands  # noqa: E402
 from tests.cases import make_case  # noqa: E402
@@ -31,15 +31,15 @@ from tests.ops.prefill_conformance import (  # noqa: E402
 @pytest.fixture(autouse=True)
 def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs make the keys: each takes the interpreter as long, whatever it holds."""
-    monkeypatch.setattr(keys, "matmul_triton", partial(matmul_triton, tiles=MatmulTiles(64, 32, 32, 4, 1)))
+    monkeypatch.setattr(keys, "matmul_triton", partial(matmul_triton, tiles=ProductTiles(64, 32, 32, 4, 1)))
 
 
 @pytest.fixture(scope="module", params=["triton", "absorbed"])
 def subject(request: pytest.FixtureRequest) -> Subject:
     run = {
-        "triton": partial(prefill_triton, tiles=PrefillTiles(queries=16, keys=16, warps=4, stages=1)),
+        "triton": partial(prefill_triton, tiles=AttentionTiles(queries=16, keys=16, warps=4, stages=1)),
         "absorbed": partial(
-            prefill_absorbed, tiles=DecodeTiles(rows=32, keys=16, warps=4, stages=1), splits=1
+            prefill_absorbed, tiles=AttentionTiles(queries=32, keys=16, warps=4, stages=1), splits=1
         ),
     }
     return subject_of(request.param, run=run[request.param])
@@ -58,7 +58,7 @@ class TestBatchInvariant(PrefillInvariance):
 
     @pytest.fixture
     def subject(self) -> Subject:
-        tiles = PrefillTiles(queries=32, keys=16, warps=4, stages=1)
+        tiles = AttentionTiles(queries=32, keys=16, warps=4, stages=1)
         return subject_of("triton", run=partial(prefill_triton, tiles=tiles), heads=1)
 
 
@@ -94,7 +94,7 @@ def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
         first = int(args[4][place])
         out = prefill_absorbed(
             PrefillOperands(*padded(args, nobody, place, draw.choice([0, 50]))),
-            tiles=DecodeTiles(draw.choice([16, 32, 64]), draw.choice([16, 32]), warps=4, stages=1),
+            tiles=AttentionTiles(draw.choice([16, 32, 64]), draw.choice([16, 32]), warps=4, stages=1),
             splits=draw.choice([1, 2, 7]),
             min_keys=draw.choice([1, 16, 40]),
         )
@@ -106,7 +106,7 @@ def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
 def test_splits_of_a_neighbours_latents_that_are_no_numbers() -> None:
     operands = PrefillOperands(*prefill_args(make_case(prefill=[(1, 40), (1, 40), (1, 3)], heads=1)))
     kv_cache, cu_seqlens_k, key_slots = operands.kv_cache, operands.cu_seqlens_k, operands.key_slots
-    run = partial(prefill_absorbed, tiles=DecodeTiles(16, 16, warps=4, stages=1), splits=3, min_keys=16)
+    run = partial(prefill_absorbed, tiles=AttentionTiles(16, 16, warps=4, stages=1), splits=3, min_keys=16)
     healthy = run(operands)
     for key in (0, 20, 40):  # one in each split
         spoilt = kv_cache.clone()
