@@ -26,6 +26,7 @@ from mla_compile.ops.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
+    padded,
     split_of,
     split_results,
     store_split,
@@ -55,8 +56,6 @@ def absorbed_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,  # RANK and ROPE rounded up to powers of two
-    ROPE_BLOCK: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -87,8 +86,8 @@ def absorbed_kernel(
         tl.store(lse + target, tl.full([BLOCK_R], -float("inf"), tl.float32), mask=inside)
         return
 
-    c = tl.arange(0, RANK_BLOCK)
-    p = tl.arange(0, ROPE_BLOCK)
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
     q_at = query * q_token_stride + (r % HEADS) * q_head_stride
     pe_at = query * pe_token_stride + (r % HEADS) * pe_head_stride
     q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
@@ -99,7 +98,7 @@ def absorbed_kernel(
     scale = softmax_scale * LOG2_E
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
+    acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
     key_slots += first_key
     key = start + tl.arange(0, BLOCK_N)
     # Any slot is an int32, of which a tile needs half the registers.
@@ -112,9 +111,9 @@ def absorbed_kernel(
         slot = tl.load(key_slots + key + BLOCK_N, mask=key < stop - BLOCK_N, other=-1).to(tl.int32)
         top, total, acc = attend_latents(
             q, qp, latent, live, key, bounds, scale, top, total, acc,
-            RANK, ROPE, RANK_BLOCK, ROPE_BLOCK,
+            RANK, ROPE,
         )  # fmt: skip
-    store_split(out, lse, target, inside, top, total, acc, RANK, RANK_BLOCK)
+    store_split(out, lse, target, inside, top, total, acc, RANK)
 
 
 def prefill_absorbed(
@@ -164,8 +163,6 @@ def prefill_absorbed(
             HEADS=heads,
             RANK=rank,
             ROPE=rope,
-            RANK_BLOCK=power_of_two(rank),
-            ROPE_BLOCK=power_of_two(rope),
             ROWS_BLOCK=power_of_two(rows),
             BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,

@@ -32,12 +32,12 @@ from mla_compile.ops.kernels.plan import (
     device_of,
     num_fixed_splits,
     num_splits,
-    power_of_two,
 )
 from mla_compile.ops.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
+    padded,
     split_of,
     split_results,
     store_split,
@@ -68,8 +68,6 @@ def _attend_split(
     inside,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,7 +75,7 @@ def _attend_split(
     """Attention of the queries of a program over the keys from `start` to `stop` of their row."""
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
+    acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
     key = start + tl.arange(0, BLOCK_N)
     page = _pages(table, key, stop, PAGE_SIZE)
     for first in range(start, stop, BLOCK_N):
@@ -87,9 +85,9 @@ def _attend_split(
         page = _pages(table, key + BLOCK_N, stop, PAGE_SIZE)
         top, total, acc = attend_latents(
             q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
-            RANK, ROPE, RANK_BLOCK, ROPE_BLOCK,
+            RANK, ROPE,
         )  # fmt: skip
-    store_split(out + first_target * RANK, lse + first_target, r, inside, top, total, acc, RANK, RANK_BLOCK)
+    store_split(out + first_target * RANK, lse + first_target, r, inside, top, total, acc, RANK)
 
 
 _VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
@@ -118,8 +116,6 @@ def split_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,  # RANK and ROPE rounded up to powers of two
-    ROPE_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,8 +146,8 @@ def split_kernel(
     if idle:
         return
 
-    c = tl.arange(0, RANK_BLOCK)
-    p = tl.arange(0, ROPE_BLOCK)
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
     query_token = (row * q_len + token).to(tl.int64)
     q_at = query_token * q_token_stride + (r % HEADS) * q_head_stride
     pe_at = query_token * pe_token_stride + (r % HEADS) * pe_head_stride
@@ -168,12 +164,12 @@ def split_kernel(
             stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_UNIT))
             _attend_split(
                 q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
-                RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
+                RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_N,
             )  # fmt: skip
     else:
         _attend_split(
             q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
-            RANK, ROPE, RANK_BLOCK, ROPE_BLOCK, PAGE_SIZE, BLOCK_R, BLOCK_N,
+            RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
 
@@ -209,8 +205,6 @@ def _launch(
         HEADS=heads,
         RANK=rank,
         ROPE=rope,
-        RANK_BLOCK=power_of_two(rank),
-        ROPE_BLOCK=power_of_two(rope),
         PAGE_SIZE=kv_cache.shape[1],
         BLOCK_R=tiles.queries,
         BLOCK_N=tiles.keys,

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.ops.kernels.plan import AttentionTiles, decode_tiles, device_of, num_splits, power_of_two
-from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine, split_results
+from mla_compile.ops.kernels.plan import AttentionTiles, decode_tiles, device_of, num_splits
+from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine, padded, split_results
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Stands for finite numbers of a mask, `finfo.min` say, that would be -inf once scores count as powers of two.
@@ -69,8 +69,6 @@ def masked_split_kernel(
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,  # RANK and ROPE rounded up to powers of two
-    ROPE_BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -86,8 +84,8 @@ def masked_split_kernel(
     # Rows that only fill the block repeat the last one.
     head = (tl.minimum(r, R - 1) // Q_LEN).to(tl.int64)
     token = (tl.minimum(r, R - 1) % Q_LEN).to(tl.int64)
-    c = tl.arange(0, RANK_BLOCK)
-    p = tl.arange(0, ROPE_BLOCK)
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
     q_at = row * q_row_stride + head * q_head_stride + token * q_token_stride
     q_pe_at = row * q_pe_row_stride + head * q_pe_head_stride + token * q_pe_token_stride
     q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
@@ -103,7 +101,7 @@ def masked_split_kernel(
     scale = softmax_scale * LOG2_E
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
-    acc = tl.zeros([RANK_BLOCK, BLOCK_R], tl.float32)
+    acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
     key = split * BLOCK_N + tl.arange(0, BLOCK_N)
     seen = tl.max(_bias(mask_at, key, keys, mask_key_stride, HAS_MASK, IS_BOOL), 1) > -float("inf")
     # A tile that nobody sees costs two products of zeros, no reading. Under an `if` that saves these too, Triton 3.6
@@ -192,8 +190,6 @@ def masked_decode_triton(
             HEADS=heads,
             RANK=rank,
             ROPE=rope,
-            RANK_BLOCK=power_of_two(rank),
-            ROPE_BLOCK=power_of_two(rope),
             BLOCK_R=tiles.queries,
             BLOCK_N=tiles.keys,
             num_warps=tiles.warps,

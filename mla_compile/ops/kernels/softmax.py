@@ -11,6 +11,9 @@ from mla_compile.ops.kernels.plan import power_of_two
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 
+padded = triton.constexpr_function(power_of_two)
+"""`power_of_two` in kernels."""
+
 _COMBINED = 8192
 """Partial results, splits times columns, that a program of `join_splits` loads at once."""
 
@@ -44,8 +47,8 @@ def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr)
 
 @triton.jit
 def attend_latents(
-    q,  # [RANK_BLOCK, rows]
-    q_pe,  # [ROPE_BLOCK, rows]
+    q,  # [RANK, rows], padded to a power of two
+    q_pe,  # [ROPE, rows], likewise
     latent,  # pointers to the latents of a tile, [keys, 1]
     live,  # [keys]: whether there is a latent
     key,  # [keys]: which of the row's keys these are
@@ -56,12 +59,10 @@ def attend_latents(
     acc,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
 ):
     """Take a tile of keys into the running softmax of `accumulate`: a key is its latent and its rotated part."""
-    c = tl.arange(0, RANK_BLOCK)
-    p = tl.arange(0, ROPE_BLOCK)
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
     # Zeros where there is no key, not only masked scores: 0 x NaN is NaN.
     k = tl.load(latent + c[None, :], mask=live[:, None] & (c < RANK)[None, :], other=0.0)
     k_pe = tl.load(latent + RANK + p[None, :], mask=live[:, None] & (p < ROPE)[None, :], other=0.0)
@@ -81,10 +82,9 @@ def store_split(
     total,
     acc,
     RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
 ):
     """Write what the running softmax of `accumulate` has come to; 0 and -inf where no key was seen."""
-    c = tl.arange(0, RANK_BLOCK)
+    c = tl.arange(0, padded(RANK))
     filled = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
     result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
