@@ -86,13 +86,12 @@ def join_kernel(
 
 def with_unit_strides(operands: DecodeOperands) -> DecodeOperands:
     """The same, copied where columns do not lie side by side."""
-    given = operands.q_latent, operands.q_pe, operands.block_table
-    q_latent, q_pe, table = (x if x.stride(-1) == 1 else x.contiguous() for x in given)
-    seq_lens, q_lens = operands.seq_lens.contiguous(), operands.q_lens
+    q_latent, q_pe, kv_cache, table, seq_lens, q_lens, q_len, softmax_scale = operands
+    q_latent, q_pe, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, table))
     q_lens = None if q_lens is None else q_lens.contiguous()
-    return operands._replace(
-        q_latent=q_latent, q_pe=q_pe, block_table=table, seq_lens=seq_lens, q_lens=q_lens
-    )
+    # Not by `_replace`, which takes a microsecond.
+    seq_lens = seq_lens.contiguous()
+    return DecodeOperands(q_latent, q_pe, kv_cache, table, seq_lens, q_lens, q_len, softmax_scale)
 
 
 Launch = Callable[[DecodeOperands, Tensor, Tensor], None]
