@@ -16,6 +16,7 @@ from mla_compile.engine.config import EngineSettings
 from mla_compile.engine.memory import plan_memory
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.speculate import (
     DecodeState,
     DrafterKind,
@@ -26,9 +27,6 @@ from mla_compile.speculate import (
     Verified,
 )
 from tests.engine.engines import engine, pool_of
-from mla_compile.ops.operands import DecodeOperands
-from mla_compile.speculate import DrafterKind, PackedChunks, PromptChunk
-from tests.engine.engines import engine
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model
 
