@@ -31,10 +31,11 @@ import torch
 from benchmarks.acceptance import PROMPTS
 from benchmarks.reporting import add_row, with_known_rows
 from benchmarks.transformers_generate import random_model
-from mla_compile import Engine, SamplingParams, check_batch_invariance, load_model, load_tokenizer
+from mla_compile import Engine, SamplingParams, load_model, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
+from mla_compile.testing import check_batch_invariance
 
 PROCESSES = 3
 RUNS = {"32 rows": (32, 0), "3 drafts": (1, 3), "32 rows, 3 drafts": (32, 3)}

@@ -31,6 +31,7 @@ from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
+from mla_compile.testing import start
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 
 BUCKETS = (4, 1, 2, 8, 3, 4)
@@ -108,7 +109,7 @@ def measure(
             tokens = [c.token_ids for c in completions]
             acceptance = statistics.mean(c.acceptance_length or 1 for c in completions)
     # Never-ending rows in the middle of their pages: every iteration of the timing is a whole one.
-    step, state = engine.start(prompts(max(BUCKETS)), TOKENS, [SamplingParams()] * max(BUCKETS), [])
+    step, state = start(engine, prompts(max(BUCKETS)), TOKENS, [SamplingParams()] * max(BUCKETS), [])
     state.num_cached.fill_(256)
     state.max_len.fill_(2**30)
     row = {
@@ -160,7 +161,7 @@ def measure_large(k: int) -> dict[str, Any]:
         torch.manual_seed(0)
         size = LARGE_ROWS, LARGE_CONTEXT - 128
         tokens = torch.randint(1, target.vocab_size, size).tolist()
-        step, state = engine.start(tokens, 1024, [SamplingParams()] * LARGE_ROWS, [])
+        step, state = start(engine, tokens, 1024, [SamplingParams()] * LARGE_ROWS, [])
         times = iteration_times(step, state)
     return {
         "k": k,

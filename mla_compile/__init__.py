@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
-    from mla_compile.engine import (
-        BatchInvarianceReport,
-        Completion,
-        Engine,
-        Grammar,
-        check_batch_invariance,
-        follow,
-        generate,
-    )
+    from mla_compile.engine import Completion, Engine, Grammar, follow, generate
     from mla_compile.errors import MLAError
     from mla_compile.explanation import Explanation, explain
     from mla_compile.models import Parallel, load_model, load_tokenizer
@@ -31,12 +23,10 @@ if TYPE_CHECKING:
     )
     from mla_compile.packing import PackedBatch, pack_batch
     from mla_compile.sampling_params import SamplingParams
-    from mla_compile.speculate import ShadowCheckError, shadow_check
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchInvarianceReport",
     "Completion",
     "DecodeSegment",
     "Engine",
@@ -48,8 +38,6 @@ __all__ = [
     "Parallel",
     "PrefillSegment",
     "SamplingParams",
-    "ShadowCheckError",
-    "check_batch_invariance",
     "decode_segment",
     "explain",
     "follow",
@@ -62,20 +50,11 @@ __all__ = [
     "mla_prefill",
     "pack_batch",
     "prefill_segment",
-    "shadow_check",
 ]
 
 _PARTS = {
     "batch": ("DecodeSegment", "MLABatch", "PrefillSegment"),
-    "engine": (
-        "BatchInvarianceReport",
-        "Completion",
-        "Engine",
-        "Grammar",
-        "check_batch_invariance",
-        "follow",
-        "generate",
-    ),
+    "engine": ("Completion", "Engine", "Grammar", "follow", "generate"),
     "errors": ("MLAError",),
     "explanation": ("Explanation", "explain"),
     "models": ("Parallel", "load_model", "load_tokenizer"),
@@ -89,9 +68,9 @@ _PARTS = {
     ),
     "packing": ("PackedBatch", "pack_batch"),
     "sampling_params": ("SamplingParams",),
-    "speculate": ("ShadowCheckError", "shadow_check"),
     "backend": (),
     "passes": (),
+    "testing": (),
 }
 """The parts that are attributes of the package, and which of its names each one has."""
 _PART_OF = {name: part for part, names in _PARTS.items() for name in names}

@@ -527,14 +527,20 @@ def _copied_in(node: Any) -> list[str]:
     return [tensors[i].name for i in node.non_static_input_idx if i < len(tensors)]
 
 
-def recorded_cuda_graphs(device_index: int) -> list[list[str]]:
+def _cuda_graph_manager(device: torch.device | int) -> Any:
+    """What records and replays a device's CUDA graphs; None before the first one."""
+    from torch._inductor import cudagraph_trees
+
+    index = torch.cuda._utils._get_device_index(device, optional=True)
+    return cudagraph_trees.get_container(index).tree_manager
+
+
+def recorded_cuda_graphs(device: torch.device | int) -> list[list[str]]:
     """For every CUDA graph recorded on a device, the names of the tensors that each replay copies in.
 
     For graphs compiled with `graph_partition`, whose sizes come after their tensors and have no placeholder.
     """
-    from torch._inductor import cudagraph_trees
-
-    manager = cudagraph_trees.get_container(device_index).tree_manager
+    manager = _cuda_graph_manager(device)
     pending = [node for nodes in manager.roots.values() for node in nodes] if manager is not None else []
     recorded = []
     while pending:
@@ -551,8 +557,7 @@ def last_cuda_graph(device: torch.device) -> torch.cuda.CUDAGraph | None:
     """
     from torch._inductor import cudagraph_trees
 
-    index = torch.cuda._utils._get_device_index(device, optional=True)
-    manager = cudagraph_trees.get_container(index).tree_manager
+    manager = _cuda_graph_manager(device)
     node = None if manager is None else manager.current_node
     if not isinstance(node, cudagraph_trees.CUDAGraphNode):
         return None
@@ -577,7 +582,7 @@ def recording_cuda_graphs(allowed: bool) -> AbstractContextManager[None]:
 
 def num_cuda_graphs(device: torch.device) -> int:
     """How many CUDA graphs torch has recorded on a device."""
-    return len(recorded_cuda_graphs(torch.cuda._utils._get_device_index(device, optional=True)))
+    return len(recorded_cuda_graphs(device))
 
 
 def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
@@ -588,14 +593,12 @@ def cuda_graph_usage(device: torch.device) -> tuple[int, int, int]:
     """
     from torch._inductor import cudagraph_trees
 
-    index = torch.cuda._utils._get_device_index(device, optional=True)
-    manager = cudagraph_trees.get_container(index).tree_manager
-    pool = 0
+    manager, pool = _cuda_graph_manager(device), 0
     if manager is not None:
         segments = cudagraph_trees.get_cudagraph_segments(manager.cuda_graphs_thread_pool)
         pool = sum(segment["total_size"] for segment in segments)
-    free, total = torch.cuda.mem_get_info(index)
-    return num_cuda_graphs(device), pool, total - free - torch.cuda.memory_reserved(index)
+    free, total = torch.cuda.mem_get_info(device)
+    return num_cuda_graphs(device), pool, total - free - torch.cuda.memory_reserved(device)
 
 
 _shared_graphs: dict[str, Any] = {}

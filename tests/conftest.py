@@ -47,14 +47,14 @@ def fixed_seed() -> None:
 @pytest.fixture
 def compiled_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines compile steps with prompts from the first one on, where they record no CUDA graphs too."""
-    monkeypatch.setattr("mla_compile.engine.launch._compiles_mixed", lambda model, why_not_captured: True)
-    monkeypatch.setattr("mla_compile.engine.launch.EAGER_MIXED_STEPS", -1)
+    monkeypatch.setattr("mla_compile.engine.steps._compiles_mixed", lambda model, why_not_captured: True)
+    monkeypatch.setattr("mla_compile.engine.steps.EAGER_MIXED_STEPS", -1)
 
 
 @pytest.fixture
 def eager_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines run steps with prompts eagerly, for tests of the others: half of what there is to compile."""
-    monkeypatch.setattr("mla_compile.engine.launch._compiles_mixed", lambda model, why_not_captured: False)
+    monkeypatch.setattr("mla_compile.engine.steps._compiles_mixed", lambda model, why_not_captured: False)
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -2,9 +2,10 @@
 
 import random
 
-from mla_compile import Engine, SamplingParams, shadow_check
+from mla_compile import Engine, SamplingParams
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
+from mla_compile.testing import shadow_check, start
 from tests.models_for_tests import VOCAB, poison_caches
 
 MAX_LEN = 128
@@ -28,7 +29,6 @@ def run_checked_streams(
         model, num_speculative_tokens=k, max_rows=8, max_model_len=MAX_LEN, page_size=4, **settings
     )
     rng, done = random.Random(k), 0
-    checked = {}  # one for each of the engine's two steps, so that each is checked every so many of its own
     while done < steps:
         rows = rng.randint(1, 8)
         prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(rows)]
@@ -43,8 +43,8 @@ def run_checked_streams(
         expected = [completion.token_ids for completion in completions]
 
         poison_caches(model)
-        step, state = engine.start(prompts, max_new_tokens, sampling, stop_ids)
-        step = checked.setdefault(temperature, shadow_check(step, every=every))
+        with shadow_check(engine, every=every):
+            step, state = start(engine, prompts, max_new_tokens, sampling, stop_ids)
         texts: list[list[int]] = [[] for _ in prompts]
         _collect(texts, state)
         while state.active.any():
@@ -56,7 +56,7 @@ def run_checked_streams(
 
 
 def _collect(texts: list[list[int]], state: DecodeState) -> None:
-    for text, (count, _, _, *tokens) in zip(texts, state.report.tolist()):
+    for text, (count, _, _, _, *tokens) in zip(texts, state.report.tolist()):
         text += tokens[:count]
 
 

@@ -19,7 +19,7 @@ from mla_compile import (
 )
 from mla_compile.caches import allocate
 from mla_compile.defaults import DrafterName
-from mla_compile.engine import Engine, capture, launch
+from mla_compile.engine import Engine, capture, steps
 from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.ops import matmul
@@ -366,7 +366,7 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
         return replaying(graph, step, *args)
 
     monkeypatch.setattr(capture, "_replaying", noted)
-    monkeypatch.setattr(launch, "EAGER_MIXED_STEPS", 4)
+    monkeypatch.setattr(steps, "EAGER_MIXED_STEPS", 4)
     lengths = (3, 90, 4, 17, 150, 1, 40, 5, 33, 8)
     prompts = [[1 + (7 * i + 3 * j * j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
     captured, plain = fresh_engines(3, max_tokens_per_step=48)

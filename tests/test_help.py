@@ -17,10 +17,7 @@ from mla_compile.integrations.transformers import accelerate
 
 CALLS: dict[str, Callable[..., object]] = {
     "Engine": Engine.__init__,
-    **{
-        f"Engine.{name}": getattr(Engine, name)
-        for name in ("add", "abort", "generate", "stream", "warm_up", "start")
-    },
+    **{f"Engine.{name}": getattr(Engine, name) for name in ("add", "abort", "generate", "stream", "warm_up")},
     "accelerate": accelerate,
     "generate": generate,
     "load_model": load_model,

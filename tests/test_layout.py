@@ -25,6 +25,7 @@ LEVELS = [
     {"engine", "explanation"},
     {"serving"},
     {"cli", "integrations"},
+    {"testing"},
 ]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 

@@ -401,10 +401,6 @@ def serve(
         int | None,
         Option(metavar="BYTES", min=0, help="Device memory for CUDA graphs.", show_default="no limit"),
     ] = None,
-    shadow_check_every: Annotated[
-        int | None,
-        Option(metavar="N", min=1, help="For debugging: check every N-th step.", show_default="never"),
-    ] = None,
     batch_invariant: Annotated[
         bool, Option("--batch-invariant", help="The same bits whoever else is served.")
     ] = False,
@@ -485,7 +481,6 @@ def serve(
             "mode": mode,
             "decode_backend": decode_backend,
             "capture_budget": capture_budget,
-            "shadow_check_every": shadow_check_every,
             "batch_invariant": batch_invariant,
         },
     )

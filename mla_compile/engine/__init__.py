@@ -1,6 +1,5 @@
 """Generation from token ids (`engine`) and from text (`text`)."""
 
-from mla_compile.engine.batch_invariance import BatchInvarianceReport, check_batch_invariance
 from mla_compile.engine.buckets import Bucket, CaptureReport
 from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig
@@ -14,7 +13,6 @@ from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.text import Checkpoint, fitting_engine, generate
 
 __all__ = [
-    "BatchInvarianceReport",
     "Bucket",
     "CaptureReport",
     "Checkpoint",
@@ -27,7 +25,6 @@ __all__ = [
     "Request",
     "TextStream",
     "TokenChooser",
-    "check_batch_invariance",
     "fitting_engine",
     "follow",
     "generate",

@@ -1,17 +1,17 @@
 """Which buckets are captured, within a byte budget, and what the first calls of each one cost."""
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
 from mla_compile.ops.segments import MAX_KEYS
+from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks
 from mla_compile.torch_internals import (
     compile_seconds,
@@ -44,7 +44,7 @@ class Captures:
         budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
             code uncaptured. Those with prompts, which come first, take no more than half of it. None for no limit.
         why_not: why nothing can be captured here; None where it can.
-        agree: gives what rank 0 gave of processes that share the model, as each has a memory of its own.
+        ranks: of processes that share the model: each has a memory of its own, and rank 0 says whether it is spent.
     """
 
     def __init__(
@@ -55,26 +55,23 @@ class Captures:
         device: torch.device,
         budget: int | None,
         why_not: str | None,
-        agree: Callable[[int], int],
+        ranks: Ranks | None = None,
     ) -> None:
         self.sizes = row_sizes(max_rows)
-        self._q_len, self._device = q_len, device
-        self._budget = budget
-        self._why_not = why_not
-        self._agree = agree
+        self.device, self.why_not = device, why_not
+        self._q_len, self._budget, self._ranks = q_len, budget, ranks
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
-        self._known: list[_Known] = []
+        self._steps: list[_MeasuredStep] = []
 
     def check_again(self) -> None:
         """Let each step's next call pass Dynamo's guards and torch's checks of addresses, which notice changes."""
-        for known in self._known:
-            known.checked.clear()
-            known.all_checked = False
+        for step in self._steps:
+            step.check_again()
 
     def report(self) -> CaptureReport:
         """What is known by now; it does not change later."""
         buckets = [replace(bucket) for bucket in self._buckets.values()]
-        return CaptureReport(buckets, self._budget, self._why_not)
+        return CaptureReport(buckets, self._budget, self.why_not)
 
     def rows_for(self, step: str, count: int, num_stop_ids: int) -> int:
         """The rows of the bucket that serves a batch of `count` rows."""
@@ -86,7 +83,7 @@ class Captures:
         own = choose_rows(count, self.sizes, recorded, spent=False)
         rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent(of_prompts=False))
         if rows != own:
-            padded = self._bucket(step, (own, num_stop_ids, 0, 0, 0))
+            padded = self.bucket(step, (own, num_stop_ids, 0, 0, 0))
             padded.padded_to, padded.why_not = rows, SPENT
         return rows
 
@@ -98,139 +95,136 @@ class Captures:
         compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` one call
         passes them for all buckets of its step. What the model does on the host is not repeated in a replay.
         """
-        uncaptured = step if self._why_not else _recording(step, False)
-        captured = _recording(step, True)
-        known = _Known()
-        self._known.append(known)
-        calls: Counter[_Shape] = Counter()
+        self._steps.append(_MeasuredStep(self, name, step))
+        return self._steps[-1]
 
-        # With the compiled step's attributes, by which `shadow_check` finds the eager one.
-        @functools.wraps(step)
-        def run(state: DecodeState, *args: Any) -> Any:
-            rows, num_stop_ids = state.stop_ids.shape
-            sizes = (0, 0, 0)
-            if args and isinstance(args[0], PackedChunks) and not self._why_not:
-                sizes = args[0].sizes
-            shape = rows, num_stop_ids, *sizes  # all that tells one bucket of this step from another
-            if known.all_checked or shape in known.checked:
-                call = known.calls.get(shape)
-                if call is not None:
-                    return call(state, *args)
-            bucket = self._bucket(name, shape)
-            if not calls[shape] or bucket.why_not == FAILED:
-                bucket.why_not = self._why_not or (LONG if sizes[2] > MAX_KEYS else None)
-                bucket.why_not = bucket.why_not or (SPENT if self._is_spent(of_prompts=any(sizes)) else None)
-            call = uncaptured if bucket.why_not else captured
-            before, num_graphs = compile_seconds(), self._num_graphs()
-            if calls[shape] < CALLS_TO_RECORD:
-                result = self._measure(bucket, call, state, *args, is_first=not calls)
-            else:  # after `check_again`: it has been measured, which makes the host wait
-                result = call(state, *args)
-                bucket.compile_seconds += compile_seconds() - before
-            is_new = compile_seconds() > before
-            # What was compiled anew is recorded anew, by the next call.
-            calls[shape] = 1 if is_new else calls[shape] + 1
-            if bucket.why_not:
-                known.learn(shape, uncaptured, None)
-            elif calls[shape] >= CALLS_TO_RECORD:
-                graph = last_cuda_graph(self._device)
-                # What torch refused to record leaves the graph of another call behind.
-                if graph is not known.graphs.get(shape) and self._num_graphs() == num_graphs:
-                    graph = None
-                known.learn(shape, step if graph is None else _replaying(graph, step, state, *args), graph)
-                bucket.why_not = None if bucket.num_graphs else REFUSED
-            return result
+    def uncaptured(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled step, or part of one, of which no graph is recorded."""
+        return step if self.why_not else _recording(step, False)
 
-        return run
-
-    def _num_graphs(self) -> int:
-        return 0 if self._why_not else num_cuda_graphs(self._device)
+    def why_not_recorded(self, bucket: Bucket) -> str | None:
+        """Why no graph of a bucket is recorded when it is first called; None where one is."""
+        if self.why_not is not None:
+            return self.why_not
+        if bucket.prompt_keys > MAX_KEYS:
+            return LONG
+        return SPENT if self._is_spent(of_prompts=bucket.prompt_tokens > 0) else None
 
     def _is_spent(self, *, of_prompts: bool) -> bool:
         """Whether no further bucket is recorded, of steps with prompts or of others."""
-        if self._budget is None or self._why_not is not None:
+        if self._budget is None or self.why_not is not None:
             return False
         prompts = sum(bucket.num_bytes for bucket in self._buckets.values() if bucket.prompt_tokens)
         others = sum(bucket.num_bytes for bucket in self._buckets.values() if not bucket.prompt_tokens)
         is_spent = others + min(prompts, self._budget / 2) >= self._budget
-        return bool(self._agree(is_spent or (of_prompts and 2 * prompts >= self._budget)))
+        is_spent |= of_prompts and 2 * prompts >= self._budget
+        return is_spent if self._ranks is None else bool(self._ranks.agree([is_spent])[0])
 
-    def _bucket(self, step: str, shape: _Shape) -> Bucket:
+    def bucket(self, step: str, shape: _Shape) -> Bucket:
         rows, num_stop_ids, tokens, chunks, keys = shape
         bucket = Bucket(step, rows, self._q_len, num_stop_ids, tokens, chunks, keys)
         return self._buckets.setdefault((step, *shape), bucket)
 
-    def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any, is_first: bool) -> Any:
-        """Call, and add what it cost to the bucket's sums. is_first: of the step, which compiles it."""
+
+class _MeasuredStep:
+    """See `Captures.measured`.
+
+    known: by shape, how to call the step without measuring it. checked: those of them that have passed Dynamo's guards
+    and torch's checks since `check_again`.
+    graphs: by shape, what a call replays, where that is all that it does.
+    """
+
+    def __init__(self, captures: Captures, name: str, step: Callable[..., Any]) -> None:
+        self._captures, self._name, self._step = captures, name, step
+        self._uncaptured, self._captured = captures.uncaptured(step), _recording(step, True)
+        self._num_calls: Counter[_Shape] = Counter()
+        self._known: dict[_Shape, Callable[..., Any]] = {}
+        self._checked: dict[_Shape, Callable[..., Any]] = {}
+        self._graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
+
+    def __call__(self, state: DecodeState, *args: Any) -> Any:
+        sizes = (0, 0, 0)
+        if args and isinstance(args[0], PackedChunks) and not self._captures.why_not:
+            sizes = args[0].sizes
+        shape = *state.stop_ids.shape, *sizes  # all that tells one bucket of this step from another
+        call = self._checked.get(shape)
+        return self._check(shape, state, *args) if call is None else call(state, *args)
+
+    def check_again(self) -> None:
+        self._checked = {}
+
+    def _check(self, shape: _Shape, *args: Any) -> Any:
+        """Call the compiled step itself, and learn how to call it from now on."""
+        captures = self._captures
+        bucket, num_calls = captures.bucket(self._name, shape), self._num_calls[shape]
+        if not num_calls or bucket.why_not == FAILED:
+            bucket.why_not = captures.why_not_recorded(bucket)
+        call = self._uncaptured if bucket.why_not else self._captured
+        seconds, num_graphs = compile_seconds(), self._num_graphs()
+        if num_calls < CALLS_TO_RECORD:
+            result = self._measure(bucket, call, *args)
+        else:  # after `check_again`: it has been measured, which makes the host wait
+            result = call(*args)
+            bucket.compile_seconds += compile_seconds() - seconds
+        # What was compiled anew is recorded anew, by the next call.
+        self._num_calls[shape] = 1 if compile_seconds() > seconds else num_calls + 1
+        if bucket.why_not:
+            self._learn(shape, self._uncaptured, None)
+        elif self._num_calls[shape] >= CALLS_TO_RECORD:
+            graph = last_cuda_graph(captures.device)
+            # What torch refused to record leaves the graph of another call behind.
+            if graph is not self._graphs.get(shape) and self._num_graphs() == num_graphs:
+                graph = None
+            self._learn(shape, self._step if graph is None else _replaying(graph, self._step, *args), graph)
+            bucket.why_not = None if bucket.num_graphs else REFUSED
+        return result
+
+    def _learn(self, shape: _Shape, call: Callable[..., Any], graph: torch.cuda.CUDAGraph | None) -> None:
+        """Take in how to call a shape that has just passed all checks, with the graph that it replayed or recorded."""
+        before = self._graphs.get(shape)
+        if before is not None and before is graph:
+            self._checked = (
+                self._known
+            )  # one code serves all shapes, with the same weights: one speaks for all
+        elif before is not None:  # something has moved: the others must see for themselves
+            self._known, self._checked, self._graphs = {}, {}, {}
+        self._known[shape] = self._checked[shape] = call
+        if graph is not None:
+            self._graphs[shape] = graph
+
+    def _num_graphs(self) -> int:
+        return 0 if self._captures.why_not else num_cuda_graphs(self._captures.device)
+
+    def _measure(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
+        """Call, and add what it cost to the bucket's sums."""
         before = self._read()
         kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
         what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
         try:
-            with told(what) if is_first else nullcontext():
+            with nullcontext() if self._num_calls else told(what):
                 result = call(*args)
         except BaseException:
             # Until it is called again: others must not be padded to it.
             bucket.why_not = bucket.why_not or FAILED
             raise
-        after = self._read()
-        compiling = after.compile_seconds - before.compile_seconds
+        seconds, compiling, graphs, pool, driver = (after - b for after, b in zip(self._read(), before))
         bucket.compile_seconds += compiling
         if bucket.why_not is None:
-            bucket.capture_seconds += after.seconds - before.seconds - compiling
-            bucket.num_bytes += max(0, after.pool_bytes - before.pool_bytes)
-            if after.num_graphs > before.num_graphs:
-                bucket.num_graphs += after.num_graphs - before.num_graphs
+            bucket.capture_seconds += seconds - compiling
+            bucket.num_bytes += max(0, int(pool))
+            if graphs > 0:
+                bucket.num_graphs += int(graphs)
                 # A warm-up's growth would be the code of kernels, which it is the first to load.
-                bucket.num_bytes += max(0, after.driver_bytes - before.driver_bytes)
+                bucket.num_bytes += max(0, int(driver))
         return result
 
-    def _read(self) -> "_Reading":
+    def _read(self) -> tuple[float, float, int, int, int]:
+        """Seconds of a clock, and those of `compile_seconds`; the numbers of `cuda_graph_usage`."""
         usage = 0, 0, 0
-        if self._why_not is None:
-            torch.cuda.synchronize(self._device)
-            usage = cuda_graph_usage(self._device)
-        return _Reading(time.perf_counter(), compile_seconds(), *usage)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """seconds: of a clock. The others: see `compile_seconds` and `cuda_graph_usage`."""
-
-    seconds: float
-    compile_seconds: float
-    num_graphs: int
-    pool_bytes: int
-    driver_bytes: int
-
-
-@dataclass
-class _Known:
-    """How to call a step without measuring it, by shape.
-
-    graphs: what a call replays, where that is all that it does.
-    checked: shapes that have passed Dynamo's guards and torch's checks since these were last asked for.
-    all_checked: whether all have: one code serves all shapes, with the same weights, so one of them speaks for all.
-    """
-
-    calls: dict[_Shape, Callable[..., Any]] = field(default_factory=dict)
-    graphs: dict[_Shape, torch.cuda.CUDAGraph] = field(default_factory=dict)
-    checked: set[_Shape] = field(default_factory=set)
-    all_checked: bool = False
-
-    def learn(self, shape: _Shape, call: Callable[..., Any], graph: torch.cuda.CUDAGraph | None) -> None:
-        """Take in a shape that has just passed all checks, with the graph that it replayed or recorded."""
-        before = self.graphs.get(shape)
-        if before is not None and before is not graph:
-            # Something has moved: the others must see for themselves.
-            self.calls.clear()
-            self.graphs.clear()
-            self.checked.clear()
-        elif before is not None:
-            self.all_checked = True
-        self.calls[shape] = call
-        self.checked.add(shape)
-        if graph is not None:
-            self.graphs[shape] = graph
+        if self._captures.why_not is None:
+            torch.cuda.synchronize(self._captures.device)
+            usage = cuda_graph_usage(self._captures.device)
+        return time.perf_counter(), compile_seconds(), *usage
 
 
 def _replaying(graph: torch.cuda.CUDAGraph, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:

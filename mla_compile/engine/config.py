@@ -31,7 +31,6 @@ class EngineSettings(TypedDict, total=False):
     prefix_caching: bool
     compile: bool
     mode: str | None
-    shadow_check_every: int | None
     decode_backend: str | None
     capture_budget: int | None
     batch_invariant: bool
@@ -62,7 +61,6 @@ class EngineConfig:
             with prompts run eagerly: a few batches need few of them, and compiling them takes as long as compiling the
             others. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers) they always
             do; with `batch_invariant` they never do.
-        shadow_check_every: for debugging: every so many steps, compare one with its eager run (see `shadow_check`).
         decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
             `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
             run.
@@ -91,7 +89,6 @@ class EngineConfig:
     prefix_caching: bool = True
     compile: bool = True
     mode: str | None = "reduce-overhead"
-    shadow_check_every: int | None = None
     decode_backend: str | None = None
     capture_budget: int | None = None
     batch_invariant: bool = False
@@ -101,7 +98,7 @@ class EngineConfig:
         known_drafter(self.drafter)
         for name in ("max_rows", "page_size"):
             _check_size(name, getattr(self, name))
-        for name in ("max_model_len", "num_pages", "max_tokens_per_step", "shadow_check_every"):
+        for name in ("max_model_len", "num_pages", "max_tokens_per_step"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
         if self.max_model_len == 1:

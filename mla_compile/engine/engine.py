@@ -21,10 +21,9 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.leader import Leader
-from mla_compile.engine.progress_bar import with_progress_bar
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
-from mla_compile.engine.scheduler import Chunk, Grant, Plan, Scheduler
+from mla_compile.engine.scheduler import Plan, Scheduler
 from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
@@ -33,7 +32,7 @@ from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.ranks import Ranks
 from mla_compile.sampling_params import SamplingParams, check_token_ids
-from mla_compile.speculate import DecodeState, ServedModel, Step
+from mla_compile.speculate import ServedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,7 +186,7 @@ class Engine:
             except BaseException as error:
                 for request in self._scheduler.requests():
                     request.end("error", str(error))
-                if self._is_launching and self._leader is not None and not self._launcher.choice_failed:
+                if self._is_launching and self._leader is not None and not self._launcher.choice.has_failed:
                     self._fail()
                 else:
                     self._begin_anew()
@@ -251,23 +250,20 @@ class Engine:
         max_new_tokens: int = DEFAULT_MAX_TOKENS,
         stop_ids: Sequence[int] = (),
         grammars: Grammar | Sequence[Grammar | None] | None = None,
-        show_progress: bool = False,
     ) -> list[Completion]:
         """Complete every prompt; what `stream` yields in the end.
 
         Args:
             prompts, sampling, max_new_tokens, stop_ids, grammars: see `stream`.
-            show_progress: with a bar on stderr.
 
         Raises:
             MLAError: as `stream` does.
         """
-        check_boolean("show_progress", show_progress)
         stream = self.stream(
             prompts, sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, grammars=grammars
         )
         with self._turn:
-            last = deque(with_progress_bar(stream) if show_progress else stream, maxlen=1)
+            last = deque(stream, maxlen=1)
         return last[0] if last else []
 
     def stream(
@@ -377,7 +373,7 @@ class Engine:
     def capture_report(self) -> CaptureReport:
         """Which numbers of rows were compiled and captured by now, in what time and memory, and why others were not."""
         with self._turn:
-            return self._launcher.capture_report()
+            return self._launcher.steps.report()
 
     def reset_prefix_cache(self) -> None:
         """Forget what the caches hold, after the model's weights have changed in a way that `Weights` does not notice.
@@ -389,52 +385,6 @@ class Engine:
         with self._turn:
             self._check_idle("reset_prefix_cache")
             self._begin_anew()
-
-    def start(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        sampling: Sequence[SamplingParams],
-        stop_ids: Sequence[int],
-    ) -> tuple[Step, DecodeState]:
-        """Prefill up to `max_rows` prompts, sample their first tokens (in `state.report`) and draft behind them.
-
-        For loops that are not the engine's: returns the step and the state to call it with, which are good until the
-        engine takes on its next request. Row i is that of prompt i, with pages for all of its tokens.
-
-        Args:
-            prompts, max_new_tokens, sampling, stop_ids: see `stream`.
-
-        Raises:
-            MLAError: as `stream` does; requests are under way; other processes share the model.
-        """
-        with self._turn:
-            self._check_idle("start")
-            if self._leader is not None:
-                raise MLAError(
-                    "model", "one that no other process shares", "one that others share", "use `step`"
-                )
-            requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids)
-            if len(requests) != len(prompts):
-                raise MLAError("n", "1, as each prompt is a row", f"{len(requests)} rows")
-            if not 1 <= len(requests) <= self.config.max_rows:
-                raise MLAError("prompts", f"1 to max_rows = {self.config.max_rows} of them", len(requests))
-            needed = len(requests) * self.config.pages_per_row
-            if needed >= self.config.num_pages:
-                raise MLAError("num_pages", f"more than {needed}", self.config.num_pages)
-            plan, grants = Plan(admitted=requests), self.config.pages_per_row // self.config.pages_per_grant
-            for i, request in enumerate(requests):
-                plan.grants.append(Grant(request, 0, [1 + i * grants + j for j in range(grants)]))
-                plan.chunks.append(Chunk(request, 0, len(request.prompt), is_last=True))
-            self._begin_anew()
-            try:
-                self._launcher.launch(plan)
-                state = self._launcher.rows.state
-                assert state is not None
-            finally:
-                self._begin_anew()
-            variant = Variant.of([request.params for request in requests])
-            return self._launcher.step(variant), state
 
     def close(self) -> None:
         """End all requests, and the engine. Where processes share the model, their `follow` returns.

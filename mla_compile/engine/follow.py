@@ -8,9 +8,11 @@ import torch
 
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.caches import EngineCaches
+from mla_compile.engine.choice import RankZeroFailed
 from mla_compile.engine.config import EngineConfig
-from mla_compile.engine.launch import Launcher, RankZeroFailed
-from mla_compile.engine.orders import Order, PlanReader, settings_of
+from mla_compile.engine.launch import Launcher
+from mla_compile.engine.orders import Order, content_of, plan_of
+from mla_compile.engine.request import Request
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM
@@ -41,14 +43,14 @@ def follow(model: MLAForCausalLM, *, drafters: Sequence[DrafterKind] = ()) -> Ca
     follower = _Follower(model, ranks, [*drafters, *DRAFTERS])
     ranks.follows = True
     try:
-        while follower.obeys():
+        while follower.run_next_order():
             pass
     except BaseException:
         ranks.fail()
         raise
     finally:
         ranks.follows = False
-    return None if follower.launcher is None else follower.launcher.capture_report()
+    return None if follower.launcher is None else follower.launcher.steps.report()
 
 
 class _Follower:
@@ -56,29 +58,29 @@ class _Follower:
 
     def __init__(self, model: MLAForCausalLM, ranks: Ranks, drafters: Sequence[DrafterKind]) -> None:
         self._model, self._ranks, self._drafters = model, ranks, drafters
-        self._reader = PlanReader()
+        self._requests: dict[int, Request] = {}
         self.launcher: Launcher | None = None
 
-    def obeys(self) -> bool:
-        """Carry out the next order. False: it was the last one, or rank 0 has ended in peace."""
+    def run_next_order(self) -> bool:
+        """False: it was the last one, or rank 0 has shut down cleanly."""
         numbers = self._ranks.hear()
         order = Order.CLOSE if numbers is None else Order(numbers[0])
         if order == Order.CLOSE or numbers is None:
             return False
         if order == Order.ENGINE:
-            self._make_launcher(settings_of(numbers))
+            self._make_launcher(content_of(numbers))
             return True
         launcher = self.launcher
         assert launcher is not None, "an engine comes first"
         if order == Order.LAUNCH:
             with suppress(RankZeroFailed):  # it says next to begin anew
-                launcher.launch(self._reader.plan(numbers))
+                launcher.launch(plan_of(numbers, self._requests))
         elif order == Order.WARM_UP:
-            settings = settings_of(numbers)
+            settings = content_of(numbers)
             num_stop_ids, prompts = settings.pop("num_stop_ids"), settings.pop("prompts")
             launcher.warm_up(Variant(**settings), num_stop_ids, prompts)
         else:
-            self._reader.forget_all()
+            self._requests.clear()
             launcher.rows.clear()
         return True
 
@@ -92,4 +94,4 @@ class _Follower:
         drafter = config.build_drafter(self._model)
         EngineCaches(self._model, drafter).allocate(config)
         self.launcher = Launcher(self._model, drafter, config, self._ranks)
-        self._reader.forget_all()
+        self._requests.clear()

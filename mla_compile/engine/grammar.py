@@ -168,10 +168,9 @@ class GrammarRow:
             self._matcher = self.grammar.matcher()
         return self._matcher
 
-    def follow(self, completion: Completion) -> None:
-        """Read another completion from now on, from its beginning."""
-        self._matcher, self._dead_end = None, None
-        self._completion, self._num_read = completion, 0
+    def restart(self) -> None:
+        """The row begins again at its prompt."""
+        self._matcher, self._dead_end, self._num_read = None, None, 0
 
     def read(self) -> None:
         """Take in what was emitted since the last time. No stop id comes here: it ends the row."""

@@ -52,7 +52,6 @@ class Intake:
         client: str | None = None,
     ) -> Request:
         """A single one."""
-        self._check_chosen_in_step("grammar", grammar)
         sampling = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
         if type(priority) is not int:
             raise MLAError("priority", "an integer", repr(priority))
@@ -76,8 +75,6 @@ class Intake:
         choose: TokenChooser | None = None,
     ) -> list[Request]:
         """One for each completion of each prompt, in their order."""
-        self._check_chosen_in_step("choose", choose)
-        self._check_chosen_in_step("grammars", grammars)
         if choose is not None and not callable(choose):
             raise MLAError("choose", "a TokenChooser or None", repr(choose))
         if choose is not None and grammars is not None:
@@ -135,12 +132,12 @@ class Intake:
             hint = "give the engine the model's tokenizer"
             raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings, hint)
         ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
-        completion = Completion(prompt_index=place[0], index=place[1])
+        completion, row_output = (Completion(prompt_index=place[0], index=place[1]) for _ in range(2))
         row = None
         if grammar is not None:
             name = f"grammars[{place[0]}]" if progress is not None else "grammar"
             check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
-            row = GrammarRow(grammar, completion, ends, name)
+            row = GrammarRow(grammar, row_output, ends, name)
         return Request(
             prompt=list(prompt),
             max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
@@ -148,17 +145,13 @@ class Intake:
             params=params,
             stop_ids=ends,
             completion=completion,
+            row_output=row_output,
             grammar=row,
             choose=choose,
             reader=None if self._tokenizer is None else TextReader(self._tokenizer, params.stop_strings),
             calls=self._calls,
             progress=progress or Progress(),
         )
-
-    def _check_chosen_in_step(self, name: str, on_host: object) -> None:
-        """What has the host choose tokens has no step that could be checked as a whole."""
-        if on_host is not None and self._config.shadow_check_every is not None:
-            raise MLAError(name, "None in an engine with shadow_check_every", type(on_host).__name__)
 
 
 def checked_sampling(name: str, given: object) -> SamplingParams:

@@ -1,13 +1,13 @@
 """What a step reports, on its way to the host."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mla_compile.errors import request_error
-from mla_compile.speculate.state import ACTIVE, COUNT, FIRST_TOKEN, NUM_VERIFIED, DecodeState
+from mla_compile.speculate.state import ACTIVE, COUNT, FAILED_AT, FIRST_TOKEN, NUM_VERIFIED, DecodeState
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,13 @@ class StepReport:
 
     Args:
         rows: of the state, those that the launch samples in.
-        num_logprobs: `SamplingParams.logprobs`, by row, of those that asked for any.
+        num_logprobs: the `SamplingParams.logprobs` of each; None where none has asked for any.
     """
 
-    def __init__(self, state: DecodeState, rows: Sequence[int], num_logprobs: Mapping[int, int]) -> None:
-        self._rows, self._num_logprobs = rows, num_logprobs
+    def __init__(
+        self, state: DecodeState, rows: Sequence[int], num_logprobs: Sequence[int | None] | None
+    ) -> None:
+        self._rows, self._num_logprobs = rows, num_logprobs or [None] * len(rows)
         reported = [t for t in (state.report, state.logprobs, state.logprob_ids) if t is not None]
         self._event: torch.Event | None = None
         if not state.report.is_cuda:
@@ -64,22 +66,24 @@ class StepReport:
             self._event.synchronize()
         report, *logprobs = self._copies
         lines = report.tolist()
-        return [self._read_row(row, lines[row], logprobs) for row in self._rows]
+        return [
+            self._read_row(row, lines[row], n, logprobs)
+            for row, n in zip(self._rows, self._num_logprobs, strict=True)
+        ]
 
-    def _read_row(self, row: int, line: list[int], logprobs: list[Tensor]) -> RowReport:
+    def _read_row(self, row: int, line: list[int], n: int | None, logprobs: list[Tensor]) -> RowReport:
         tokens = line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
         places = error = None
-        if row in self._num_logprobs:
+        if n is not None:
             values, ids = (tensor[row].tolist() for tensor in logprobs)
-            n = self._num_logprobs[row]
             try:
                 places = [_by_id(token, values[j], ids[j], n) for j, token in enumerate(tokens)]
             except BaseException as failed:
                 error = str(request_error("reading log-probabilities", failed))
                 return RowReport([], False, line[NUM_VERIFIED], error=error)
-        if line[ACTIVE] < 0:
-            error = f"the model's logits for position {-line[ACTIVE]} are NaN or infinite"
-        return RowReport(tokens, line[ACTIVE] > 0, line[NUM_VERIFIED], places, error)
+        if line[FAILED_AT]:
+            error = f"the model's logits for position {line[FAILED_AT]} are NaN or infinite"
+        return RowReport(tokens, bool(line[ACTIVE]), line[NUM_VERIFIED], places, error)
 
 
 def _by_id(token: int, logprobs: list[float], ids: list[int], n: int) -> dict[int, Logprob]:

@@ -73,7 +73,8 @@ class Request:
     What has come of it:
 
     completion: what is known by now; it grows, and has a `finish_reason` in the end.
-    said: what its row has said: the completion itself, unless a preemption made it begin anew (see `begin_anew`).
+    row_output: the tokens that its row has emitted since it began at the prompt: those of the completion, but fewer
+        after `restart_from_prompt`, until the row has emitted them again.
     progress: of the requests that it was asked for with.
     failure: what `choose` raised; the step's report ends the request.
 
@@ -107,7 +108,7 @@ class Request:
     progress: Progress = field(default_factory=Progress)
 
     failure: BaseException | None = None
-    said: Completion = field(init=False)
+    row_output: Completion = field(default_factory=Completion)
     rank: tuple[int, bool, int] | None = None
     is_running: bool = False
     is_outdated: bool = False
@@ -118,22 +119,19 @@ class Request:
     num_steps: int = 0
     num_samples: int = 0
 
-    def __post_init__(self) -> None:
-        self.said = self.completion
-
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and what its row is known to have said."""
-        return [*self.prompt, *self.said.token_ids] if self.said.token_ids else self.prompt
+        """The prompt and what its row is known to have emitted."""
+        return [*self.prompt, *self.row_output.token_ids] if self.row_output.token_ids else self.prompt
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.said.token_ids)
+        return len(self.prompt) + len(self.row_output.token_ids)
 
     @property
-    def num_to_repeat(self) -> int:
-        """Tokens that its row has not said again yet."""
-        return len(self.completion.token_ids) - len(self.said.token_ids)
+    def num_to_replay(self) -> int:
+        """Tokens of the completion that its row has not emitted again yet."""
+        return len(self.completion.token_ids) - len(self.row_output.token_ids)
 
     @property
     def will_have_ended(self) -> bool:
@@ -154,11 +152,11 @@ class Request:
         """Whether the host must see the logits of each step."""
         return self.grammar is not None or self.choose is not None
 
-    def begin_anew(self) -> None:
-        """After a preemption: from the prompt on, its row says all that it has said once more, which reaches nobody."""
-        self.said = Completion(prompt_index=self.completion.prompt_index, index=self.completion.index)
+    def restart_from_prompt(self) -> None:
+        """After a preemption: the row emits the completion's tokens once more, which reach nobody, and goes on."""
+        self.row_output.token_ids.clear()
         if self.grammar is not None:
-            self.grammar.follow(self.said)
+            self.grammar.restart()
 
     def take(self, report: RowReport, *, is_step: bool) -> None:
         """Take in what a step emitted, or a prompt's last chunk (`is_step` False).
@@ -176,9 +174,10 @@ class Request:
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
-        num_told = len(report.tokens)
-        if self.said is not completion:
-            report = self._without_what_was_said(report)
+        num_told, num_to_replay = len(report.tokens), self.num_to_replay
+        self.row_output.token_ids += report.tokens
+        if num_to_replay:
+            report = self._without_replayed(report, num_to_replay)
             if report.active and not report.tokens:
                 return
         num_known, num_new = len(completion.token_ids), len(report.tokens)
@@ -198,31 +197,26 @@ class Request:
             reason = "stop" if completion.token_ids[-1] in self.stop_ids else "length"
         found = self.reader and self.reader.feed(completion.token_ids[num_known:], is_end=reason is not None)
         if found:
-            del completion.token_ids[num_known + found.num_tokens :]
-            del completion.draft_positions[num_known + found.num_tokens :]
+            end = num_known + found.num_tokens
+            del completion.token_ids[end:], completion.draft_positions[end:], self.row_output.token_ids[end:]
             if completion.logprobs is not None:
-                del completion.logprobs[num_known + found.num_tokens :]
+                del completion.logprobs[end:]
             completion.text = found.text
             self.end("stop")
         elif reason is not None:
             self.end(reason, report.error)
 
-    def _without_what_was_said(self, report: RowReport) -> RowReport:
-        """The rest of a report, behind what its row had to say again; an error where that was something else."""
-        known, place = self.completion.token_ids, len(self.said.token_ids)
-        again = report.tokens[: self.num_to_repeat]
-        self.said.token_ids += again
-        expected = known[place : place + len(again)]
-        if again != expected or (self.num_to_repeat and not report.active):
+    def _without_replayed(self, report: RowReport, num_to_replay: int) -> RowReport:
+        """The rest of a report, behind what its row had to emit again; an error where that was something else."""
+        known, replayed = self.completion.token_ids, report.tokens[:num_to_replay]
+        place = len(known) - num_to_replay
+        expected = known[place : place + len(replayed)]
+        if replayed != expected or (len(replayed) < num_to_replay and not report.active):
             what = f"what it had said before it lost its pages, {expected} at position {len(self.prompt) + place}"
-            error = MLAError("batch_invariant", what, report.error or again)
+            error = MLAError("batch_invariant", what, report.error or replayed)
             return RowReport([], active=False, error=str(error))
-        if not self.num_to_repeat:
-            self.said = self.completion
-            if self.grammar is not None:
-                self.grammar.follow(self.said)
-        logprobs = None if report.logprobs is None else report.logprobs[len(again) :]
-        return replace(report, tokens=report.tokens[len(again) :], logprobs=logprobs)
+        logprobs = None if report.logprobs is None else report.logprobs[len(replayed) :]
+        return replace(report, tokens=report.tokens[len(replayed) :], logprobs=logprobs)
 
     def end(self, finish_reason: str, error: str | None = None) -> None:
         """Nothing more comes."""

@@ -121,41 +121,53 @@ class Rows:
         at = [self._row_of[request] for request in admitted]
         k = state.drafts.shape[1]
         stop_ids = [[*request.stop_ids, *[-1] * (width - len(request.stop_ids))] for request in admitted]
-        texts = [
+        penalised = [
             (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
         ]
-        prompts = [(row, token) for row, request in texts for token in set(request.prompt)]
-        emitted = [(row, token) for row, request in texts for token in request.said.token_ids]
-        columns: list[Sequence[int]] = [
-            inactive,
-            at,
-            [request.max_len for request in admitted],
-            [k if request.max_drafts is None else min(k, request.max_drafts) for request in admitted],
-            [request.params.seed for request in admitted],
-            [request.params.top_k for request in admitted],
-            list(chain(*stop_ids)),
-            *([pair[i] for pair in pairs] for pairs in (prompts, emitted) for i in range(2)),
-        ]
-        if state.history is not None:
-            columns += (request.tokens for request in admitted)
-        off, rows, max_len, max_drafts, seed, top_k, stops, *rest = upload(columns, torch.int64, self._device)
+        prompts = [(row, token) for row, request in penalised for token in set(request.prompt)]
+        emitted = [(row, token) for row, request in penalised for token in request.row_output.token_ids]
+        columns: dict[str, Sequence[int]] = {
+            "inactive": inactive,
+            "rows": at,
+            "max_len": [request.max_len for request in admitted],
+            "max_drafts": [
+                k if request.max_drafts is None else min(k, request.max_drafts) for request in admitted
+            ],
+            "seed": [request.params.seed for request in admitted],
+            "top_k": [request.params.top_k for request in admitted],
+            "stop_ids": list(chain(*stop_ids)),
+            "prompt_rows": [row for row, _ in prompts],
+            "prompt_ids": [token for _, token in prompts],
+            "emitted_rows": [row for row, _ in emitted],
+            "emitted_ids": [token for _, token in emitted],
+        }
+        texts = [] if state.history is None else [request.tokens for request in admitted]
+        uploaded = upload([*columns.values(), *texts], torch.int64, self._device)
+        of = dict(zip(columns, uploaded))
+        rows = of["rows"]
         if inactive:
-            state.active.index_fill_(0, off, False)
+            state.active.index_fill_(0, of["inactive"], False)
             # Recurrent layers' states are found by it, an inactive row's too.
-            state.block_table.index_fill_(0, off, 0)
+            state.block_table.index_fill_(0, of["inactive"], 0)
         if admitted:
-            values = {"max_len": max_len, "max_drafts": max_drafts, "seed": seed, "top_k": top_k}
-            values["stop_ids"] = stops.view(-1, width)
+            values = {name: of[name] for name in ("max_len", "max_drafts", "seed", "top_k")}
+            values["stop_ids"] = of["stop_ids"].view(-1, width)
             told = [[getattr(request.params, name) for request in admitted] for name in _PARAMETERS]
             values |= zip(_PARAMETERS, upload(told, torch.float64, self._device), strict=True)
             for name, value in values.items():
                 tensor: Tensor = getattr(state, name)
                 tensor.index_copy_(0, rows, value.to(tensor.dtype))
-        pairs, histories = rest[:4], rest[4:]
         if admitted and state.in_prompt is not None and state.num_emitted is not None:
-            _write_texts(state.in_prompt, state.num_emitted, rows, *pairs)
+            state.in_prompt.index_fill_(0, rows, False)
+            state.num_emitted.index_fill_(0, rows, 0)
+            if prompts:
+                true = torch.ones_like(of["prompt_ids"], dtype=torch.bool)
+                state.in_prompt.index_put_((of["prompt_rows"], of["prompt_ids"]), true)
+            if emitted:
+                ones = torch.ones_like(of["emitted_ids"], dtype=torch.int32)
+                state.num_emitted.index_put_((of["emitted_rows"], of["emitted_ids"]), ones, accumulate=True)
         if state.history is not None:
-            for place, text in zip(at, histories, strict=True):
+            for place, text in zip(at, uploaded[len(columns) :], strict=True):
                 state.history[place, : len(text)] = text
 
     def _grant(self, state: DecodeState, grants: Sequence[Grant]) -> None:
@@ -206,22 +218,3 @@ def _copy_rows(old: DecodeState, rows: list[int], new: DecodeState) -> None:
             tensor[:count] = before[name].index_select(0, source)
         else:
             tensor[:count].zero_()  # counts for penalties, of rows that have none
-
-
-def _write_texts(
-    in_prompt: Tensor,
-    num_emitted: Tensor,
-    rows: Tensor,
-    prompt_row: Tensor,
-    prompt_id: Tensor,
-    emitted_row: Tensor,
-    emitted_id: Tensor,
-) -> None:
-    """What penalties count, of rows that begin to run, after a preemption perhaps."""
-    in_prompt.index_fill_(0, rows, False)
-    num_emitted.index_fill_(0, rows, 0)
-    if len(prompt_row):
-        in_prompt.index_put_((prompt_row, prompt_id), torch.ones_like(prompt_id, dtype=torch.bool))
-    if len(emitted_row):
-        ones = torch.ones_like(emitted_id, dtype=torch.int32)
-        num_emitted.index_put_((emitted_row, emitted_id), ones, accumulate=True)

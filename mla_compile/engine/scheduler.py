@@ -114,9 +114,6 @@ class Scheduler:
         max_keys_per_step: that prompts see in the part of their texts that a step reads in one piece, and where texts
             are cut (see `prefill_segment`); None for prompts that run in one piece.
         batch_invariant: whether a request's latents have the same bits whatever becomes of others.
-
-    Raises:
-        MLAError: a bad argument, named.
     """
 
     def __init__(
@@ -130,10 +127,6 @@ class Scheduler:
         batch_invariant: bool = False,
     ) -> None:
         k = num_speculative_tokens
-        if k < 0:
-            raise MLAError("num_speculative_tokens", "at least 0", k)
-        if max_rows < 1:
-            raise MLAError("max_rows", "at least 1", max_rows)
         self.q_len, self.max_rows = 1 + k, max_rows
         self.max_tokens_per_step = max_tokens_per_step
         self._max_keys = max_keys_per_step
@@ -190,15 +183,11 @@ class Scheduler:
         return [*self._running, *itertools.chain(*self._waiting.values())]
 
     def add(self, request: Request) -> None:
-        """Take on a request, which waits for its turn.
+        """Take on a request, with a prompt shorter than `max_len`, which waits for its turn.
 
         Raises:
-            MLAError: an empty prompt, one that leaves no token to generate, or more tokens than all pages hold.
+            MLAError: more tokens than all pages hold.
         """
-        if not request.prompt:
-            raise MLAError("prompt", "at least one token", "an empty prompt")
-        if len(request.prompt) >= request.max_len:
-            raise MLAError("prompt", f"fewer than max_len = {request.max_len} tokens", len(request.prompt))
         capacity = (self.pool.num_pages - 1) * self.pool.page_size
         if request.max_len - 1 > capacity:
             mend = "lower max_len or allocate more pages"
@@ -237,17 +226,11 @@ class Scheduler:
         """Take in what came of the oldest plan that was launched: requests grow and end. Late reports are dropped.
 
         reports: one for each of the plan's `sampled`, in that order.
-
-        Raises:
-            MLAError: a number of reports that is not the plan's; nothing has changed.
         """
-        sampled = plan.sampled
-        if len(reports) != len(sampled):
-            raise MLAError("reports", f"one for each of the {len(sampled)} rows that sampled", len(reports))
         for request in (*plan.decodes, *(chunk.request for chunk in plan.chunks)):
             request.num_steps -= 1
         ends = [None] * len(plan.decodes) + [chunk.end for chunk in plan.chunks if chunk.is_last]
-        for request, prompt_end, report in zip(sampled, ends, reports, strict=True):
+        for request, prompt_end, report in zip(plan.sampled, ends, reports, strict=True):
             request.num_samples -= 1
             if not request.has_ended:
                 self._grow(request, prompt_end, report)
@@ -341,11 +324,11 @@ class Scheduler:
             return False
         if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
-        if self._batch_invariant and request.said.token_ids:
-            request.begin_anew()
+        if self._batch_invariant and request.row_output.token_ids:
+            request.restart_from_prompt()
         num_free = self.pool.num_free
         pages = self.pool.match(request.tokens)
-        num_known = request.num_tokens + request.num_to_repeat
+        num_known = request.num_tokens + request.num_to_replay
         more = self.pool.allocate(self._pages_needed(request, num_known) - len(pages))
         if more is None:
             self.pool.release(pages)

@@ -56,9 +56,7 @@ class EngineStats:
     def count_reports(self, plan: Plan, reports: Sequence[RowReport]) -> None:
         """What came of a step, before its requests take it in: those that have ended by now get nothing."""
         told = [(r, report) for r, report in zip(plan.sampled, reports, strict=True) if not r.has_ended]
-        again = sum(
-            min(len(report.tokens), r.num_to_repeat) for r, report in told if r.said is not r.completion
-        )
+        again = sum(min(len(report.tokens), r.num_to_replay) for r, report in told)
         self.num_tokens += sum(len(report.tokens) for _, report in told) - again
         self.num_repeated_tokens += again
         decoded = zip(plan.decodes, reports[: len(plan.decodes)], strict=True)

@@ -3,7 +3,6 @@
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.chunks import PackedChunks, PromptChunk, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified
-from mla_compile.speculate.shadow import ShadowCheckError, shadow_check
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.step import SpeculativeDecoder, Step
 from mla_compile.speculate.target import ServedModel
@@ -18,9 +17,7 @@ __all__ = [
     "PromptChunks",
     "SamplingParams",
     "ServedModel",
-    "ShadowCheckError",
     "SpeculativeDecoder",
     "Step",
     "Verified",
-    "shadow_check",
 ]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
-from mla_compile.errors import MLAError
 from mla_compile.ops.prefill_metadata import prefill_metadata_op
 from mla_compile.ops.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
@@ -102,7 +101,7 @@ class PackedChunks:
         most: int | None = None,
         kept: "MutableMapping[tuple[int, ...], PackedChunks] | None" = None,
     ) -> "PackedChunks":
-        """Chunks of rows of `state`, whose block tables are read by the step.
+        """Chunks of rows of `state`, one a row and none empty, whose block tables are read by the step.
 
         pad: see `pack_batch`: CUDA graphs are recorded for each number of tokens, so few of them should occur.
         most: a number of tokens that occurs often, so that chunks of so many are not padded to more.
@@ -112,13 +111,8 @@ class PackedChunks:
 
         The host sends one copy to the device and does not wait for it. The tensors are marked for the compiler: their
         numbers of tokens, chunks, parts, keys and rows vary.
-
-        Raises:
-            MLAError: a row that the state lacks or that has two chunks, an empty chunk or one past the prompt's end,
-                or a table that cannot hold it.
         """
         rows, max_pages = state.block_table.shape
-        _check(chunks, rows, max_pages, page_size)
         counts, starts = [chunk.stop - chunk.start for chunk in chunks], [chunk.start for chunk in chunks]
         capacity = max_pages * page_size
         padded = prompt_padding(counts, starts, capacity=capacity, pad=pad, most=most)
@@ -223,11 +217,7 @@ class PackedChunks:
         return self.last_of_row >= 0
 
     def chunks(self, state: DecodeState) -> PromptChunks:
-        """The chunks, where the rows of `state` have their pages. Runs inside of a compiled step.
-
-        Raises:
-            MLAError: chunks that were packed for a state of another number of rows.
-        """
+        """The chunks, where the rows of `state` have their pages. Runs inside of a compiled step."""
         self._check_sizes(state.block_table.shape[0])
         table = state.block_table.index_select(0, self.rows.clamp(min=0))
         table = torch.where(self.rows[:, None] >= 0, table, 0)  # padding has page 0, the dummy page, alone
@@ -241,8 +231,6 @@ class PackedChunks:
 
     def _check_sizes(self, rows: int) -> None:
         """Tells the compiler, which gives each tensor a size of its own, which ones agree."""
-        if not torch.compiler.is_compiling() and self.last_of_row.shape[0] != rows:
-            raise MLAError("chunks", f"those of a state of {rows} rows", self.last_of_row.shape[0])
         tokens, chunks = self.token_ids.shape[0], self.rows.shape[0]
         torch._check(tokens >= MIN_TOKENS)
         torch._check(chunks >= 1)
@@ -252,18 +240,3 @@ class PackedChunks:
         torch._check(self.bounds.shape[1] >= 2)
         torch._check(self.room.shape[0] >= MIN_KEYS)
         torch._check(self.last_of_row.shape[0] == rows)
-
-
-def _check(chunks: Sequence[PromptChunk], rows: int, max_pages: int, page_size: int) -> None:
-    seen: set[int] = set()
-    capacity = max_pages * page_size
-    for i, (row, token_ids, start, stop) in enumerate(chunks):
-        if not 0 <= row < rows or row in seen:
-            raise MLAError(f"chunks[{i}].row", f"a row of {rows}, with one chunk at most", row)
-        seen.add(row)
-        if not 0 <= start < stop <= len(token_ids):
-            expected = f"0 <= start < stop <= {len(token_ids)} tokens"
-            raise MLAError(f"chunks[{i}]", expected, f"start {start}, stop {stop}")
-        if stop > capacity:
-            expected = f"at most {capacity} tokens ({max_pages} pages of {page_size})"
-            raise MLAError(f"chunks[{i}]", expected, f"stop {stop}", "widen block_table")

@@ -10,7 +10,7 @@ from mla_compile.errors import MLAError
 from mla_compile.ops.segments import decode_segment
 from mla_compile.torch_internals import mark_state_tensor
 
-COUNT, ACTIVE, NUM_VERIFIED, FIRST_TOKEN = 0, 1, 2, 3
+COUNT, ACTIVE, NUM_VERIFIED, FAILED_AT, FIRST_TOKEN = range(5)
 """Columns of `DecodeState.report`."""
 
 
@@ -28,9 +28,9 @@ class DecodeState:
     seed: int64 `[rows]`; temperature, top_p, min_p: float32 `[rows]`; top_k: int32 `[rows]`.
     repetition_penalty, presence_penalty, frequency_penalty: float32 `[rows]`.
     block_table: int32 `[rows, max_pages]`; every row owns pages for `max_len` tokens.
-    report: what the last step did, for the host, int64 `[rows, 3 + k + 1]`: the number of tokens emitted, whether
-        the row is still active, the number of drafts that it had, the tokens. In place of 0 for a row that has ended
-        stands minus the position of its next token, where that one's logits are NaN or infinite.
+    report: what the last step did, for the host, int64 `[rows, 4 + k + 1]`: the number of tokens emitted, whether
+        the row is still active, the number of drafts that it had, the position of its next token where that one's
+        logits are NaN or infinite (else 0), the tokens.
     in_prompt: which ids the prompt has, bool `[rows, vocab]`; num_emitted: how often the text after it has each id,
         the last token included, int32 `[rows, vocab]`. None in a state without penalties.
     logprobs, logprob_ids: what `top_logprobs` says of the report's tokens, float32 and int64 `[rows, k + 1, 1 + n]`.

@@ -131,7 +131,7 @@ class SpeculativeDecoder(nn.Module):
             tokens = torch.cat([state.last_token[:, None], state.drafts], dim=1)
             batch, positions = state.decode_batch(
                 state.num_cached,
-                self.query_lens(state, state.active),
+                self.query_lens(state),
                 self.k + 1,
                 page_size=self.page_size,
                 backend=self.decode_backend,
@@ -201,7 +201,7 @@ class SpeculativeDecoder(nn.Module):
             torch._check(targets.shape[0] == rows)
             for hidden in (output.hidden, *output.aux):
                 torch._check(hidden.shape[0] == rows * q_len)
-            q_lens = self.query_lens(state, state.active)
+            q_lens = self.query_lens(state)
             if begins is not None:
                 torch._check(begins.shape[0] == rows)
                 q_lens = torch.where(begins, q_lens.clamp(max=1), q_lens)
@@ -236,14 +236,15 @@ class SpeculativeDecoder(nn.Module):
             state.num_cached.copy_(num_cached)
             state.active.copy_(active)
             # `num_cached` of a row that has failed is what it was.
-            status = torch.where(has_failed, -1 - num_cached, active)
-            state.report.copy_(torch.cat([torch.stack([count, status, num_verified], dim=1), targets], dim=1))
+            failed_at = torch.where(has_failed, num_cached + 1, 0)
+            columns = torch.stack([count, active.to(torch.int32), num_verified, failed_at], dim=1)
+            state.report.copy_(torch.cat([columns, targets], dim=1))
 
-    def query_lens(self, state: DecodeState, active: Tensor) -> Tensor:
+    def query_lens(self, state: DecodeState) -> Tensor:
         """How many of a row's k + 1 positions count, int32 `[rows]`; of a row that has just begun one does."""
         # The token at position max_len - 1 is the row's last: nothing is sampled, so nothing is run, from there on.
         room = state.max_len - 1 - state.num_cached
-        return torch.where(active, torch.minimum(room.clamp(0, self.k + 1), state.num_drafts + 1), 0)
+        return torch.where(state.active, torch.minimum(room.clamp(0, self.k + 1), state.num_drafts + 1), 0)
 
     def _count_emitted(self, state: DecodeState, tokens: Tensor, count: Tensor) -> None:
         """Count each row's first `count` `[rows]` of `tokens` `[rows, n]`, where the state has counts."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import fx
 
-from mla_compile import MLAError, SamplingParams, check_batch_invariance
+from mla_compile import MLAError, SamplingParams
 from mla_compile.passes.nodes import op_name
+from mla_compile.testing import check_batch_invariance
 from tests.models_for_tests import tiny_model
 
 PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerate((3, 40, 17, 1))]

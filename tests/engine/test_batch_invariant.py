@@ -140,7 +140,7 @@ def test_tokens_chosen_on_the_host_go_through_compiled_code() -> None:
     *_, got = mine.stream(PROMPTS[:3], max_new_tokens=8, choose=likeliest)
     assert [completion.token_ids for completion in got] == expected
     names = {bucket.step for bucket in mine.capture_report().buckets}
-    assert names == {"verify", "mixed, verify", "choose, greedy", "advance, greedy"}
+    assert names == {"verify", "mixed, verify", "advance, greedy"}
     assert compile_counters()["graphs"] - before == 4
 
 
@@ -205,18 +205,18 @@ def test_a_preempted_request_prefills_its_prompt_and_says_again_what_nobody_is_t
     of.abort(first)
     plan = of.plan()
     assert chunks(plan) == [(second.num_reused_tokens, 3 - second.num_reused_tokens, True)]
-    assert (second.tokens, second.num_to_repeat) == ([4, 5, 6], 2)
+    assert (second.tokens, second.num_to_replay) == ([4, 5, 6], 2)
     assert len(second.pages) * 2 >= 6, "there is room for all that it has said, and the next one"
     of.update([goes_on(11)])  # the first one's
     of.plan()
     of.update([goes_on(8)])
-    assert (second.completion.token_ids, second.num_to_repeat) == ([8, 10], 1)
+    assert (second.completion.token_ids, second.num_to_replay) == ([8, 10], 1)
     of.plan()
     of.update([goes_on(10)])
-    assert (second.completion.token_ids, second.num_to_repeat) == ([8, 10], 0)
+    assert (second.completion.token_ids, second.num_to_replay) == ([8, 10], 0)
     of.update([goes_on(12)])
     assert second.tokens == [4, 5, 6, 8, 10, 12]
-    assert second.said is second.completion
+    assert second.row_output.token_ids == second.completion.token_ids
 
 
 def begun_anew(*, said: list[int], logprobs: bool = False) -> Request:
@@ -225,7 +225,7 @@ def begun_anew(*, said: list[int], logprobs: bool = False) -> Request:
     request.take(RowReport(said[:1], True, logprobs=told and told[:1]), is_step=False)
     for i in range(1, len(said)):
         request.take(RowReport(said[i : i + 1], True, logprobs=told and told[i : i + 1]), is_step=True)
-    request.begin_anew()
+    request.restart_from_prompt()
     return request
 
 

@@ -78,7 +78,7 @@ class Graphs:
 
 def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
     device = torch.device("cuda")
-    return Captures(max_rows, q_len=K + 1, device=device, budget=budget, why_not=why_not, agree=int)
+    return Captures(max_rows, q_len=K + 1, device=device, budget=budget, why_not=why_not)
 
 
 def test_row_sizes_double_up_to_the_most_rows() -> None:
@@ -318,7 +318,7 @@ def test_after_warming_up_prompts_beside_rows_that_decode_compile_nothing(k: int
 def test_a_batch_compiles_one_step_and_a_stream_of_prompts_the_other_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mla_compile.engine.launch.EAGER_MIXED_STEPS", 3)
+    monkeypatch.setattr("mla_compile.engine.steps.EAGER_MIXED_STEPS", 3)
     prompts = [[1, 2, 3], [4] * 10, [5] * 20]
     model = one_layer_model(torch.float32)
     expected = [c.token_ids for c in engine(0, model).generate(prompts, max_new_tokens=12)]

@@ -15,6 +15,7 @@ from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.explanation.inspect import inspect_forward
 from mla_compile.integrations.transformers import accelerate
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
+from mla_compile.testing import shadow_check
 from mla_compile.torch_internals import capture_graph
 from tests.engine.engines import engine
 from tests.engine.test_grammar import REGEX, SMALL
@@ -81,6 +82,11 @@ def mixed(**settings: object) -> object:
     return served(**settings).generate(PROMPTS, MIXED, max_new_tokens=6)
 
 
+def checked() -> object:
+    with shadow_check(of := served()):
+        return of.generate(PROMPTS, MIXED, max_new_tokens=6)
+
+
 def accelerated(family: str, drafts: int = 0, **kwargs: object) -> object:
     torch.manual_seed(0)
     made = accelerate(copy.deepcopy(STOCK[family]), num_speculative_tokens=drafts, compile=False)
@@ -93,7 +99,7 @@ STOCK = {family: stock_model(family) for family in ("deepseek_v2", "kimi_linear"
 USES: dict[str, Callable[[], object]] = {
     "drafts": mixed,
     "look-ups": lambda: mixed(drafter="ngram"),
-    "checked": lambda: mixed(shadow_check_every=1),
+    "checked": checked,
     "warm_up": lambda: str(served().warm_up().why_not),
     "grammar": lambda: served().generate(PROMPTS, max_new_tokens=6, stop_ids=[0], grammars=GRAMMAR),
     "choose": lambda: [*served().stream(PROMPTS, max_new_tokens=6, choose=lambda x, *_: x.argmax(-1))][-1],

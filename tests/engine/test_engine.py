@@ -26,6 +26,7 @@ from mla_compile.speculate import (
     PromptChunks,
     Verified,
 )
+from mla_compile.testing import start
 from tests.engine.engines import engine, pool_of
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model
@@ -66,7 +67,7 @@ def test_a_start_that_fails_leaves_no_row_behind(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(of.model, "forward", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
-            of.start(PROMPTS[:2], 4, [SamplingParams()] * 2, [])
+            start(of, PROMPTS[:2], 4, [SamplingParams()] * 2, [])
     assert tokens(of) == tokens(engine())
 
 
@@ -185,9 +186,9 @@ def test_a_decode_backend_that_cannot_run_is_refused_at_once() -> None:
         engine(decode_backend="fast")
 
 
-def test_a_row_that_is_started_is_a_prompt() -> None:
-    with pytest.raises(MLAError, match=r"^n: expected 1, as each prompt is a row, got 3 rows"):
-        engine().start(PROMPTS[:2], 4, [SamplingParams(), SamplingParams(n=2)], [])
+def test_prompts_without_a_row_are_not_started() -> None:
+    with pytest.raises(MLAError, match=r"^prompts: expected 1 to 4, .*, got 5"):
+        start(engine(), PROMPTS[:1] * 5, 4, [SamplingParams()] * 5, [])
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 1).long(), torch.zeros(1).long(), torch.zeros(1, 2), None])
@@ -241,8 +242,8 @@ def with_cache(lookahead: int) -> DrafterKind:
 def test_a_drafter_owns_weights_and_caches_and_reads_the_layers_that_it_asks_for() -> None:
     model = tiny_model()
     mine = engine(2, model, drafter=with_cache(3))
-    drafter = mine._launcher._decoders[False].drafter
-    assert drafter is mine._launcher._decoders[True].drafter, "one for all steps"
+    drafter = mine._launcher.steps._decoders[False].drafter
+    assert drafter is mine._launcher.steps._decoders[True].drafter, "one for all steps"
     assert tuple(drafter.kv_cache.shape) == (mine.config.num_pages, 4, 6)
     assert pool_of(mine).lookahead == 3
     specs = model.cache_specs()
@@ -347,16 +348,6 @@ def test_compiled_mixed_steps_give_the_tokens_of_eager_ones() -> None:
         expected, got = (e.generate(prompts, params, max_new_tokens=12) for e in (eager, compiled))
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert compiled.stats.num_mixed_steps > 0
-
-
-def test_a_progress_bar_goes_to_stderr_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    params = [SamplingParams(n=2), SamplingParams()]
-    plain = engine().generate([[1], [2, 3]], params, max_new_tokens=5)
-    assert capsys.readouterr().err == ""
-    shown = engine().generate([[1], [2, 3]], params, max_new_tokens=5, show_progress=True)
-    assert [c.token_ids for c in shown] == [c.token_ids for c in plain]
-    out, err = capsys.readouterr()
-    assert out == "" and "3/3" in err and "15 tokens" in err
 
 
 def test_streams_side_by_side_have_the_tokens_of_one_list() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mla_compile.caches import allocate
-from mla_compile.engine.first_op import first_different_op
 from mla_compile.ops import implementations, moe
 from mla_compile.ops.operands import ExpertOperands
+from mla_compile.testing.first_op import first_different_op
 from tests.models_for_tests import tiny_model
 
 PROMPTS = [[1 + (7 * i + 3 * j * j) % 20 for j in range(n)] for i, n in enumerate((9, 30, 17, 5))]

@@ -10,6 +10,7 @@ import torch
 from mla_compile import SamplingParams
 from mla_compile.engine import Completion, Request
 from mla_compile.models import MLAForCausalLM
+from mla_compile.testing import shadow_check, start
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, finish, texts
 from tests.engine.watching import Watch
@@ -92,7 +93,7 @@ def test_each_row_may_have_its_own_number_of_drafts(
     params, dice = KINDS[kind], random.Random(0)
     of = engine(K, model)
     expected = [completion.token_ids for completion in plain(params)]
-    step, state = of.start(PROMPTS[:4], 24, [params] * 4, [])
+    step, state = start(of, PROMPTS[:4], 24, [params] * 4, [])
     said = [[token] for token in state.last_token.tolist()]
     while state.active.any():
         counts = [dice.randint(0, K) for _ in said]
@@ -106,7 +107,7 @@ def test_each_row_may_have_its_own_number_of_drafts(
                 assert state.drafts[row, :count].tolist() == drafts
                 state.drafts[row, :count] = torch.tensor(expected[row][len(text) : len(text) + count])
         step(state)
-        for text, count, (emitted, _, had, *tokens) in zip(said, counts, state.report.tolist()):
+        for text, count, (emitted, _, had, _, *tokens) in zip(said, counts, state.report.tolist()):
             assert emitted in (0, min(1 + count, 24 - len(text)))
             assert not emitted or had == emitted - 1, "all of them were right"
             text += tokens[:emitted]
@@ -125,9 +126,7 @@ def test_the_drafts_that_rows_have_are_counted(model: MLAForCausalLM, most: int 
 
 def check_that_one_step_is_compiled(drafter: str, params: SamplingParams) -> None:
     torch._dynamo.utils.counters.clear()
-    of = engine(
-        2, one_layer_model(torch.float32), drafter=drafter, compile=True, max_rows=2, shadow_check_every=1
-    )
+    of = engine(2, one_layer_model(torch.float32), drafter=drafter, compile=True, max_rows=2)
     report = of.warm_up(sampling=params)
     assert compile_counters()["graphs"] == 1
     assert [(bucket.rows, bucket.q_len) for bucket in report.buckets] == [(2, 3), (1, 3)]
@@ -137,7 +136,8 @@ def check_that_one_step_is_compiled(drafter: str, params: SamplingParams) -> Non
             of.add(prompt, params, max_new_tokens=24, max_drafts=most)
             for prompt, most in zip(PROMPTS[:count], MOST)
         ]
-        finish(of)
+        with shadow_check(of):
+            finish(of)
         for request, alone in zip(requests, expected):
             assert request.completion.token_ids == alone.token_ids
             if params.logprobs is not None:

@@ -16,7 +16,8 @@ from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
 from mla_compile.integrations.transformers import accelerate
 from mla_compile.ops import row_argmax
 from mla_compile.speculate.choice import can_choose
-from mla_compile.speculate.state import ACTIVE, COUNT
+from mla_compile.speculate.state import COUNT, FAILED_AT, FIRST_TOKEN
+from mla_compile.testing import shadow_check, start
 from tests.engine.engine_traces import POISONS, poisoned
 from tests.engine.engines import engine
 from tests.engine.test_grammar import REGEX, SMALL
@@ -154,13 +155,13 @@ def test_a_draft_that_gives_nan_costs_a_step_and_no_token() -> None:
     poison, length = 39, 12
     of = poisoned_engine(3, "latents", poison)
     (expected, *_) = engine(0).generate(PROMPTS[:2], max_new_tokens=length)
-    step, state = of.start(PROMPTS[:2], length, [SamplingParams()] * 2, [])
+    step, state = start(of, PROMPTS[:2], length, [SamplingParams()] * 2, [])
     text, had = [int(state.last_token[0])], []
     while state.active[0]:
         if state.num_drafts[0] == 3:
             state.drafts[0] = torch.tensor([0, poison, 1])
         step(state)
-        count, active, num_verified, *tokens = state.report[0].tolist()
+        count, active, num_verified, _, *tokens = state.report[0].tolist()
         assert active in (0, 1)
         text += tokens[:count]
         had.append((num_verified, count))
@@ -173,24 +174,25 @@ def test_the_report_of_a_step_has_the_position_that_has_no_token() -> None:
     poison = middle(healthy)
     assert poison not in other.token_ids
     of = poisoned_engine(2, "logits", poison)
-    step, state = of.start(PROMPTS[:2], LENGTH, [SamplingParams()] * 2, [])
+    step, state = start(of, PROMPTS[:2], LENGTH, [SamplingParams()] * 2, [])
     texts = [[token] for token in state.last_token[:2].tolist()]
     while state.active.any():
         before = state.active.tolist()
         step(state)
         for text, line in zip(texts, state.report.tolist()):
-            text += line[3 : 3 + line[COUNT]]
+            text += line[FIRST_TOKEN : FIRST_TOKEN + line[COUNT]]
         if before[0] and not state.active[0]:
             length = healthy.token_ids.index(poison) + 1
-            assert state.report[0, ACTIVE] == -(len(PROMPTS[0]) + length)
+            assert state.report[0, FAILED_AT] == len(PROMPTS[0]) + length
     assert texts == [healthy.token_ids[:length], other.token_ids]
 
 
 def test_steps_that_check_themselves_find_nothing_wrong_with_nan() -> None:
     healthy = engine(0).generate(PROMPTS, MIXED, max_new_tokens=LENGTH)
     poison = middle(healthy[0])
-    of = poisoned_engine(3, "latents", poison, shadow_check_every=1)
-    assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == cut(healthy, poison)
+    of = poisoned_engine(3, "latents", poison)
+    with shadow_check(of):
+        assert said(of.generate(PROMPTS, MIXED, max_new_tokens=LENGTH)) == cut(healthy, poison)
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,6 @@ def under_way(expected: list[list[int]]) -> Iterator[Engine]:
         (lambda e: e.generate([[1]], [None]), r"^sampling\[0\]: expected SamplingParams, got None"),
         (lambda e: e.add([1], grammar="a*"), "^grammar: expected a Grammar or None, got str"),
         (lambda e: e.reset_prefix_cache(), "^reset_prefix_cache: .*, got 4 under way"),
-        (lambda e: e.start([[1]], 3, [SamplingParams()], []), "^start: expected an engine without requests"),
     ],
 )
 def test_a_bad_request_is_refused_alone_by_name(bad: object, message: str, under_way: Engine) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from mla_compile import Completion, Engine, MLAError, SamplingParams
+from mla_compile import Completion, Engine, MLAError
 from mla_compile.engine import Request
 from mla_compile.engine.turn import Turn
 from tests.engine.engines import engine, finish
@@ -104,7 +104,6 @@ CALLS: dict[str, Callable[[Engine, Request], object]] = {
     "stream": lambda of, _: list(of.stream([[1, 2]], max_new_tokens=2)),
     "async": lambda of, first: asyncio.run(anext(aiter(first))),  # type: ignore[arg-type]
     "warm_up": lambda of, _: of.warm_up(),
-    "start": lambda of, _: of.start([[1, 2]], 3, [SamplingParams()], []),
     "reset_prefix_cache": lambda of, _: of.reset_prefix_cache(),
     "capture_report": lambda of, _: of.capture_report(),
 }

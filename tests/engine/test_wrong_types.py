@@ -42,17 +42,12 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
     "generate": (
         Engine.generate,
         {"prompts": [[1, 2]], "max_new_tokens": 3},
-        "sampling stop_ids grammars show_progress",
+        "sampling stop_ids grammars",
     ),
     "stream": (
         lambda *args, **kwargs: list(Engine.stream(*args, **kwargs)),
         {"prompts": [[1, 2]], "max_new_tokens": 3},
         "sampling stop_ids grammars choose",
-    ),
-    "start": (
-        Engine.start,
-        {"prompts": [[1, 2]], "max_new_tokens": 3, "sampling": [SamplingParams()], "stop_ids": []},
-        "",
     ),
     "warm_up": (Engine.warm_up, {}, "sampling stop_ids prompts"),
     "SamplingParams": (
@@ -64,7 +59,7 @@ SERVES: dict[str, tuple[Callable[..., object], dict[str, object], str]] = {
         lambda of, **kwargs: Engine(**kwargs).generate([[1]], max_new_tokens=1),
         {"max_rows": 2, "max_model_len": 16, "page_size": 4, "compile": False},
         "model num_speculative_tokens drafter num_pages max_tokens_per_step prefix_caching "
-        "tokenizer mode shadow_check_every decode_backend capture_budget",
+        "tokenizer mode decode_backend capture_budget",
     ),
     "from_json_schema": (
         lambda _, **kwargs: Grammar.from_json_schema(**kwargs),

@@ -410,7 +410,7 @@ class ToyEngine:
             ended = [request.has_ended for request in launched.sampled]
             self.outcome.num_late_reports += sum(ended)
             before = [request.num_tokens for request in launched.sampled]
-            self.outcome.num_repeated_tokens += sum(request.num_to_repeat for request in launched.sampled)
+            self.outcome.num_repeated_tokens += sum(request.num_to_replay for request in launched.sampled)
             self.scheduler.update(launched, reports)
             for request, report, late, count in zip(launched.sampled, reports, ended, before):
                 grown = request.num_tokens - count

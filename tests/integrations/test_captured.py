@@ -24,7 +24,7 @@ def fresh_compiler() -> None:
 @pytest.fixture
 def compiled_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first step on, where it would take some eager ones."""
-    monkeypatch.setattr("mla_compile.engine.launch.EAGER_MIXED_STEPS", -1)
+    monkeypatch.setattr("mla_compile.engine.steps.EAGER_MIXED_STEPS", -1)
 
 
 def on_cuda(model: Any, texts: list[list[int]], **options: Any) -> list[list[int]]:

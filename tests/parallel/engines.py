@@ -14,9 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mla_compile import Engine, MLAError, Parallel, check_batch_invariance, follow
+from mla_compile import Engine, MLAError, Parallel, follow
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ranks import PATIENCE
+from mla_compile.testing import check_batch_invariance
 from tests.parallel.worker import join, loaded
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from mla_compile import MLABatch, MLAError
+from mla_compile import MLABatch
 from mla_compile.batch import ForwardOutput
 from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
@@ -123,7 +123,7 @@ class Runner:
         """Write down what the report says of the rows that decoded; there is nothing to say of the others."""
         state = self.state
         assert state.logprobs is not None
-        for row, (count, active, _, *tokens) in enumerate(state.report.tolist()):
+        for row, (count, active, _, _, *tokens) in enumerate(state.report.tolist()):
             assert bool(active) == bool(state.active[row])
             assert (count > 0) == decoded[row], f"row {row}"
             if not decoded[row]:
@@ -600,29 +600,6 @@ def test_a_mixed_steps_graph_has_one_forward_and_one_gather(model: MLAForCausalL
     assert ops["mla_append"] == layers + (1 + k if k else 0)
     assert ops["mla_decode"] == layers + k
     assert ops["mla_prefill"] == layers, "nobody reads the drafter's outputs for a prompt"
-
-
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        ([PromptChunk(2, [1], 0, 1)], r"chunks\[0\].row"),
-        ([PromptChunk(0, [1, 2], 0, 1), PromptChunk(0, [1, 2], 1, 2)], r"chunks\[1\].row"),
-        ([PromptChunk(0, [1], 1, 1)], "start 1, stop 1"),
-        ([PromptChunk(0, [1], 0, 2)], "start 0, stop 2"),
-        ([PromptChunk(0, [1] * 99, 60, 70)], "at most 64 tokens"),
-    ],
-)
-def test_chunks_that_cannot_be_are_refused(chunks: list[PromptChunk], message: str) -> None:
-    with pytest.raises(MLAError, match=message):
-        PackedChunks.pack(chunks, DecodeState.allocate(2, 1, max_pages=MAX_PAGES), page_size=PAGE)
-
-
-def test_chunks_of_another_state_are_refused_before_anything_changes(model: MLAForCausalLM) -> None:
-    runner, other = Runner(model, 1, 2), DecodeState.allocate(3, 1, max_pages=MAX_PAGES)
-    chunks = PackedChunks.pack([PromptChunk(0, [1, 2], 0, 2)], other, page_size=PAGE)
-    with pytest.raises(MLAError, match="chunks: expected those of a state of 2 rows, got 3"):
-        runner.mixed(runner.state, chunks)
-    assert all(layer.isnan().all() for layer in caches_of(model))
 
 
 @pytest.mark.long

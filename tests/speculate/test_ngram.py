@@ -15,6 +15,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.drafter import DRAFTERS
 from mla_compile.speculate.ngram import look_up
+from mla_compile.testing import shadow_check, start
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
@@ -95,10 +96,10 @@ def test_the_compiled_look_up_finds_the_same() -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_every_steps_drafts_are_those_of_a_plain_search_of_the_text(k: int) -> None:
-    step, state = ngram_engine(without_mtp(), k).start(PROMPTS, 50, MIXED, [])
+    step, state = start(ngram_engine(without_mtp(), k), PROMPTS, 50, MIXED, [])
     texts = [list(prompt) for prompt in PROMPTS]
     while state.active.any():
-        for text, (count, active, _, *emitted), drafts in zip(
+        for text, (count, active, _, _, *emitted), drafts in zip(
             texts, state.report.tolist(), state.drafts.tolist(), strict=True
         ):
             text += emitted[:count]
@@ -204,9 +205,9 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 
 def test_steps_are_checked_by_their_eager_run() -> None:
-    checked = ngram_engine(without_mtp(), 3, shadow_check_every=1)
-    plain = ngram_engine(without_mtp(), 0)
-    got, expected = (e.generate(PROMPTS, max_new_tokens=12) for e in (checked, plain))
+    checked, plain = (ngram_engine(without_mtp(), k) for k in (3, 0))
+    with shadow_check(checked):
+        got, expected = (e.generate(PROMPTS, max_new_tokens=12) for e in (checked, plain))
     assert tokens(got) == tokens(expected)
 
 

@@ -16,6 +16,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import FIRST_TOKEN
+from mla_compile.testing import shadow_check, start
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, one_layer_model, tiny_model
@@ -221,7 +222,7 @@ def test_a_states_counts_are_those_of_the_emitted_text_after_every_acceptance_co
 ) -> None:
     plain = tokens(eight_rows(0, model).generate(PROMPTS, max_new_tokens=40, sampling=MIXED))
     mine = eight_rows(3, model)
-    step, state = mine.start(PROMPTS, 40, MIXED, [])
+    step, state = start(mine, PROMPTS, 40, MIXED, [])
     done, seen = [1] * len(PROMPTS), set[int]()
     for turn in range(8):
         assert state.num_emitted is not None
@@ -242,10 +243,10 @@ def test_a_states_counts_are_those_of_the_emitted_text_after_every_acceptance_co
 
 def test_a_stop_id_inside_accepted_drafts_ends_the_row_and_its_counts(model: MLAForCausalLM) -> None:
     plain = tokens(eight_rows(0, model).generate(PROMPTS[:1], max_new_tokens=40, sampling=MIXED[0]))[0]
-    step, state = eight_rows(3, model).start(PROMPTS[:1], 40, MIXED[:1], [plain[2]])
+    step, state = start(eight_rows(3, model), PROMPTS[:1], 40, MIXED[:1], [plain[2]])
     state.drafts[0] = torch.tensor(plain[1:4])
     step(state)
-    assert state.report[0].tolist()[:5] == [2, 0, 3, *plain[1:3]]
+    assert state.report[0].tolist()[:6] == [2, 0, 3, 0, *plain[1:3]]
     assert state.num_emitted is not None
     counts = state.num_emitted.clone()
     assert counts.sum() == 3
@@ -263,7 +264,7 @@ def test_an_engine_forgets_the_last_batch(model: MLAForCausalLM) -> None:
 def test_drafts_are_chosen_with_the_penalties_of_the_positions_that_they_propose_for(
     model: MLAForCausalLM,
 ) -> None:
-    step, state = eight_rows(3, model).start(PROMPTS, 40, MIXED, [])
+    step, state = start(eight_rows(3, model), PROMPTS, 40, MIXED, [])
     oracle = FromScratch(tiny_model())
     emitted = [[token] for token in state.last_token[: len(PROMPTS)].tolist()]
     for _ in range(3):
@@ -346,9 +347,10 @@ def test_the_compiled_step_gives_the_tokens_and_logprobs_of_plain_eager_decoding
     model = one_layer_model(torch.float32)
     asked = with_logprobs(MIXED)
     plain = eight_rows(0, model).generate(PROMPTS, max_new_tokens=30, sampling=asked, stop_ids=[20])
-    compiled = eight_rows(2, model, compile=True, shadow_check_every=3)
+    compiled = eight_rows(2, model, compile=True)
     for rows in (6, 3):
-        got = compiled.generate(PROMPTS[:rows], max_new_tokens=30, sampling=asked[:rows], stop_ids=[20])
+        with shadow_check(compiled, every=3):
+            got = compiled.generate(PROMPTS[:rows], max_new_tokens=30, sampling=asked[:rows], stop_ids=[20])
         assert tokens(got) == tokens(plain)[:rows]
         for mine, expected in zip(got, plain, strict=False):
             assert (mine.logprobs is None) == (expected.logprobs is None)

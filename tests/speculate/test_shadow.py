@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile import Engine, MLAError, SamplingParams, ShadowCheckError, shadow_check
+from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
+from mla_compile.testing import ShadowCheckError, checked_step, shadow_check, start
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
 from tests.models_for_tests import caches_of, one_layer_model, tiny_model
@@ -32,7 +33,7 @@ class Started:
 
     def __init__(self, k: int = 3, dtype: torch.dtype = torch.float64, max_new_tokens: int = 15) -> None:
         self.engine = small_engine(k, dtype)
-        step, self.state = self.engine.start(PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
+        step, self.state = start(self.engine, PROMPTS, max_new_tokens, [SamplingParams()] * 3, [])
         self.decoder: SpeculativeDecoder = step.__self__
         self.caches = caches_of(self.engine.model)
 
@@ -47,7 +48,7 @@ class Started:
             if calls == steps:
                 fault(self)
 
-        step = shadow_check(step, decoder=self.decoder)
+        step = checked_step(step, self.decoder)
         for _ in range(steps - 1):
             step(self.state)
         with pytest.raises(ShadowCheckError) as error:
@@ -95,7 +96,7 @@ def test_what_nobody_reads_may_differ(
 
 def test_a_step_of_bfloat16_passes_within_its_tolerance() -> None:
     started = Started(dtype=torch.bfloat16)
-    step = shadow_check(started.decoder)
+    step = checked_step(started.decoder, started.decoder)
     while started.state.active.any():
         step(started.state)
 
@@ -136,7 +137,7 @@ def test_a_state_that_stays_as_it_was_is_told() -> None:
 
     started = Started()
     with pytest.raises(ShadowCheckError, match=r"num_cached: row 0: 3, eager [4-7]; 2 more differ"):
-        shadow_check(stays, decoder=started.decoder)(started.state)
+        checked_step(stays, started.decoder)(started.state)
 
 
 def test_a_wrong_token_comes_with_what_eager_thinks_of_both() -> None:
@@ -193,12 +194,12 @@ def test_a_latent_is_compared_within_the_tolerance_of_its_dtype(layer: int, dtyp
             started.decoder(state)
             fault(started)
 
-        checked = shadow_check(step, decoder=started.decoder)
+        checked = checked_step(step, started.decoder)
         if is_told:
             place = rf"{NAMES[layer]}: row 1, position 6 \(page 8, slot 2 of it\), column 5: \S+, eager \S+$"
             with pytest.raises(ShadowCheckError, match=place):
                 checked(started.state)
-            shadow_check(started.decoder, tolerance=0)(started.state)
+            checked_step(started.decoder, started.decoder, tolerance=0)(started.state)
         else:
             checked(started.state)
 
@@ -248,7 +249,7 @@ def everything(of: Started) -> list[Tensor]:
 def test_a_checked_step_leaves_what_the_step_left_where_it_left_it() -> None:
     started, plain = Started(), Started()
     places = [tensor.data_ptr() for tensor in everything(started)]
-    step = shadow_check(started.decoder.forward)
+    step = checked_step(started.decoder.forward, started.decoder)
     for _ in range(3):
         step(started.state)
         plain.decoder(plain.state)
@@ -279,7 +280,7 @@ def test_every_nth_step_is_checked_from_the_first_on() -> None:
         steps.append(1)
         forward(state)
 
-    checked = shadow_check(step, every=3, decoder=started.decoder)
+    checked = checked_step(step, started.decoder, every=3)
     for _ in range(8):
         checked(started.state)
     assert len(steps) == 8 and calls == [1, 4, 7]
@@ -308,29 +309,32 @@ def test_whatever_is_compiled_is_checked_against_eager(what: str) -> None:
     else:
         step.model.compile(backend=faulty, fullgraph=True)
     with pytest.raises(ShadowCheckError, match=r"layers.0.self_attn: row 1, position 6 .* column 5"):
-        shadow_check(step)(started.state)
+        checked_step(step, started.decoder)(started.state)
 
 
 def test_an_engine_checks_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = small_engine().generate(PROMPTS, max_new_tokens=12)
-    checked = small_engine(shadow_check_every=2)
-    assert checked.generate(PROMPTS, max_new_tokens=12) == plain
+    checked = small_engine()
+    with shadow_check(checked, every=2):
+        assert checked.generate(PROMPTS, max_new_tokens=12) == plain
     accept = SpeculativeDecoder._accept
     monkeypatch.setattr(
         SpeculativeDecoder,
         "_accept",
         lambda self, state, tokens, lens: accept(self, state, tokens.random_(40), lens),
     )
-    with pytest.raises(ShadowCheckError, match="tokens: row 0"):
+    with pytest.raises(ShadowCheckError, match="tokens: row 0"), shadow_check(checked):
         checked.generate(PROMPTS, max_new_tokens=12)
+    checked.generate(PROMPTS, max_new_tokens=12)
 
 
 @pytest.mark.usefixtures("lowering", "compiled_mixed_steps")
 def test_an_engine_checks_its_steps_with_prompts_too() -> None:
     prompts = [[1 + (5 * row + j) % 20 for j in range(n)] for row, n in enumerate((12, 3, 17))]
     plain = small_engine(1, max_tokens_per_step=12, compile=False).generate(prompts, max_new_tokens=6)
-    checked = small_engine(1, max_tokens_per_step=12, shadow_check_every=1)
-    assert checked.generate(prompts, max_new_tokens=6) == plain
+    checked = small_engine(1, max_tokens_per_step=12)
+    with shadow_check(checked):
+        assert checked.generate(prompts, max_new_tokens=6) == plain
     assert checked.stats.num_mixed_steps > 1
 
 
@@ -362,7 +366,7 @@ def test_a_fault_in_a_step_with_prompts_is_told(fault: tuple[int, int] | None, m
         if fault is not None:
             started.caches[1][*fault, 2] = 0.5
 
-    checked = shadow_check(step, decoder=decoder)
+    checked = checked_step(step, decoder)
     if message is None:
         checked(state, packed)
         assert state.active.tolist()[:3] == [True, False, True]
@@ -373,25 +377,14 @@ def test_a_fault_in_a_step_with_prompts_is_told(fault: tuple[int, int] | None, m
 
 def test_what_cannot_be_checked_is_refused_by_name() -> None:
     started = Started()
-
-    class Headless(torch.nn.Module):
-        pass
-
-    with pytest.raises(MLAError, match=r"step: .*got .*<lambda>; .* shadow_check\(step, decoder=...\)"):
-        shadow_check(lambda state: None)
-    with pytest.raises(MLAError, match=r"step: .*shadow_check.*decoder="):
-        shadow_check(shadow_check(started.decoder))
-    with pytest.raises(MLAError, match="every: expected an integer >= 1, got 0"):
-        shadow_check(started.decoder, every=0)
-    with pytest.raises(MLAError, match="tolerance: expected a finite number >= 0, got -1"):
-        shadow_check(started.decoder, tolerance=-1)
-    with pytest.raises(
-        MLAError, match=r"decoder.model: expected a model with `cache_specs\(\)`, got Headless"
+    with (
+        pytest.raises(MLAError, match="every: expected an integer >= 1, got 0"),
+        shadow_check(started.engine, every=0),
     ):
-        shadow_check(SpeculativeDecoder(Headless(), 0, page_size=4))
+        pass
+    tolerance = "tolerance: expected a finite number >= 0, got -1"
+    with pytest.raises(MLAError, match=tolerance), shadow_check(started.engine, tolerance=-1):
+        pass
+    fresh = SpeculativeDecoder(tiny_model(), 3, page_size=4)
     with pytest.raises(MLAError, match=r"layers.0.self_attn: expected an allocated cache"):
-        shadow_check(SpeculativeDecoder(tiny_model(), 3, page_size=4))(started.state)
-    with pytest.raises(MLAError, match="shadow_check_every: expected an integer >= 1, got 0"):
-        small_engine(shadow_check_every=0)
-    with pytest.raises(MLAError, match="choose: expected None in an engine with shadow_check_every"):
-        small_engine(shadow_check_every=1).stream(PROMPTS, choose=lambda *_: torch.zeros(3, 4))
+        checked_step(fresh, fresh)(started.state)

@@ -12,6 +12,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.library import implementations
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
+from mla_compile.testing import start
 from tests.engine.engines import engine
 from tests.host_sync import HostSyncError, NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
@@ -41,7 +42,7 @@ class Started:
     ) -> None:
         self.engine = engine(k, model)
         each = [sampling] * len(PROMPTS)
-        self.step, self.state = self.engine.start(PROMPTS, max_new_tokens, each, [])
+        self.step, self.state = start(self.engine, PROMPTS, max_new_tokens, each, [])
         self.texts = [[*p, t] for p, t in zip(PROMPTS, self.state.last_token.tolist(), strict=True)]
 
     def propose(self, continuations: list[list[int]], accept: list[int]) -> None:

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from mla_compile.engine import Engine
+from mla_compile.engine.config import check_positive
 from mla_compile.errors import MLAError
 from mla_compile.ops.paging import slots_of
-from mla_compile.speculate.chunks import PackedChunks
+from mla_compile.speculate import DecodeState, PackedChunks, SpeculativeDecoder
 from mla_compile.speculate.drafter import cache_specs
-from mla_compile.speculate.state import FIRST_TOKEN, DecodeState
-from mla_compile.speculate.step import SpeculativeDecoder
-from mla_compile.torch_internals import uncompiled
+from mla_compile.speculate.state import FIRST_TOKEN
 
 
 class ShadowCheckError(AssertionError):
@@ -20,17 +21,12 @@ class ShadowCheckError(AssertionError):
     its first place."""
 
 
-def shadow_check(
-    step: Callable[..., None],
-    *,
-    every: int = 1,
-    tolerance: float | None = None,
-    decoder: SpeculativeDecoder | None = None,
-) -> Callable[..., None]:
-    """A step that does what `step` does, and of which every n-th call also runs eagerly and is compared.
+@contextmanager
+def shadow_check(engine: Engine, *, every: int = 1, tolerance: float | None = None) -> Iterator[None]:
+    """Inside, every n-th call of each of an engine's steps also runs eagerly and is compared.
 
-        step, state = engine.start(prompts, ...)
-        step = mla_compile.shadow_check(step, every=16)
+        with mla_compile.testing.shadow_check(engine, every=16):
+            engine.generate(prompts)
 
     What must be so after a checked call:
 
@@ -41,144 +37,152 @@ def shadow_check(
       those of a prompt chunk too.
     - Every other slot, page 0 and other rows' pages too, holds the bits it held before. NaN there is no difference.
 
-    The stream goes on with what `step` did, at the same addresses. Eager runs the same ops, on a GPU with the same
-    kernels: this finds what compiling and capturing break, not what both get wrong.
+    The stream goes on with what the step did, at the same addresses. Eager runs the same ops, on a GPU with the same
+    kernels: this finds what compiling and capturing break, not what both get wrong. Steps whose tokens the host
+    chooses (a grammar, `choose`) run in two halves and are not checked.
 
     Load the model in float32 or float64. In half types a compiled step rounds less often than eager, so healthy steps
     differ too: near-ties of two tokens, whose logits the message has, and of two experts go either way.
 
-    A debugging tool: a checked call waits for the device and holds a copy of all caches, and one of a layer's for a
-    while.
+    A checked call waits for the device and holds a copy of all caches, and one of a layer's for a while.
 
     Args:
-        step: changes a `DecodeState` in place and returns nothing; it may take `PackedChunks` too, as
-            `SpeculativeDecoder.mixed` does.
-        every: check the first call and every n-th after it.
+        engine: the caches of its model and drafter are all that a step changes besides the state.
+        every: check each step's first call and every n-th after it.
         tolerance: of a latent, relative to its largest entry. By default the square root of the dtype's epsilon:
             0.09 in bfloat16, 0.03 in float16, 3.5e-4 in float32 and float64 (rotary angles are float32 in both).
-        decoder: what does the same eagerly. Found where `step` is a `SpeculativeDecoder`, its `forward` or its `mixed`,
-            compiled or not. The caches of its model and its drafter must be all that a step changes besides the state.
 
     Raises:
-        MLAError: a bad argument, named; no decoder was found or given.
-        ShadowCheckError: from the returned step, on a difference; state and caches are left as `step` left them.
+        MLAError: a bad argument, named.
+        ShadowCheckError: from the engine's call, on a difference; state and caches are left as the step left them.
     """
-    if type(every) is not int or every < 1:
-        raise MLAError("every", "an integer >= 1", every)
+    check_positive("every", every)
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise MLAError("tolerance", "a finite number >= 0", tolerance)
-    decoder = decoder or _decoder_of(step)
-    if not hasattr(decoder.model, "cache_specs"):
-        raise MLAError("decoder.model", "a model with `cache_specs()`", type(decoder.model).__name__)
-    shadow, calls = _Shadow(step, decoder, tolerance), 0
+    checked: dict[Callable[..., None], Callable[..., None]] = {}
 
-    def checked_step(state: DecodeState, *chunks: PackedChunks) -> None:
+    def around(step: Callable[..., None], decoder: SpeculativeDecoder) -> Callable[..., None]:
+        if step not in checked:
+            checked[step] = checked_step(step, decoder, every=every, tolerance=tolerance)
+        return checked[step]
+
+    steps = engine._launcher.steps
+    steps.around = around
+    try:
+        yield
+    finally:
+        steps.around = None
+
+
+def checked_step(
+    step: Callable[..., None],
+    decoder: SpeculativeDecoder,
+    *,
+    every: int = 1,
+    tolerance: float | None = None,
+) -> Callable[..., None]:
+    """A step that does what `step` does, checked as `shadow_check` says.
+
+    Args:
+        step: changes a `DecodeState` in place; it may take `PackedChunks` too, as `SpeculativeDecoder.mixed` does.
+        decoder: does the same eagerly.
+    """
+    calls = 0
+
+    def run(state: DecodeState, *chunks: PackedChunks) -> None:
         nonlocal calls
         calls += 1
         if (calls - 1) % every:
             step(state, *chunks)
-        elif differences := shadow.run(state, *chunks):
+        elif differences := _differences(step, decoder, tolerance, state, *chunks):
             lines = "\n  ".join(differences)
             raise ShadowCheckError(f"step {calls} and its eager run on the same inputs differ:\n  {lines}")
 
-    return checked_step
+    return run
 
 
-def _decoder_of(step: Callable[..., None]) -> SpeculativeDecoder:
-    eager = uncompiled(step)
-    decoder = getattr(eager, "__self__", eager)
-    if not isinstance(decoder, SpeculativeDecoder):
-        expected = "a SpeculativeDecoder, its forward or its mixed, compiled or not"
-        mend = "name the decoder that does the same eagerly: shadow_check(step, decoder=...)"
-        raise MLAError("step", expected, getattr(eager, "__qualname__", type(eager).__name__), mend)
-    return decoder
+def _differences(
+    step: Callable[..., None],
+    decoder: SpeculativeDecoder,
+    tolerance: float | None,
+    state: DecodeState,
+    *chunks: PackedChunks,
+) -> list[str]:
+    """Run a step, in place; a line for each layer and tensor of the state in which its eager run differs."""
+    specs = cache_specs(decoder.model, decoder.drafter)
+    caches = [spec.cache for spec in specs]
+    live = [*caches, *state.tensors()]
+    kept = [tensor.clone() for tensor in live]
+    inputs = DecodeState(**{name: tensor.clone() for name, tensor in state.named().items()})
+
+    step(state, *chunks)
+
+    slots = _Slots(inputs, chunks, decoder.page_size, caches)
+    latents = [slots.outside(spec.name, cache, before) for spec, cache, before in zip(specs, caches, kept)]
+    for tensor, other in zip(live, kept):
+        result = tensor.clone()
+        tensor.copy_(other)
+        other.copy_(result)
+    try:
+        # A model that was compiled in place runs eagerly too.
+        with torch.compiler.set_stance("force_eager"):
+            (decoder.mixed if chunks else decoder.forward)(state, *chunks)
+            compiled = DecodeState(**dict(zip(state.named(), kept[len(caches) :], strict=True)))
+            latents += [
+                slots.inside(spec.name, got, expected, tolerance)
+                for spec, got, expected in zip(specs, kept, caches)
+            ]
+            read = _read_later(decoder, inputs, chunks, state)
+            tokens = _tokens(decoder, inputs, chunks, compiled, state, read)
+            found = [*latents, tokens, *_state(compiled, state, read, _tolerance(tolerance, caches[0].dtype))]
+    finally:
+        for tensor, result in zip(live, kept):
+            tensor.copy_(result)
+    return [line for line in found if line]
 
 
-class _Shadow:
-    """Runs a step and its eager twin."""
+def _read_later(
+    decoder: SpeculativeDecoder, inputs: DecodeState, chunks: Sequence[PackedChunks], eager: DecodeState
+) -> dict[str, Tensor]:
+    """Which places `[rows, n]` of some tensors of the state anybody reads; with other padding, the rest is other.
 
-    def __init__(
-        self, step: Callable[..., None], decoder: SpeculativeDecoder, tolerance: float | None
-    ) -> None:
-        self.step, self.decoder, self.tolerance = step, decoder, tolerance
-
-    def run(self, state: DecodeState, *chunks: PackedChunks) -> list[str]:
-        """Run the step, in place; a line for each layer and tensor of the state in which its eager run differs."""
-        specs = cache_specs(self.decoder.model, self.decoder.drafter)
-        caches = [spec.cache for spec in specs]
-        live = [*caches, *state.tensors()]
-        kept = [tensor.clone() for tensor in live]
-        inputs = DecodeState(**{name: tensor.clone() for name, tensor in state.named().items()})
-
-        self.step(state, *chunks)
-
-        slots = _Slots(inputs, chunks, self.decoder.page_size, caches)
-        latents = [
-            slots.outside(spec.name, cache, before) for spec, cache, before in zip(specs, caches, kept)
-        ]
-        for tensor, other in zip(live, kept):
-            result = tensor.clone()
-            tensor.copy_(other)
-            other.copy_(result)
-        try:
-            # A model that was compiled in place runs eagerly too.
-            with torch.compiler.set_stance("force_eager"):
-                (self.decoder.mixed if chunks else self.decoder.forward)(state, *chunks)
-                compiled = DecodeState(**dict(zip(state.named(), kept[len(caches) :], strict=True)))
-                latents += [
-                    slots.inside(spec.name, got, expected, self.tolerance)
-                    for spec, got, expected in zip(specs, kept, caches)
-                ]
-                tolerance = _tolerance(self.tolerance, caches[0].dtype)
-                read = self._read_later(inputs, chunks, state)
-                differences = _state(compiled, state, read, tolerance)
-                found = [*latents, self._tokens(inputs, chunks, compiled, state, read), *differences]
-        finally:
-            for tensor, result in zip(live, kept):
-                tensor.copy_(result)
-        return [line for line in found if line]
-
-    def _read_later(
-        self, inputs: DecodeState, chunks: Sequence[PackedChunks], eager: DecodeState
-    ) -> dict[str, Tensor]:
-        """Which places `[rows, n]` of some tensors of the state anybody reads; with other padding, the rest is other.
-
-        A row has a token for each position that it ran. It goes on with the drafts that it will run.
-        """
-        ran = self.decoder.query_lens(inputs, inputs.active)
-        for packed in chunks:
-            ran = torch.where(packed.begins, 1, ran)
-        runs_next = self.decoder.query_lens(eager, eager.active)
-        of_tokens, of_drafts = (
-            torch.arange(n, device=ran.device) < lens[:, None]
-            for n, lens in (
-                (eager.report.shape[1] - FIRST_TOKEN, ran),
-                (eager.drafts.shape[1], runs_next - 1),
-            )
+    A row has a token for each position that it ran. It goes on with the drafts that it will run.
+    """
+    ran = decoder.query_lens(inputs)
+    for packed in chunks:
+        ran = torch.where(packed.begins, 1, ran)
+    runs_next = decoder.query_lens(eager)
+    of_tokens, of_drafts = (
+        torch.arange(n, device=ran.device) < lens[:, None]
+        for n, lens in (
+            (eager.report.shape[1] - FIRST_TOKEN, ran),
+            (eager.drafts.shape[1], runs_next - 1),
         )
-        return {"report": of_tokens, "logprobs": of_tokens[..., None], "drafts": of_drafts}
+    )
+    return {"report": of_tokens, "logprobs": of_tokens[..., None], "drafts": of_drafts}
 
-    def _tokens(
-        self,
-        inputs: DecodeState,
-        chunks: Sequence[PackedChunks],
-        compiled: DecodeState,
-        eager: DecodeState,
-        read: dict[str, Tensor],
-    ) -> str:
-        """The target's tokens, with what eager's logits say of the two."""
-        got, expected = (state.report[:, FIRST_TOKEN:] for state in (compiled, eager))
-        wrong = (got != expected) & read["report"]
-        if not wrong.any():
-            return ""
-        row, j = _first(wrong)
-        both = int(got[row, j]), int(expected[row, j])
-        # Eager has just written the trunk's latents of these very inputs, so once more changes nothing.
-        logits = self.decoder.verify(inputs, *chunks)[0][row, j]
-        position = int(inputs.num_cached[row]) + 1 + j  # of a row that begins, `verify` has just told it
-        of_both = ", ".join(f"{float(logits[t]):.9g}" if 0 <= t < len(logits) else "none" for t in both)
-        place = f"tokens: row {row}, token {j}, position {position}"
-        return _line(place, *both, wrong, f"eager's logits of the two: {of_both}")
+
+def _tokens(
+    decoder: SpeculativeDecoder,
+    inputs: DecodeState,
+    chunks: Sequence[PackedChunks],
+    compiled: DecodeState,
+    eager: DecodeState,
+    read: dict[str, Tensor],
+) -> str:
+    """The target's tokens, with what eager's logits say of the two."""
+    got, expected = (state.report[:, FIRST_TOKEN:] for state in (compiled, eager))
+    wrong = (got != expected) & read["report"]
+    if not wrong.any():
+        return ""
+    row, j = _first(wrong)
+    both = int(got[row, j]), int(expected[row, j])
+    # Eager has just written the trunk's latents of these very inputs, so once more changes nothing.
+    logits = decoder.verify(inputs, *chunks)[0][row, j]
+    position = int(inputs.num_cached[row]) + 1 + j  # of a row that begins, `verify` has just told it
+    of_both = ", ".join(f"{float(logits[t]):.9g}" if 0 <= t < len(logits) else "none" for t in both)
+    place = f"tokens: row {row}, token {j}, position {position}"
+    return _line(place, *both, wrong, f"eager's logits of the two: {of_both}")
 
 
 class _Slots:
@@ -261,7 +265,7 @@ def _state(
         if name == "report":
             got, expected = got[:, :FIRST_TOKEN], expected[:, :FIRST_TOKEN]
         wrong = got != expected
-        if name in ("logprobs", "acceptance"):
+        if name == "logprobs":
             wrong = ~torch.isclose(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
         if name in ("logprobs", "drafts"):
             wrong &= read[name]

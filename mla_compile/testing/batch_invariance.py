@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.engine.completion import Completion
+from mla_compile.engine import Completion, Engine, Request
 from mla_compile.engine.config import check_positive
-from mla_compile.engine.engine import Engine
-from mla_compile.engine.first_op import first_different_op
-from mla_compile.engine.request import Request
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import ServedModel
+from mla_compile.testing.first_op import first_different_op
 
 _DRAWN = ("max_model_len", "max_tokens_per_step", "num_pages", "num_speculative_tokens", "prefix_caching")
 """Settings that `check_batch_invariance` chooses itself."""
@@ -89,7 +87,7 @@ def check_batch_invariance(
 ) -> BatchInvarianceReport:
     """Run every request alone and without drafts, then all of them in drawn mixes, and compare bits.
 
-        report = mla_compile.check_batch_invariance(model, prompts)
+        report = mla_compile.testing.check_batch_invariance(model, prompts)
         assert not report.num_different, report
 
     Every second request has a second turn: its text and some tokens more are the next prompt. In a mix requests come in

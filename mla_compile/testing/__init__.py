@@ -1,0 +1,14 @@
+"""Tools that look for faults: nothing that serves requests imports them."""
+
+from mla_compile.testing.batch_invariance import BatchInvarianceReport, check_batch_invariance
+from mla_compile.testing.shadow import ShadowCheckError, checked_step, shadow_check
+from mla_compile.testing.start import start
+
+__all__ = [
+    "BatchInvarianceReport",
+    "ShadowCheckError",
+    "check_batch_invariance",
+    "checked_step",
+    "shadow_check",
+    "start",
+]
