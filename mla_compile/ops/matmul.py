@@ -229,7 +229,7 @@ MATMUL_BY_HEAD = (
     Implementation(
         "cublas",
         "cuBLAS, which writes each head's columns where they belong",
-        "mla_compile.ops.cublas:multiply_by_head",
+        "mla_compile.ops.matmul:matmul_by_head_cublas",
         ("cuda", "hip"),
     ),
     reference("mla_compile.ops.matmul:matmul_by_head_torch"),
@@ -267,6 +267,11 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
 
 
 matmul_by_head_op = torch.ops.mla_compile.matmul_by_head.default
+
+
+def matmul_by_head_cublas(x: Tensor, w: Tensor) -> Tensor:
+    """`matmul_by_head` on GPUs."""
+    return cublas.multiply_by_head(x, w)
 
 
 def matmul_by_head_torch(x: Tensor, w: Tensor) -> Tensor:
