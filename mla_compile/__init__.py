@@ -7,54 +7,42 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
-    from mla_compile.engine import Completion, Engine, Grammar, follow, generate
-    from mla_compile.errors import MLAError
-    from mla_compile.explanation import Explanation, explain
-    from mla_compile.models import Parallel, load_model, load_tokenizer
-    from mla_compile.ops import (
-        decode_segment,
-        mla_append,
-        mla_attention,
-        mla_decode,
-        mla_prefill,
-        prefill_segment,
-    )
-    from mla_compile.packing import PackedBatch, pack_batch
-    from mla_compile.sampling_params import SamplingParams
+if TYPE_CHECKING:  # `_PARTS` for type checkers
+    from mla_compile.batch import DecodeSegment as DecodeSegment
+    from mla_compile.batch import MLABatch as MLABatch
+    from mla_compile.batch import PrefillSegment as PrefillSegment
+    from mla_compile.engine import Completion as Completion
+    from mla_compile.engine import Engine as Engine
+    from mla_compile.engine import Grammar as Grammar
+    from mla_compile.engine import follow as follow
+    from mla_compile.engine import generate as generate
+    from mla_compile.errors import MLAError as MLAError
+    from mla_compile.explanation import Explanation as Explanation
+    from mla_compile.explanation import explain as explain
+    from mla_compile.models import Parallel as Parallel
+    from mla_compile.models import load_model as load_model
+    from mla_compile.models import load_tokenizer as load_tokenizer
+    from mla_compile.ops import decode_segment as decode_segment
+    from mla_compile.ops import mla_append as mla_append
+    from mla_compile.ops import mla_attention as mla_attention
+    from mla_compile.ops import mla_decode as mla_decode
+    from mla_compile.ops import mla_prefill as mla_prefill
+    from mla_compile.ops import prefill_segment as prefill_segment
+    from mla_compile.packing import PackedBatch as PackedBatch
+    from mla_compile.packing import pack_batch as pack_batch
+    from mla_compile.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Completion",
-    "DecodeSegment",
-    "Engine",
-    "Explanation",
-    "Grammar",
-    "MLABatch",
-    "MLAError",
-    "PackedBatch",
-    "Parallel",
-    "PrefillSegment",
-    "SamplingParams",
-    "decode_segment",
-    "explain",
-    "follow",
-    "generate",
-    "load_model",
-    "load_tokenizer",
-    "mla_append",
-    "mla_attention",
-    "mla_decode",
-    "mla_prefill",
-    "pack_batch",
-    "prefill_segment",
-]
-
 _PARTS = {
     "batch": ("DecodeSegment", "MLABatch", "PrefillSegment"),
-    "engine": ("Completion", "Engine", "Grammar", "follow", "generate"),
+    "engine": (
+        "Completion",
+        "Engine",
+        "Grammar",
+        "follow",
+        "generate",
+    ),
     "errors": ("MLAError",),
     "explanation": ("Explanation", "explain"),
     "models": ("Parallel", "load_model", "load_tokenizer"),
@@ -74,6 +62,7 @@ _PARTS = {
 }
 """The parts that are attributes of the package, and which of its names each one has."""
 _PART_OF = {name: part for part, names in _PARTS.items() for name in names}
+__all__ = sorted(_PART_OF)  # noqa: PLE0605
 
 if not TYPE_CHECKING:  # type checkers would take any name for one that exists
 

@@ -19,11 +19,3 @@ DEFAULT_PAGE_SIZE = 16
 
 DrafterName = Literal["mtp", "ngram"]
 """The names in `speculate.drafter.DRAFTERS`."""
-
-
-def default_drafts(has_mtp: bool, drafter: object) -> int:
-    """Drafts of a step where nobody said how many.
-
-    has_mtp: whether the checkpoint has an MTP layer. drafter: the one that was named; None for none.
-    """
-    return DEFAULT_DRAFTS if has_mtp or drafter is not None else 0

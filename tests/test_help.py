@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -10,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mla_compile import Engine, Grammar, SamplingParams, generate, load_model
+from mla_compile.cli import commands
 from mla_compile.cli.app import app
 from mla_compile.defaults import DrafterName
 from mla_compile.engine import EngineConfig
+from mla_compile.engine_settings import EngineFields
 from mla_compile.integrations.transformers import accelerate
 
 CALLS: dict[str, Callable[..., object]] = {
@@ -45,7 +48,7 @@ def test_what_holds_values_tells_all_of_them() -> None:
 def test_every_drafter_is_told_of_by_its_name(name: str) -> None:
     page = Path(__file__).parents[1] / "docs" / "speculation.md"
     told = {
-        "`--drafter`'s help in mla_compile/cli/commands.py": f" {name}: " in flags_of("generate"),
+        "`--drafter`'s help in mla_compile/engine_settings.py": f" {name}: " in flags_of("generate"),
         "the docstring of `EngineConfig`": f'"{name}", ' in (inspect.getdoc(EngineConfig) or ""),
         "the table of docs/speculation.md": f'| `"{name}"` |' in page.read_text(encoding="utf-8"),
     }
@@ -54,6 +57,15 @@ def test_every_drafter_is_told_of_by_its_name(name: str) -> None:
 
 def flags_of(command: str) -> str:
     return " ".join(CliRunner().invoke(app, [command, "--help"]).stdout.split())
+
+
+def test_every_engine_setting_is_explained_and_a_flag_of_the_commands_that_it_names() -> None:
+    takes = {
+        each: inspect.signature(getattr(commands, each)).parameters for each in ("generate", "serve", "plan")
+    }
+    for setting in fields(EngineFields):
+        assert re.search(rf"^    {setting.name}: ", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
+        assert [each for each in takes if setting.name in takes[each]] == setting.metadata["commands"]
 
 
 def test_the_list_of_commands_cuts_no_sentence() -> None:

@@ -21,11 +21,13 @@ def names_for_type_checkers() -> dict[str, set[str]]:
     (block,) = (
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    return {
-        node.module.removeprefix("mla_compile."): {alias.name for alias in node.names}
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-    }
+    named: dict[str, set[str]] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom) and node.module is not None
+        assert all(alias.name == alias.asname for alias in node.names), "else it is no name of the package"
+        part = node.module.removeprefix("mla_compile.")
+        named.setdefault(part, set()).update(alias.name for alias in node.names)
+    return named
 
 
 def test_type_checkers_and_python_find_the_same_names_in_the_same_places():

@@ -14,10 +14,9 @@ from typer.core import TyperCommand, TyperGroup
 import mla_compile
 from mla_compile.cli import streams
 from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve
-from mla_compile.cli.progress import progress
 from mla_compile.errors import MLAError
+from mla_compile.progress import in_command, shown_by
 from mla_compile.suggest import did_you_mean
-from mla_compile.waits import shown_by
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -38,7 +37,7 @@ class OneLineErrors(TyperGroup):
         if not settings.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **settings)
         try:
-            with shown_by(progress):
+            with shown_by(in_command):
                 sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
         except _UsageError as error:
             _fail(f"{error.format_message()} (see --help)")

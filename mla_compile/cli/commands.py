@@ -1,26 +1,17 @@
 """The commands' signatures and help, and the mistakes that show before a model is loaded; nothing imports torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Unpack
 
 from typer import Argument, Exit, Option
 
-from mla_compile.cli.progress import importing
+from mla_compile.cli.engine_flags import engine_flags
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
-from mla_compile.defaults import (
-    DEFAULT_DRAFTS,
-    DEFAULT_MAX_MODEL_LEN,
-    DEFAULT_MAX_ROWS,
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_PAGE_SIZE,
-    MAX_DRAFTS,
-    SHIPPED_MODEL,
-    DrafterName,
-)
+from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
+from mla_compile.progress import importing
 from mla_compile.sampling_params import SamplingParams
-
-DRAFTS = f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0"
 
 Model = Annotated[
     Path,
@@ -50,32 +41,9 @@ TensorParallelSize = Annotated[
 ExpertParallel = Annotated[
     bool, Option("--expert-parallel", help="Divide routed experts by whole ones, not each of them.")
 ]
-Drafter = Annotated[
-    DrafterName | None,
-    Option(
-        help="What drafts. mtp: the MTP layer; ngram: a look-up in the text so far.",
-        show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
-    ),
-]
-MaxRows = Annotated[int, Option(metavar="N", min=1, help="Requests that run at once.")]
-MaxModelLen = Annotated[
-    int | None,
-    Option(
-        metavar="N",
-        min=2,
-        help="Tokens of a request, prompt included.",
-        show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
-    ),
-]
-PageSize = Annotated[int, Option(metavar="N", min=1, help="Tokens of a cache page.")]
-NumPages = Annotated[
-    int | None,
-    Option(
-        metavar="N", min=2, help="Pages of the cache.", show_default="enough for all rows at their longest"
-    ),
-]
 
 
+@engine_flags(num_speculative_tokens=None)
 def generate(
     *,
     model: Model = SHIPPED_MODEL,
@@ -104,17 +72,6 @@ def generate(
         Path | None,
         Option("--output", metavar="FILE", help="Where the JSON lines go.", show_default="stdout"),
     ] = None,
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="K",
-            min=0,
-            max=MAX_DRAFTS,
-            help="Tokens drafted per step; the completions are the same whatever K is.",
-            show_default=DRAFTS,
-        ),
-    ] = None,
-    drafter: Drafter = None,
     max_new_tokens: Annotated[
         int, Option(metavar="N", min=1, help="Tokens per completion at most.")
     ] = DEFAULT_MAX_TOKENS,
@@ -171,17 +128,9 @@ def generate(
     quantize: Quantize = None,
     dequantize: Dequantize = False,
     device: Device = None,
-    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the decode step.")] = True,
-    batch_invariant: Annotated[
-        bool,
-        Option(
-            "--batch-invariant",
-            help="A completion has the same tokens and logprobs, bit for bit, alone and beside any others, in any "
-            "dtype, with any K; compiles every step.",
-        ),
-    ] = False,
     tensor_parallel_size: TensorParallelSize = 1,
     expert_parallel: ExpertParallel = False,
+    **settings: Unpack[EngineSettings],
 ) -> None:
     """Complete prompts with a checkpoint.
 
@@ -209,7 +158,7 @@ def generate(
         stop=stop or (),
         n=n,
     )
-    if batch_invariant and not compile:
+    if settings["batch_invariant"] and not settings["compile"]:
         raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "leave one of the two out")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)
@@ -226,18 +175,15 @@ def generate(
             streamed=prompt is not None,
             model=model,
             tokenizer=tokenizer,
-            num_speculative_tokens=num_speculative_tokens,
-            drafter=drafter,
             max_new_tokens=max_new_tokens,
             grammar=rules,
             dtype=dtype,
             quantize=quantize,
             dequantize=dequantize,
             device=device,
-            compile=compile,
-            batch_invariant=batch_invariant,
             tensor_parallel_size=tensor_parallel_size,
             expert_parallel=expert_parallel,
+            **settings,
         )
 
 
@@ -316,6 +262,7 @@ def demo(
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
 
 
+@engine_flags(num_speculative_tokens=None)
 def serve(
     *,
     model: Model = SHIPPED_MODEL,
@@ -360,50 +307,6 @@ def serve(
     quantize: Quantize = None,
     dequantize: Dequantize = False,
     device: Device = None,
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="K",
-            min=0,
-            max=MAX_DRAFTS,
-            help="Tokens drafted per step.",
-            show_default=DRAFTS,
-        ),
-    ] = None,
-    drafter: Drafter = None,
-    max_rows: MaxRows = DEFAULT_MAX_ROWS,
-    max_model_len: MaxModelLen = None,
-    page_size: PageSize = DEFAULT_PAGE_SIZE,
-    num_pages: NumPages = None,
-    max_tokens_per_step: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            min=1,
-            help="Tokens of a step at most, decode rows and prompts together.",
-            show_default="2048 or more",
-        ),
-    ] = None,
-    prefix_caching: Annotated[
-        bool, Option("--prefix-caching/--no-prefix-caching", help="Share pages of equal beginnings.")
-    ] = True,
-    compile: Annotated[bool, Option("--compile/--no-compile", help="Compile the steps.")] = True,
-    mode: Annotated[str, Option(metavar="NAME", help="The mode of torch.compile.")] = "reduce-overhead",
-    decode_backend: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="The decode backend of every step; `mla-compile env` lists them.",
-            show_default="the fastest",
-        ),
-    ] = None,
-    capture_budget: Annotated[
-        int | None,
-        Option(metavar="BYTES", min=0, help="Device memory for CUDA graphs.", show_default="no limit"),
-    ] = None,
-    batch_invariant: Annotated[
-        bool, Option("--batch-invariant", help="The same bits whoever else is served.")
-    ] = False,
     max_waiting: Annotated[
         int,
         Option(
@@ -437,6 +340,7 @@ def serve(
     ] = None,
     tensor_parallel_size: TensorParallelSize = 1,
     expert_parallel: ExpertParallel = False,
+    **settings: Unpack[EngineSettings],
 ) -> None:
     """Serve a checkpoint as OpenAI's API does.
 
@@ -468,24 +372,11 @@ def serve(
         request_seconds=request_timeout,
         shutdown_seconds=shutdown_timeout,
         replicas=replicas,
-        num_speculative_tokens=num_speculative_tokens,
-        max_model_len=max_model_len,
-        engine={
-            "drafter": drafter,
-            "max_rows": max_rows,
-            "page_size": page_size,
-            "num_pages": num_pages,
-            "max_tokens_per_step": max_tokens_per_step,
-            "prefix_caching": prefix_caching,
-            "compile": compile,
-            "mode": mode,
-            "decode_backend": decode_backend,
-            "capture_budget": capture_budget,
-            "batch_invariant": batch_invariant,
-        },
+        engine=settings,
     )
 
 
+@engine_flags(num_speculative_tokens=None, capture_budget=2**31)
 def plan(
     model: Annotated[
         Path, Argument(metavar="MODEL_DIR", help="A directory with the config.json of a checkpoint.")
@@ -504,26 +395,7 @@ def plan(
     dtype: Dtype = "bfloat16",
     quantize: Quantize = None,
     dequantize: Dequantize = False,
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="K",
-            min=0,
-            max=MAX_DRAFTS,
-            help="Tokens drafted per step; 0 leaves the MTP layer out.",
-            show_default=f"{DEFAULT_DRAFTS} if the config names an MTP layer, else 0",
-        ),
-    ] = None,
-    max_rows: MaxRows = DEFAULT_MAX_ROWS,
-    max_model_len: MaxModelLen = None,
-    page_size: PageSize = DEFAULT_PAGE_SIZE,
-    num_pages: NumPages = None,
-    max_tokens_per_step: Annotated[
-        int | None,
-        Option(metavar="N", min=1, help="Tokens of a step at most.", show_default="2048 or more"),
-    ] = None,
-    capture_budget: Annotated[int, Option(metavar="BYTES", min=0, help="Device memory for CUDA graphs.")] = 2
-    ** 31,
+    **settings: Unpack[EngineSettings],
 ) -> None:
     """Say what a model takes of each GPU, and what fits.
 
@@ -542,13 +414,7 @@ def plan(
         dequantize=dequantize,
         gpus=gpus,
         expert_parallel=expert_parallel,
-        num_speculative_tokens=num_speculative_tokens,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_tokens_per_step=max_tokens_per_step,
-        capture_budget=capture_budget,
+        settings=settings,
     )
     if not print_plan(wish, gpu_memory):
         raise Exit(1)

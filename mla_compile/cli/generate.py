@@ -4,18 +4,18 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 import typer
 
 from mla_compile.cli.machine import cannot_compile, pick_device
-from mla_compile.cli.progress import progress
 from mla_compile.cli.prompts import GivenPrompt, Write, result_line
 from mla_compile.cli.streams import quiet_libraries
-from mla_compile.defaults import DrafterName
 from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
+from mla_compile.progress import in_command
 from mla_compile.speculate.drafter import loads_mtp
 
 _GRAMMARS = {
@@ -32,26 +32,23 @@ def complete(
     streamed: bool,
     model: Path,
     tokenizer: Path | None,
-    num_speculative_tokens: int | None,
-    drafter: DrafterName | None,
     max_new_tokens: int,
     grammar: tuple[str, str] | None,
     dtype: str,
     quantize: Literal["fp8"] | None,
     dequantize: bool,
     device: str | None,
-    compile: bool,
-    batch_invariant: bool,
     tensor_parallel_size: int,
     expert_parallel: bool,
+    **settings: Unpack[EngineSettings],
 ) -> None:
     """Complete the prompts, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
 
-    grammar: the flag that asked for it, and its text. The others: see the command.
+    grammar: the flag that asked for it, and its text. settings: of the engine. The others: see the command.
     """
     place = pick_device(device)
-    compile = compile and _can_compile(place, must=batch_invariant)
-    mtp = loads_mtp(num_speculative_tokens, drafter)
+    compile = settings["compile"] and _can_compile(place, must=settings["batch_invariant"])
+    settings["compile"] = compile
     text = grammar is not None or any(
         isinstance(each.prompt, str) or each.sampling.stop_strings for each in given
     )
@@ -59,7 +56,7 @@ def complete(
         model,
         dtype=getattr(torch, dtype),
         device=place,
-        mtp=mtp,
+        mtp=loads_mtp(settings["num_speculative_tokens"], settings["drafter"]),
         quantize=quantize,
         dequantize=dequantize,
         tokenizer=tokenizer,
@@ -71,16 +68,7 @@ def complete(
         prompts = [checkpoint.encode(each.prompt, each.name) for each in given]
     sampling = [each.sampling for each in given]
     rules = None if grammar is None else _grammar(*grammar, checkpoint)
-    engine = fitting_engine(
-        checkpoint,
-        prompts,
-        num_speculative_tokens=num_speculative_tokens,
-        drafter=drafter,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        compile=compile,
-        batch_invariant=batch_invariant,
-    )
+    engine = fitting_engine(checkpoint, prompts, max_new_tokens=max_new_tokens, sampling=sampling, **settings)
     # Other kinds of sampling, and with grammars the halves of steps, are compiled when they are first met.
     if compile and grammar is None:
         waits = len(prompts) > engine.config.max_rows  # else all prompts come at once
@@ -95,7 +83,7 @@ def complete(
     if streamed:
         completions = _show(given[0], updates, checkpoint)
     else:
-        with progress(f"completing prompts, {len(prompts)} in all"):
+        with in_command(f"completing prompts, {len(prompts)} in all"):
             *_, completions = updates
     by_prompt: defaultdict[int, list[Completion]] = defaultdict(list)
     for completion in completions:

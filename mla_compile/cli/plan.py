@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 import typer
 
-from mla_compile.defaults import default_drafts
 from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
+from mla_compile.engine_settings import EngineSettings, with_drafts
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import names_mtp, read_config
 from mla_compile.models.deepseek import MLAForCausalLM
@@ -28,7 +28,7 @@ _WORDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to run where; the settings are those of `serve`."""
+    """What is to run where. settings: of the engine, as flags give them."""
 
     model: Path
     dtype: Literal["float32", "bfloat16"]
@@ -36,39 +36,29 @@ class Wish:
     dequantize: bool
     gpus: int
     expert_parallel: bool
-    num_speculative_tokens: int | None
-    max_rows: int
-    max_model_len: int | None
-    page_size: int
-    num_pages: int | None
-    max_tokens_per_step: int | None
-    capture_budget: int
+    settings: EngineSettings
 
-    @property
-    def drafts(self) -> int:
-        given, says_mtp = self.num_speculative_tokens, names_mtp(read_config(self.model)[0])
-        return default_drafts(says_mtp, None) if given is None else given
+    def config(self) -> EngineConfig:
+        """What the engine is set to, with a number of drafts and the tokens of a request at most."""
+        config, _ = read_config(self.model)
+        settings = with_drafts(self.settings, has_mtp=names_mtp(config))
+        longest = max_model_len_of(settings["max_model_len"], config.max_position_embeddings)
+        return replace(EngineConfig(**settings), max_model_len=longest)
 
     @property
     def longest(self) -> int:
         """Tokens of a request at most."""
-        return max_model_len_of(self.max_model_len, self.outline().config.max_position_embeddings)
+        longest = self.config().max_model_len
+        assert longest is not None
+        return longest
 
     def outline(self) -> MLAForCausalLM:
-        without = False if self.drafts == 0 else None
+        without = False if self.config().num_speculative_tokens == 0 else None
         return _outline(self.model, self.dtype, self.quantize, self.dequantize, without)
 
     def plan(self) -> MemoryPlan:
         """Raises `MLAError` for a setting that the model rules out."""
-        config = EngineConfig(
-            num_speculative_tokens=self.drafts,
-            max_rows=self.max_rows,
-            max_model_len=self.longest,
-            page_size=self.page_size,
-            num_pages=self.num_pages,
-            max_tokens_per_step=self.max_tokens_per_step,
-            capture_budget=self.capture_budget,
-        )
+        config = self.config()
         parallel = self.expert_parallel
         return plan_memory(self.outline(), config, self.gpus, expert_parallel=parallel, argument="--gpus")
 
@@ -147,7 +137,11 @@ def _head(wish: Wish) -> Iterator[str]:
 def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
     alike = f"{_gb(plan.alike)} of them on every GPU alike" if plan.num_gpus > 1 else ""
     pages = f"{plan.num_pages:,} pages of {plan.page_size}"
-    rows = pages if wish.num_pages else f"{wish.max_rows:,} rows x {wish.longest:,} tokens: {pages}"
+    rows = (
+        pages
+        if wish.settings["num_pages"]
+        else f"{wish.settings['max_rows']:,} rows x {wish.longest:,} tokens: {pages}"
+    )
     bound = f"a bound, with serve --capture-budget {plan.graphs}"
     lines = {
         "weights": (plan.weights, alike),
@@ -173,22 +167,23 @@ def _room(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
 
 def _remedies(wish: Wish, memory: int) -> Iterator[str]:
     """What else fits, one change each."""
-    plan, model = wish.plan(), wish.outline()
+    plan, model, settings = wish.plan(), wish.outline(), wish.settings
+    page_size = settings["page_size"]
     pages = plan.most_pages(memory)
-    needed = 1 + -(-wish.longest // wish.page_size)
+    needed = 1 + -(-wish.longest // page_size)
     if pages >= needed:
         waiting = f"--num-pages {pages}: requests that find no page wait"
-        yield from _if_fits(replace(wish, num_pages=pages), memory, waiting)
-        if wish.num_pages is None:
+        yield from _if_fits(_set(wish, num_pages=pages), memory, waiting)
+        if settings["num_pages"] is None:
             rows = plan.most_rows(memory, wish.longest)
-            yield from _if_fits(replace(wish, max_rows=rows), memory, f"--max-rows {rows}")
-    elif wish.num_pages is None and (tokens := (pages - 1) * wish.page_size) >= wish.page_size:
-        short = replace(wish, max_rows=1, max_model_len=tokens)
+            yield from _if_fits(_set(wish, max_rows=rows), memory, f"--max-rows {rows}")
+    elif settings["num_pages"] is None and (tokens := (pages - 1) * page_size) >= page_size:
+        short = _set(wish, max_rows=1, max_model_len=tokens)
         yield from _if_fits(short, memory, f"--max-rows 1 --max-model-len {tokens}")
     budget = plan.graphs - (plan.total - available(memory))
     if budget > 0:
         fewer = f"--capture-budget {budget}: fewer graphs are recorded"
-        yield from _if_fits(replace(wish, capture_budget=budget), memory, fewer)
+        yield from _if_fits(_set(wish, capture_budget=budget), memory, fewer)
     gpus = _enough_gpus(wish, memory)
     if gpus is not None:
         yield f"  --gpus {gpus}" + " --expert-parallel" * wish.expert_parallel
@@ -200,7 +195,11 @@ def _remedies(wish: Wish, memory: int) -> Iterator[str]:
     elif wish.quantize is None:
         yield from _if_fits(replace(wish, quantize="fp8"), memory, "--quantize fp8")
     if model.mtp is not None:
-        yield from _if_fits(replace(wish, num_speculative_tokens=0), memory, "--num-speculative-tokens 0")
+        yield from _if_fits(_set(wish, num_speculative_tokens=0), memory, "--num-speculative-tokens 0")
+
+
+def _set(wish: Wish, **settings: Unpack[EngineSettings]) -> Wish:
+    return replace(wish, settings={**wish.settings, **settings})
 
 
 def _enough_gpus(wish: Wish, memory: int) -> int | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.cli.machine import pick_device
-from mla_compile.defaults import default_drafts
 from mla_compile.engine.config import EngineConfig, max_model_len_of
+from mla_compile.engine_settings import EngineSettings, with_drafts
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import names_mtp, read_config
 from mla_compile.serving.settings import ServerSettings
@@ -24,15 +24,12 @@ def serve_checkpoint(
     model: Path,
     device: str | None,
     api_key_file: Path | None,
-    num_speculative_tokens: int | None,
-    max_model_len: int | None,
     replicas: int | None,
-    engine: dict[str, Any],
+    engine: EngineSettings,
     **settings: Any,
 ) -> None:
-    """engine: further settings of `EngineConfig`. settings: of `ServerSettings`. Both explain them.
-
-    None: what fits the model.
+    """engine: settings of `EngineConfig`; None as the number of drafts: what fits the model. settings: of
+    `ServerSettings`.
 
     Raises:
         MLAError: a mistake, named.
@@ -42,10 +39,9 @@ def serve_checkpoint(
         raise MLAError("--tensor-parallel-size", expected, settings["tensor_parallel_size"])
     serve = _server(replicas)
     config, _ = read_config(model)
-    if num_speculative_tokens is None:
-        num_speculative_tokens = default_drafts(names_mtp(config), engine["drafter"])
-    max_model_len = max_model_len_of(max_model_len, config.max_position_embeddings)
-    whole = EngineConfig(num_speculative_tokens=num_speculative_tokens, max_model_len=max_model_len, **engine)
+    engine = with_drafts(engine, has_mtp=names_mtp(config))
+    engine["max_model_len"] = max_model_len_of(engine["max_model_len"], config.max_position_embeddings)
+    whole = EngineConfig(**engine)
     keys = _read_keys(api_key_file)
     place = str(pick_device(device))
     serve(

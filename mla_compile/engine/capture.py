@@ -11,6 +11,7 @@ import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
 from mla_compile.ops.segments import MAX_KEYS
+from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks
 from mla_compile.torch_internals import (
@@ -20,7 +21,6 @@ from mla_compile.torch_internals import (
     num_cuda_graphs,
     recording_cuda_graphs,
 )
-from mla_compile.waits import told
 
 _Shape = tuple[int, int, int, int, int]
 """Rows, places for stop ids; tokens, chunks and keys of prompts."""
@@ -201,7 +201,7 @@ class _MeasuredStep:
         kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
         what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
         try:
-            with nullcontext() if self._num_calls else told(what):
+            with nullcontext() if self._num_calls else announce_if_slow(what):
                 result = call(*args)
         except BaseException:
             # Until it is called again: others must not be padded to it.

@@ -1,113 +1,30 @@
 """What an engine is set to: one frozen object that the engine, the command and integrations share."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from typing import Any
 
 from mla_compile.backend import resolve_settings
-from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_ROWS, DEFAULT_PAGE_SIZE, DrafterName
+from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN
+from mla_compile.engine_settings import EngineFields, EngineSettings, check_settings_of
 from mla_compile.errors import MLAError
 from mla_compile.ops.backends import DecodeCall, check_name, select_backend
 from mla_compile.ops.implementations import describe_device
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
-from mla_compile.speculate.step import check_num_drafts
 from mla_compile.suggest import suggestions
 
 DEFAULT_TOKENS_PER_STEP = 2048
 """Decode rows and prompts together. It bounds the activations, and how long a prompt delays the rows that decode."""
 
 
-class EngineSettings(TypedDict, total=False):
-    """The keyword arguments of `EngineConfig`, which explains them, and of what passes them on."""
-
-    num_speculative_tokens: int
-    drafter: DrafterName | DrafterKind | None
-    max_rows: int
-    max_model_len: int | None
-    page_size: int
-    num_pages: int | None
-    max_tokens_per_step: int | None
-    prefix_caching: bool
-    compile: bool
-    mode: str | None
-    decode_backend: str | None
-    capture_budget: int | None
-    batch_invariant: bool
-
-
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """The settings of an `Engine`.
-
-    Args:
-        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
-        drafter: what proposes them: "mtp", the model's MTP layer, "ngram", a look-up of the last tokens in the
-            request's own text, or a `DrafterKind` of one's own. None for the MTP layer where there is one, else the
-            look-up.
-        max_rows: requests that run at once; others wait.
-        max_model_len: tokens of a request at most, prompt included; no more than the model has positions, where it
-            says how many (see `ServedModel`). None: 2048, or as many as those.
-        page_size: tokens per cache page.
-        num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
-            `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
-            part of their prompt (see `batch_invariant`); at least as many as one request needs.
-        max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
-            512 more than `max_rows` decode rows take.
-        prefix_caching: whether prompts reuse cached pages of others that begin alike.
-        compile: False runs everything eagerly.
-        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, one with prompts
-            in it too, after `warm_up` or once prompts have come beside 16 steps of rows that decode. Before that steps
-            with prompts run eagerly: a few batches need few of them, and compiling them takes as long as compiling the
-            others. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers) they always
-            do; with `batch_invariant` they never do.
-        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
-            `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
-            run.
-        capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. Steps with
-            prompts take no more than half of it; further sizes of prompts run uncaptured. 0 captures nothing. None for
-            no limit: there are few sizes of either, and graphs share memory.
-        batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
-            beside any others, in every dtype: whatever `max_rows`, the drafts and `max_tokens_per_step` are, with
-            pages of others or without, preempted or not, in every process on the same model of GPU with the same
-            versions. All steps are compiled then, those with prompts too; prompts share only pages that prompts have
-            filled, not what others have said; and requests that find no page say all that they have said again, from
-            their prompts on. Not for `compile=False` or models with recurrent layers.
-
-    Raises:
-        MLAError: a bad argument, named.
-    """
-
-    num_speculative_tokens: int = 0
-    drafter: DrafterName | DrafterKind | None = None
-    max_rows: int = DEFAULT_MAX_ROWS
-    max_model_len: int | None = None
-    page_size: int = DEFAULT_PAGE_SIZE
-    num_pages: int | None = None
-    max_tokens_per_step: int | None = None
-    prefix_caching: bool = True
-    compile: bool = True
-    mode: str | None = "reduce-overhead"
-    decode_backend: str | None = None
-    capture_budget: int | None = None
-    batch_invariant: bool = False
+class EngineConfig(EngineFields):
+    __doc__ = EngineFields.__doc__
 
     def __post_init__(self) -> None:
-        check_num_drafts(self.num_speculative_tokens)
+        check_settings_of(self)
         known_drafter(self.drafter)
-        for name in ("max_rows", "page_size"):
-            _check_size(name, getattr(self, name))
-        for name in ("max_model_len", "num_pages", "max_tokens_per_step"):
-            if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
-        if self.max_model_len == 1:
-            raise MLAError("max_model_len", "at least 2, a token of a prompt and a new one", 1)
-        for name in ("prefix_caching", "compile", "batch_invariant"):
-            check_boolean(name, getattr(self, name))
-        budget = self.capture_budget
-        if budget is not None and (type(budget) is not int or budget < 0):
-            raise MLAError("capture_budget", "an integer >= 0, in bytes, or None", repr(budget))
         if self.batch_invariant and not self.compile:
             mend = "leave one of the two out"
             raise MLAError(
@@ -274,13 +191,6 @@ def check_positive(name: str, value: object) -> None:
     """Raises `MLAError` for anything but an integer >= 1."""
     if type(value) is not int or value < 1:
         raise MLAError(name, "an integer >= 1", repr(value))
-
-
-def _check_size(name: str, value: object) -> None:
-    """Raises `MLAError` for anything but an integer >= 1 that tensors of int32 can hold."""
-    check_positive(name, value)
-    if isinstance(value, int) and value >= 2**31:
-        raise MLAError(name, "an integer below 2**31", value)
 
 
 def check_boolean(name: str, value: object) -> None:

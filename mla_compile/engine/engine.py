@@ -16,7 +16,7 @@ from mla_compile.defaults import DEFAULT_MAX_TOKENS
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import EngineConfig, EngineSettings, check_boolean, config_of
+from mla_compile.engine.config import EngineConfig, check_boolean, config_of
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
@@ -28,6 +28,7 @@ from mla_compile.engine.stats import EngineStats
 from mla_compile.engine.turn import Turn
 from mla_compile.engine.variants import Variant
 from mla_compile.engine.weights import Weights
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.ranks import Ranks

@@ -8,7 +8,7 @@ from mla_compile.engine.config import FittedConfig, check_positive
 from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
 from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
-from mla_compile.errors import MLAError
+from mla_compile.errors import MLAError, first_line, is_request_error
 from mla_compile.sampling_params import SamplingParams, check_token_ids
 from mla_compile.speculate import ServedModel
 
@@ -180,3 +180,24 @@ def check_prompt(name: str, prompt: object, *, vocab_size: int, limit: tuple[str
         if type(token) is not int or not 0 <= token < vocab_size:
             raise MLAError(name, f"token ids in [0, {vocab_size})", repr(token))
     return prompt
+
+
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """A text's token ids; errors call it `name`.
+
+    Raises:
+        MLAError: an empty text, one that the tokenizer refuses.
+    """
+    if not text:  # a tokenizer may make a start token of it
+        raise MLAError(name, "at least one token", "an empty prompt")
+    try:
+        token_ids: object = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    except BaseException as error:  # a character without a token, say, or a regex that gives up
+        if not is_request_error(error):
+            raise
+        raise MLAError(name, "text that the tokenizer takes", first_line(error)) from error
+    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
+        raise MLAError(name, "text that the tokenizer takes", "no token ids of it")
+    return token_ids

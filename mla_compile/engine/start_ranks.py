@@ -20,8 +20,8 @@ from mla_compile.ending import INTERRUPTED, before_end, end_now, ending_at_ctrl_
 from mla_compile.engine.orders import Order, order_with
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
+from mla_compile.progress import announce_if_slow
 from mla_compile.torch_internals import meeting_place
-from mla_compile.waits import told
 
 if TYPE_CHECKING:
     from mla_compile.torch_internals import TCPStore
@@ -73,7 +73,11 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # Joining would wait for a child that has ended, deaf to Ctrl-C.
     hearing = ending_at_ctrl_c(lambda: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
-    with told(f"starting {size} processes"), hearing, _watched(children, meeting_place(size, store.port)):
+    with (
+        announce_if_slow(f"starting {size} processes"),
+        hearing,
+        _watched(children, meeting_place(size, store.port)),
+    ):
         join(0, size, store, device)
         parallel = Parallel.of_processes(expert_parallel=expert_parallel)
     assert parallel.ranks is not None

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 
@@ -14,23 +14,21 @@ from mla_compile.defaults import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_PAGE_SIZE,
     SHIPPED_MODEL,
-    DrafterName,
-    default_drafts,
 )
 from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import EngineConfig
+from mla_compile.engine.config import config_of
 from mla_compile.engine.engine import Engine
 from mla_compile.engine.grammar import Grammar
-from mla_compile.engine.intake import check_prompt
+from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.engine.start_ranks import start_ranks
-from mla_compile.errors import MLAError, first_line, is_request_error
+from mla_compile.engine_settings import EngineSettings, with_drafts
+from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, load_model, load_tokenizer
 from mla_compile.models.checkpoint import MOST_CONFIG, directory_of, open_checkpoint, read_config
 from mla_compile.models.files import read_object
 from mla_compile.models.settings import SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.speculate import DrafterKind
 from mla_compile.speculate.drafter import loads_mtp
 
 if TYPE_CHECKING:
@@ -118,22 +116,13 @@ class Checkpoint:
         """
         if not isinstance(prompt, Sequence):
             raise MLAError(name, "text or a list of token ids", repr(prompt))
-        token_ids = self._tokenize(prompt, name) if isinstance(prompt, str) else prompt
+        token_ids = prompt
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise MLAError(name, "token ids, as the checkpoint has no tokenizer", "text")
+            token_ids = tokenize(self.tokenizer, prompt, name)
         limit = "the model's max_position_embeddings", self.model.config.max_position_embeddings
         return list(check_prompt(name, token_ids, vocab_size=self.model.arch.vocab_size, limit=limit))
-
-    def _tokenize(self, prompt: str, name: str) -> list[int]:
-        if self.tokenizer is None:
-            raise MLAError(name, "token ids, as the checkpoint has no tokenizer", "text")
-        if not prompt:  # a tokenizer may make a start token of it
-            raise MLAError(name, "at least one token", "an empty prompt")
-        try:
-            token_ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
-        except BaseException as error:  # a character without a token, say, or a regex that gives up
-            if not is_request_error(error):
-                raise
-            raise MLAError(name, "text that the tokenizer takes", first_line(error)) from error
-        return token_ids
 
 
 def _tokenizer(path: str | Path, given: str | Path | None, *, text: bool) -> "PreTrainedTokenizerBase | None":
@@ -171,12 +160,9 @@ def fitting_engine(
     checkpoint: Checkpoint,
     prompts: Sequence[Sequence[int]],
     *,
-    num_speculative_tokens: int | None = None,
     max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-    drafter: DrafterName | DrafterKind | None = None,
-    compile: bool = True,
-    batch_invariant: bool = False,
+    **settings: Unpack[EngineSettings],
 ) -> Engine:
     """An engine large enough to complete these prompts.
 
@@ -184,30 +170,26 @@ def fitting_engine(
     stated size, or powers of two where these prompts need more: other prompts, commands and processes then find the
     compiled step in Inductor's cache.
 
-    num_speculative_tokens: None drafts 3 tokens a step where the checkpoint has an MTP layer or a drafter is named,
-        else none.
     sampling: as for `Engine.generate`; its `n` and `max_tokens` count.
-    drafter, compile, batch_invariant: see `EngineConfig`.
+    settings: of `EngineConfig`. By default 3 tokens are drafted a step where the checkpoint has an MTP layer or a
+        drafter is named, else none.
     """
     model = checkpoint.model
     asked = [sampling] if isinstance(sampling, SamplingParams) else sampling or []
     copies = max((params.n for params in asked), default=1)
     max_new_tokens = max([1, max_new_tokens, *(params.max_tokens or 1 for params in asked)])
-    if num_speculative_tokens is None:
-        num_speculative_tokens = default_drafts(model.has_mtp, drafter)
     longest = _power_of_two(max(map(len, prompts), default=1) + max_new_tokens)
-    max_rows = min(DEFAULT_MAX_ROWS, _power_of_two(len(prompts) * copies))
-    max_model_len = min(max(DEFAULT_MAX_MODEL_LEN, longest), model.config.max_position_embeddings)
-    default_pages, pages = (-(-n // DEFAULT_PAGE_SIZE) for n in (DEFAULT_MAX_MODEL_LEN, max_model_len))
-    config = EngineConfig(
-        num_speculative_tokens=num_speculative_tokens,
-        drafter=drafter,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        num_pages=1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),
-        compile=compile,
-        batch_invariant=batch_invariant,
-    )
+    max_rows = settings.get("max_rows") or min(DEFAULT_MAX_ROWS, _power_of_two(len(prompts) * copies))
+    room = min(max(DEFAULT_MAX_MODEL_LEN, longest), model.config.max_position_embeddings)
+    max_model_len = settings.get("max_model_len") or room
+    page_size = settings.get("page_size") or DEFAULT_PAGE_SIZE
+    default_pages, pages = (-(-n // page_size) for n in (DEFAULT_MAX_MODEL_LEN, max_model_len))
+    sizes: EngineSettings = {
+        "max_rows": max_rows,
+        "max_model_len": max_model_len,
+        "num_pages": 1 + max(DEFAULT_MAX_ROWS * default_pages, max_rows * pages),
+    }
+    config = config_of(None, {**sizes, **with_drafts(settings, has_mtp=model.has_mtp)})
     return Engine(model, config, tokenizer=checkpoint.tokenizer)
 
 
@@ -221,8 +203,6 @@ def generate(
     *,
     model: str | Path = SHIPPED_MODEL,
     tokenizer: str | Path | None = None,
-    num_speculative_tokens: int | None = None,
-    drafter: DrafterName | DrafterKind | None = None,
     max_new_tokens: int = DEFAULT_MAX_TOKENS,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     grammars: Grammar | Sequence[Grammar | None] | None = None,
@@ -230,7 +210,7 @@ def generate(
     device: str | torch.device = "cpu",
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
-    compile: bool = True,
+    **settings: Unpack[EngineSettings],
 ) -> list[Completion]:
     """Complete prompts with a checkpoint.
 
@@ -243,16 +223,14 @@ def generate(
         model: a directory in Hugging Face format; by default the small model that comes with the package.
         tokenizer: a directory to take the tokenizer from, where the model's own is code, which is never run. Without a
             tokenizer prompts are token ids, and completions have no text.
-        num_speculative_tokens: drafts per step. None: 3 where the checkpoint has an MTP layer or `drafter` is given,
-            else 0. The tokens are the same whatever it is.
-        drafter: what proposes them, or None for the MTP layer where there is one; see `EngineConfig`.
         max_new_tokens: at most so many tokens a prompt, where its `SamplingParams.max_tokens` says nothing.
         sampling: for all prompts, or one for each; greedy by default. A prompt has `SamplingParams.n` completions, one
             after the other in the list.
         grammars: what completions may say, for all prompts, or one for each; None for a free one.
         dtype, device: of weights and caches.
         quantize, dequantize: as for `load_model`: whether weights are quantised to FP8, or FP8 ones are not kept.
-        compile: False runs everything eagerly.
+        settings: of the engine, see `EngineConfig`. By default `num_speculative_tokens` is 3 where the checkpoint has
+            an MTP layer or `drafter` is given, else 0, and the sizes are as large as these prompts need.
 
     Returns:
         The completions, in order; each ends after an end-of-sequence id of the checkpoint, where its `SamplingParams`
@@ -263,7 +241,7 @@ def generate(
     """
     if isinstance(prompts, str):
         raise MLAError("prompts", "a list of prompts", "a str", "write [prompt]")
-    mtp = loads_mtp(num_speculative_tokens, drafter)
+    mtp = loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter"))
     text = any(isinstance(prompt, str) for prompt in prompts)
     checkpoint = Checkpoint.load(
         model,
@@ -277,13 +255,7 @@ def generate(
     )
     token_ids = [checkpoint.encode(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     engine = fitting_engine(
-        checkpoint,
-        token_ids,
-        num_speculative_tokens=num_speculative_tokens,
-        drafter=drafter,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        compile=compile,
+        checkpoint, token_ids, max_new_tokens=max_new_tokens, sampling=sampling, **settings
     )
     return engine.generate(
         token_ids,

@@ -31,7 +31,7 @@ from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, SIZES, check_se
 from mla_compile.models.sharding import check_divisible, divide
 from mla_compile.ops.fp8 import BLOCK, scale_shape
 from mla_compile.ops.peers import connect
-from mla_compile.waits import told
+from mla_compile.progress import announce_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -92,13 +92,13 @@ def load_model(
     is_shown = parallel is None or parallel.rank == 0
     with together():
         _check_target(dtype, device)
-    with told("opening the checkpoint", is_shown=is_shown), together():
+    with announce_if_slow("opening the checkpoint", is_shown=is_shown), together():
         model, files, block = _open(directory_of(path), dtype, mtp, quantize, dequantize, parallel)
     with together():
         model.to_empty(device=device)
         lay_side_by_side(model)  # before they have values
         filling = Filling(model, files, block, device)
-        with told("loading the checkpoint", filling.num_bytes, is_shown=is_shown) as advance:
+        with announce_if_slow("loading the checkpoint", filling.num_bytes, is_shown=is_shown) as advance:
             filling.run(advance)
     if parallel is not None and parallel.ranks is not None:
         try:

@@ -13,7 +13,7 @@ from mla_compile.models.sharding import EXPERTS, Division, division
 from mla_compile.ops.fp8 import DTYPE
 from mla_compile.ops.fp8 import dequantize as dequantize_weight
 from mla_compile.ops.fp8 import quantize as quantize_weight
-from mla_compile.waits import Advance
+from mla_compile.progress import Advance
 
 
 class Filling:
@@ -42,7 +42,7 @@ class Filling:
         return sum(map(self._num_bytes, self._names))
 
     def run(self, advance: Advance) -> None:
-        """Read every tensor. advance: is told how many bytes of the files each has been."""
+        """Read every tensor. advance: gets the number of bytes of each in the files."""
         for name in self._names:
             place, _ = self._places[name]
             is_fp8 = self._files.entries[name].dtype == FLOAT8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mla_compile.errors import MLAError, first_line, is_request_error
 from mla_compile.models.files import plain_file, read_object, read_text
 from mla_compile.models.settings import FLAG, Rule, check_settings
-from mla_compile.waits import told
+from mla_compile.progress import announce_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ _SETTINGS: dict[str, Rule] = {
 }
 
 
-@told("loading the tokenizer")
+@announce_if_slow("loading the tokenizer")
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     """A checkpoint's tokenizer: `tokenizer.json`, with the tokens that files beside it name, as `AutoTokenizer` has it.
 

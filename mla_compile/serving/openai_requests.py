@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from mla_compile.engine.intake import check_prompt
+from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models.files import RepeatedKey, without_repeats
 from mla_compile.sampling_params import SamplingParams
@@ -232,18 +232,14 @@ def _asked(
     is_chat: bool,
 ) -> CompletionsAsked:
     """max_tokens: of which as many count as the shortest prompt leaves places; the engine does so for each."""
-    longest = limits.max_model_len - 1
+    limit = "max_model_len", limits.max_model_len
     name = "messages" if is_chat else "prompt"
     for prompt in prompts:
-        if len(prompt) > longest:
-            message = f"{name}: {len(prompt)} tokens, and the server takes {longest} at most"
-            raise BadRequest(message, name, "context_length_exceeded")
         try:
-            check_prompt(
-                name, prompt, vocab_size=limits.vocab_size, limit=("max_model_len", limits.max_model_len)
-            )
+            check_prompt(name, prompt, vocab_size=limits.vocab_size, limit=limit)
         except MLAError as error:
-            raise BadRequest(str(error), name) from None
+            code = "context_length_exceeded" if len(prompt) >= limits.max_model_len else None
+            raise BadRequest(str(error), name, code) from None
     if asked.stream_options is not None and not asked.stream:
         raise BadRequest("stream_options: expected stream = true with it", "stream_options")
     grammar, grammar_field = _grammar(asked)
@@ -290,15 +286,12 @@ def _structured(outputs: StructuredOutputs) -> GrammarSource:
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, special: bool = True) -> list[int]:
-    if not text:  # a tokenizer may make a start token of it
-        raise BadRequest(f"{name}: expected at least one token, got an empty text", name)
     try:
-        token_ids: object = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    except BaseException as error:  # tokenizers raises bare `Exception`, for a character without a token, say
-        raise _refused_by("tokenizer", name, error) from None
-    if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
-        raise BadRequest(f"{name}: the model's tokenizer makes no token ids of it", name)
-    return token_ids
+        return tokenize(tokenizer, text, name, add_special_tokens=special)
+    except MLAError as error:
+        if error.__cause__ is not None:
+            raise _refused_by("tokenizer", name, error.__cause__) from None
+        raise BadRequest(str(error), name) from None
 
 
 def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:

@@ -69,7 +69,7 @@ def without_mtp(copy: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is, nothing says how long it has been waiting."""
-    monkeypatch.setattr("mla_compile.cli.progress.PATIENCE", 3600)
+    monkeypatch.setattr("mla_compile.progress.PATIENCE", 3600)
 
 
 Run = Callable[..., Result]

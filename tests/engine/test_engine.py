@@ -12,8 +12,8 @@ from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.batch import ForwardOutput
 from mla_compile.caches import CacheSpec
 from mla_compile.engine import Completion, EngineConfig
-from mla_compile.engine.config import EngineSettings
 from mla_compile.engine.memory import plan_memory
+from mla_compile.engine_settings import EngineFields, EngineSettings
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
 from mla_compile.ops.operands import DecodeOperands
@@ -268,7 +268,7 @@ def test_a_wrong_lookahead_is_refused_before_anything_is_allocated() -> None:
 
 
 def test_the_settings_that_an_engine_takes_are_those_of_its_config() -> None:
-    assert list(EngineSettings.__annotations__) == [field.name for field in fields(EngineConfig)]
+    assert list(EngineSettings.__annotations__) == [field.name for field in fields(EngineFields)]
 
 
 @pytest.mark.long

@@ -52,7 +52,7 @@ def reader(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mla_compile.cli.progress.PATIENCE", 3600)
+    monkeypatch.setattr("mla_compile.progress.PATIENCE", 3600)
 
 
 # --- blocks

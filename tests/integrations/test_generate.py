@@ -580,6 +580,8 @@ def test_accelerating_twice_and_restoring_twice_are_harmless(model: Any) -> None
         ("mtp", {"mtp": nn.Linear(2, 2), "num_speculative_tokens": 1}),
         ("mtp", {"mtp": nn.Linear(2, 2), "num_speculative_tokens": 1, "drafter": "ngram"}),
         ("drafter", {"drafter": "eagle"}),
+        ("prefix_caching", {"prefix_caching": True}),
+        ("num_pages", {"num_pages": 99}),
         ("page_size", {"page_size": 0}),
         ("max_rows", {"max_rows": 0}),
         ("mode", {"mode": "fast"}),

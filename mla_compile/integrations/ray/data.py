@@ -11,10 +11,11 @@ from typing import Any, Literal, Unpack
 import pyarrow as pa
 import torch
 
-from mla_compile.defaults import DEFAULT_MAX_TOKENS, SHIPPED_MODEL, default_drafts
+from mla_compile.defaults import DEFAULT_MAX_TOKENS, SHIPPED_MODEL
 from mla_compile.engine import Checkpoint, Completion, Engine
-from mla_compile.engine.config import EngineSettings, check_positive, config_of
+from mla_compile.engine.config import check_positive, config_of
 from mla_compile.engine.intake import checked_sampling
+from mla_compile.engine_settings import EngineSettings, with_drafts
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate.drafter import loads_mtp
@@ -95,20 +96,18 @@ class EngineActor:
         check_positive("max_new_tokens", max_new_tokens)
         self._max_new_tokens = max_new_tokens
         config_of(None, settings)  # a mistake is told before the checkpoint is read
-        drafts, drafter = settings.get("num_speculative_tokens"), settings.get("drafter")
         self._checkpoint = Checkpoint.load(
             model,
             dtype=_dtype(dtype),
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            mtp=loads_mtp(drafts, drafter),
+            mtp=loads_mtp(settings.get("num_speculative_tokens"), settings.get("drafter")),
             quantize=quantize,
             dequantize=dequantize,
             tokenizer=tokenizer,
             text=False,
         )
         served = self._checkpoint.model
-        if drafts is None:
-            settings["num_speculative_tokens"] = default_drafts(served.has_mtp, drafter)
+        settings = with_drafts(settings, has_mtp=served.has_mtp)
         if (longest := settings.get("max_model_len")) is not None:
             settings["max_model_len"] = min(longest, served.max_position_embeddings)
         self._engine = Engine(served, tokenizer=self._checkpoint.tokenizer, **settings)

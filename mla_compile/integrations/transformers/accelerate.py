@@ -2,21 +2,20 @@
 
 import logging
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from mla_compile.defaults import DrafterName
-from mla_compile.engine import EngineConfig
-from mla_compile.engine.config import max_model_len_of
+from mla_compile.engine.config import config_of, max_model_len_of
+from mla_compile.engine_settings import EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models.layout import lay_apart, lay_side_by_side
-from mla_compile.speculate.drafter import DrafterKind, known_drafter
+from mla_compile.speculate.drafter import known_drafter
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -25,15 +24,8 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def accelerate(
     model: Model,
     *,
-    num_speculative_tokens: int = 0,
-    drafter: DrafterName | DrafterKind | None = None,
     mtp: nn.Module | None = None,
-    max_rows: int = 1,
-    max_model_len: int | None = None,
-    page_size: int = 64,
-    compile: bool = True,
-    mode: str | None = "reduce-overhead",
-    batch_invariant: bool = False,
+    **settings: Unpack[EngineSettings],
 ) -> Model:
     """Let `model.generate` run on paged latents through the `mla` backend, with speculation where asked for.
 
@@ -45,38 +37,28 @@ def accelerate(
 
     Args:
         model: a transformers model with MLA attention in every layer, on one device, in evaluation mode.
-        num_speculative_tokens: drafts per step, in [0, 32]; 0 for a model with recurrent layers.
-            `generate(use_mtp=False)` runs without them.
-        drafter: what proposes them; see `EngineConfig`. None for the MTP layer where `mtp` is given or the checkpoint
-            has one, else a look-up in the sequence's own text; the log says so where the config names a layer that is
-            nowhere.
         mtp: the MTP layer, a transformers `MtpModel` or a `LongcatMtpLayer`; by default it is loaded from the
             checkpoint that the model came from.
-        max_rows, max_model_len: sequences at once, and tokens of one, prompt included, that there is room for at first.
-            A larger call makes more room, and compiles anew: set them if you know. None: 512 tokens, or as many as the
-            model has positions; more than those are refused, in a call too.
-        page_size: tokens per cache page.
-        compile: False runs everything eagerly.
-        mode: the mode of `torch.compile`; "reduce-overhead" replays one CUDA graph per step.
-        batch_invariant: a sequence's tokens are bitwise the same alone and in any batch, with any number of drafts; see
-            `EngineConfig`. Not for `compile=False` or a model with recurrent layers.
+        settings: of `EngineConfig`; not `prefix_caching` or `num_pages`, which it chooses. `max_rows` (1) and
+            `max_model_len` are sequences at once, and tokens of one, prompt included, that there is room for at first.
+            A larger call makes more room, and compiles anew: set them if you know. Without `max_model_len` it is 512
+            tokens, or as many as the model has positions; more than those are refused, in a call too. `page_size` is 64
+            by default. `generate(use_mtp=False)` runs without drafts. Without a `drafter` the MTP layer drafts where
+            `mtp` is given or the checkpoint has one, else a look-up in the sequence's own text; the log says so where
+            the config names a layer that is nowhere.
 
     Raises:
         MLAError: a bad argument, named; the model is then as it was.
     """
-    config = EngineConfig(
-        num_speculative_tokens=num_speculative_tokens,
-        drafter=drafter,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        page_size=page_size,
-        prefix_caching=False,  # weights may change between calls
-        compile=compile,
-        mode=mode,
-        batch_invariant=batch_invariant,
-    )
-    kind = known_drafter(drafter)
-    reads_mtp = num_speculative_tokens > 0 and (kind is None or kind.needs_mtp)
+    for name in ("prefix_caching", "num_pages"):  # weights may change between calls, and calls make room
+        if name in settings:
+            raise MLAError(
+                name, "nothing, as an accelerated model chooses it", settings[name], "leave it out"
+            )
+    own_settings: EngineSettings = {"max_rows": 1, "page_size": 64, "prefix_caching": False}
+    config = config_of(None, {**own_settings, **settings})
+    kind = known_drafter(config.drafter)
+    reads_mtp = config.num_speculative_tokens > 0 and (kind is None or kind.needs_mtp)
     if mtp is not None and not reads_mtp:
         expected = "None where num_speculative_tokens is 0 or the drafter runs no MTP layer"
         raise MLAError("mtp", expected, type(mtp).__name__)
@@ -89,7 +71,7 @@ def accelerate(
                 raise
             log.warning("no MTP layer drafts, a look-up does: %s", error)
     target = TransformersTarget(model, layer)
-    room = max_model_len_of(max_model_len, target.max_position_embeddings, default=512)
+    room = max_model_len_of(config.max_model_len, target.max_position_embeddings, default=512)
     accelerated = Accelerated(target, replace(config, max_model_len=room))
     earlier = _take_off(model)
     if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:

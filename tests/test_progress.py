@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from mla_compile import Engine, waits
-from mla_compile.cli import progress
-from mla_compile.waits import shown_by, told
+from mla_compile import Engine, progress
+from mla_compile.progress import announce_if_slow, shown_by
 from tests.models_for_tests import tiny_model
 
 
@@ -20,7 +19,6 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(waits, "PATIENCE", 0.05)
     monkeypatch.setattr(progress, "PATIENCE", 0.05)
 
 
@@ -31,18 +29,18 @@ def wait_for(condition) -> None:
 
 
 def test_what_takes_long_is_one_warning(impatient, caplog):
-    with told("working"):
+    with announce_if_slow("working"):
         wait_for(lambda: caplog.records)
         time.sleep(0.2)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "working ...")
     ]
-    assert caplog.records[0].name == "mla_compile.waits"
+    assert caplog.records[0].name == "mla_compile.progress"
 
 
 def test_what_is_quick_says_nothing(caplog, capsys):
-    for show in (waits._logged, progress.progress):
-        with shown_by(show), told("working"):
+    for show in (progress.in_program, progress.in_command):
+        with shown_by(show), announce_if_slow("working"):
             pass
     assert not caplog.records and capsys.readouterr() == ("", "")
 
@@ -57,7 +55,7 @@ def test_a_compile_is_told_of_once(impatient, caplog, monkeypatch):
     engine = Engine(tiny_model(torch.float32), num_speculative_tokens=1, max_rows=2)
     with caplog.at_level(logging.WARNING, "mla_compile"):
         engine.generate([[1, 2, 3]] * 3, max_new_tokens=5)
-    lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.waits"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.progress"]
     assert lines == [
         "compiling the step (greedy, drafts: 1), a minute or two if it is new to this machine ..."
     ]
@@ -67,7 +65,7 @@ def test_the_command_shows_lines_of_their_own_where_stderr_is_no_terminal(
     impatient, monkeypatch, capsys, caplog
 ):
     monkeypatch.setattr(progress, "INTERVAL", 0.05)
-    with shown_by(progress.progress), told("working"):
+    with shown_by(progress.in_command), announce_if_slow("working"):
         time.sleep(0.3)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 2 and set(lines) == {"working ... 0 s"}
@@ -77,7 +75,7 @@ def test_the_command_shows_lines_of_their_own_where_stderr_is_no_terminal(
 def test_a_terminal_gets_one_line_that_counts(monkeypatch):
     err = Terminal()
     monkeypatch.setattr("sys.stderr", err)
-    with progress.progress("working"):
+    with progress.in_command("working"):
         wait_for(err.getvalue)
     text = err.getvalue()
     assert "working ... 0 s" in text and "\r" in text
@@ -105,14 +103,14 @@ def test_a_brief_line_is_for_a_terminal_alone_and_does_not_stay(monkeypatch, cap
 def test_without_stderr_nothing_is_shown(impatient, monkeypatch, brief):
     """As where a shell closed it: `2>&-`."""
     monkeypatch.setattr("sys.stderr", None)
-    with progress.progress("working", brief=brief):
+    with progress.in_command("working", brief=brief):
         time.sleep(0.1)
 
 
 def test_of_waits_inside_each_other_the_innermost_is_shown(impatient, monkeypatch, capsys):
     monkeypatch.setattr(progress, "INTERVAL", 0.05)
-    with progress.progress("all of it"):
-        with progress.progress("a part"):
+    with progress.in_command("all of it"):
+        with progress.in_command("a part"):
             time.sleep(0.3)
         within = capsys.readouterr().err
         time.sleep(0.3)
@@ -123,7 +121,7 @@ def test_of_waits_inside_each_other_the_innermost_is_shown(impatient, monkeypatc
 def test_a_program_on_a_terminal_gets_a_bar_of_bytes_once_it_is_long(impatient, monkeypatch, caplog):
     err = Terminal()
     monkeypatch.setattr("sys.stderr", err)
-    with told("loading", 4_000_000_000) as advance:
+    with announce_if_slow("loading", 4_000_000_000) as advance:
         advance(1_000_000_000)
         assert not err.getvalue(), "it is quick so far"
         time.sleep(0.1)
@@ -136,7 +134,7 @@ def test_of_several_processes_the_others_say_nothing(impatient, monkeypatch, cap
     err = Terminal()
     monkeypatch.setattr("sys.stderr", err)
     for num_bytes in (0, 100):
-        with told("loading", num_bytes, is_shown=False) as advance:
+        with announce_if_slow("loading", num_bytes, is_shown=False) as advance:
             time.sleep(0.1)
             advance(50)
     assert not err.getvalue() and not caplog.records
@@ -146,7 +144,7 @@ def test_of_several_processes_the_others_say_nothing(impatient, monkeypatch, cap
 def test_the_command_says_how_many_bytes_are_done(stream, words, impatient, monkeypatch):
     err = stream()
     monkeypatch.setattr("sys.stderr", err)
-    with shown_by(progress.progress), told("loading", 4_000_000_000) as advance:
+    with shown_by(progress.in_command), announce_if_slow("loading", 4_000_000_000) as advance:
         advance(1_000_000_000)
         wait_for(err.getvalue)
     assert words in err.getvalue()

@@ -1,0 +1,207 @@
+"""The settings of an engine: each is declared here, once, and nothing here imports torch.
+
+To add a setting, add its type to `EngineSettings` and its field, with a line of documentation, to `EngineFields`. From
+there it reaches `Engine`, `mla_compile.generate`, `accelerate`, the server, Ray, other ranks, and the commands that its
+field names. A check that an integer's `least` does not say goes to `EngineConfig.__post_init__`.
+"""
+
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
+
+from mla_compile.defaults import (
+    DEFAULT_DRAFTS,
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_MAX_ROWS,
+    DEFAULT_PAGE_SIZE,
+    MAX_DRAFTS,
+    DrafterName,
+)
+from mla_compile.errors import MLAError
+
+if TYPE_CHECKING:
+    from mla_compile.speculate.drafter import DrafterKind
+
+
+class EngineSettings(TypedDict, total=False):
+    """The keyword arguments of `EngineConfig`, for type checkers: the fields of `EngineFields` without defaults."""
+
+    num_speculative_tokens: int
+    drafter: "DrafterName | DrafterKind | None"
+    max_rows: int
+    max_model_len: int | None
+    page_size: int
+    num_pages: int | None
+    max_tokens_per_step: int | None
+    prefix_caching: bool
+    compile: bool
+    mode: str | None
+    decode_backend: str | None
+    capture_budget: int | None
+    batch_invariant: bool
+
+
+def with_drafts(settings: EngineSettings, *, has_mtp: bool) -> EngineSettings:
+    """The settings with a number of drafts, which fits the model where none, or None, is given.
+
+    has_mtp: whether the checkpoint has an MTP layer.
+    """
+    if settings.get("num_speculative_tokens") is not None:
+        return {**settings}
+    is_drafting = has_mtp or settings.get("drafter") is not None
+    return {**settings, "num_speculative_tokens": DEFAULT_DRAFTS if is_drafting else 0}
+
+
+def setting(
+    default: Any,
+    commands: str,
+    help: str,
+    *,
+    least: int | None = None,
+    most: int = 2**31 - 1,
+    kind: Any = None,
+    **flag: Any,
+) -> Any:
+    """A field of `EngineFields`.
+
+    commands: those that have a flag for it, and `help`, what they say of it. kind: of the flag, where it differs from
+    the field's type. flag: further arguments of `typer.Option`.
+    least, most: of an integer.
+    """
+    metadata = {"commands": commands.split(), "help": help, "least": least, "most": most, "kind": kind}
+    return field(default=default, metadata=metadata | {"flag": flag})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFields:
+    """The settings of an `Engine`.
+
+    Args:
+        num_speculative_tokens: drafts per step, k >= 0; 0 for a model with recurrent layers.
+        drafter: what proposes them: "mtp", the model's MTP layer, "ngram", a look-up of the last tokens in the
+            request's own text, or a `DrafterKind` of one's own. None for the MTP layer where there is one, else the
+            look-up.
+        max_rows: requests that run at once; others wait.
+        max_model_len: tokens of a request at most, prompt included; no more than the model has positions, where it
+            says how many (see `ServedModel`). None: 2048, or as many as those.
+        page_size: tokens per cache page.
+        num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
+            `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
+            part of their prompt (see `batch_invariant`); at least as many as one request needs.
+        max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
+            512 more than `max_rows` decode rows take.
+        prefix_caching: whether prompts reuse cached pages of others that begin alike.
+        compile: False runs everything eagerly.
+        mode: the mode of `torch.compile` for steps; "reduce-overhead" replays one CUDA graph per step, one with prompts
+            in it too, after `warm_up` or once prompts have come beside 16 steps of rows that decode. Before that steps
+            with prompts run eagerly: a few batches need few of them, and compiling them takes as long as compiling the
+            others. Where no CUDA graphs are recorded (another mode, the CPU, a model with recurrent layers) they always
+            do; with `batch_invariant` they never do.
+        decode_backend: the decode backend of steps, compiled or not; None takes the fastest. One that this device or
+            `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
+            run.
+        capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
+            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. Steps with
+            prompts take no more than half of it; further sizes of prompts run uncaptured. 0 captures nothing. None for
+            no limit: there are few sizes of either, and graphs share memory.
+        batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
+            beside any others, in every dtype: whatever `max_rows`, the drafts and `max_tokens_per_step` are, with
+            pages of others or without, preempted or not, in every process on the same model of GPU with the same
+            versions. All steps are compiled then, those with prompts too; prompts share only pages that prompts have
+            filled, not what others have said; and requests that find no page say all that they have said again, from
+            their prompts on. Not for `compile=False` or models with recurrent layers.
+
+    Raises:
+        MLAError: a bad argument, named.
+    """
+
+    num_speculative_tokens: int = setting(
+        0,
+        "generate serve plan",
+        "Tokens drafted per step; the completions are the same whatever K is.",
+        least=0,
+        most=MAX_DRAFTS,
+        kind=int | None,
+        metavar="K",
+        show_default=f"{DEFAULT_DRAFTS} if the checkpoint has an MTP layer or --drafter is given, else 0",
+    )
+    drafter: "DrafterName | DrafterKind | None" = setting(
+        None,
+        "generate serve",
+        "What drafts. mtp: the MTP layer; ngram: a look-up in the text so far.",
+        kind=DrafterName | None,
+        show_default="mtp if the checkpoint has an MTP layer; else ngram if K is given; else nothing drafts",
+    )
+    max_rows: int = setting(
+        DEFAULT_MAX_ROWS, "serve plan", "Requests that run at once.", least=1, metavar="N"
+    )
+    max_model_len: int | None = setting(
+        None,
+        "serve plan",
+        "Tokens of a request, prompt included.",
+        least=2,
+        metavar="N",
+        show_default=f"{DEFAULT_MAX_MODEL_LEN}, or as many positions as the model has",
+    )
+    page_size: int = setting(DEFAULT_PAGE_SIZE, "serve plan", "Tokens of a cache page.", least=1, metavar="N")
+    num_pages: int | None = setting(
+        None,
+        "serve plan",
+        "Pages of the cache.",
+        least=2,
+        metavar="N",
+        show_default="enough for all rows at their longest",
+    )
+    max_tokens_per_step: int | None = setting(
+        None,
+        "serve plan",
+        "Tokens of a step at most, decode rows and prompts together.",
+        least=1,
+        metavar="N",
+        show_default="2048 or more",
+    )
+    prefix_caching: bool = setting(True, "serve", "Share pages of equal beginnings.")
+    compile: bool = setting(True, "generate serve", "Compile the steps.")
+    mode: str | None = setting(
+        "reduce-overhead", "serve", "The mode of torch.compile.", kind=str, metavar="NAME"
+    )
+    decode_backend: str | None = setting(
+        None,
+        "serve",
+        "The decode backend of every step; `mla-compile env` lists them.",
+        metavar="NAME",
+        show_default="the fastest",
+    )
+    capture_budget: int | None = setting(
+        None,
+        "serve plan",
+        "Device memory for CUDA graphs.",
+        least=0,
+        most=2**63 - 1,
+        metavar="BYTES",
+        show_default="no limit",
+    )
+    batch_invariant: bool = setting(
+        False,
+        "generate serve",
+        "A completion has the same tokens and logprobs, bit for bit, alone and beside any others, in any dtype, with "
+        "any K; compiles every step.",
+    )
+
+
+def check_settings_of(config: EngineFields) -> None:
+    """Check each value by its field's type and bounds.
+
+    Raises:
+        MLAError: a value of another type, or out of bounds.
+    """
+    for name, each in EngineFields.__dataclass_fields__.items():
+        value, least, most = getattr(config, name), each.metadata["least"], each.metadata["most"]
+        if each.type is bool and type(value) is not bool:
+            raise MLAError(name, "True or False", repr(value))
+        if least is None or (value is None and NoneType in get_args(each.type)):
+            continue
+        if type(value) is not int or not least <= value <= most:
+            is_bounded = most < 2**31 - 1 or (type(value) is int and value > most)
+            expected = f"an integer in [{least}, {most}]" if is_bounded else f"an integer >= {least}"
+            raise MLAError(name, expected, repr(value))
