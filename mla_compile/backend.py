@@ -54,7 +54,9 @@ def mla(
         know_least_sizes(example_inputs)
         trace_graph("mla_before_passes", gm)
         checks = checks_of(gm)
-        chosen = pipeline.passes_for(gm, passes, decode_backend, bool(batch_invariant))
+        chosen = pipeline.passes_for(
+            gm, passes, decode_backend, bool(batch_invariant), bool(settings.get("triton.cudagraphs"))
+        )
         gm = pipeline.run(gm, example_inputs, chosen)
         trace_graph("mla_after_passes", gm)
         log.debug("after the mla passes:\n%s", gm.graph)

@@ -39,6 +39,11 @@ class EngineConfig(EngineFields):
         return {"batch_invariant": True} if self.batch_invariant else None
 
     @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs are recorded, where the device has them."""
+        return self.compile and bool(resolve_settings(self.mode, None).get("triton.cudagraphs"))
+
+    @property
     def compile_settings(self) -> dict[str, Any]:
         """How `torch.compile` is told of them: it takes a mode or options, not both."""
         if self._options is None:
@@ -58,7 +63,7 @@ class EngineConfig(EngineFields):
         if model.is_recurrent:
             given = self._fitted_to_recurrent(longest)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
-        call = DecodeCall(*device, captured=self.compile, batch_invariant=self.batch_invariant)
+        call = DecodeCall(*device, captured=self.captures, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
         num_pages = given.num_pages or 1 + self.max_rows * pages_per_row
         if num_pages < 1 + pages_per_row:

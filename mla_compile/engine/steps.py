@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.backend import resolve_settings
 from mla_compile.batch import ForwardOutput
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.capture import Captures
@@ -178,6 +177,6 @@ def _why_not_captured(config: FittedConfig, device: torch.device) -> str | None:
     """Why no CUDA graph will be recorded; None where they will."""
     if not config.compile:
         return "compile=False"
-    if not resolve_settings(config.mode, None).get("triton.cudagraphs"):
+    if not config.captures:
         return f"mode {config.mode or 'default'} has no CUDA graphs"
     return None if device.type == "cuda" else f"the device is {device}"

@@ -40,11 +40,10 @@ class MLAAttention(nn.Module):
         """`w_uk` and `w_uv`, the two halves of `kv_b_proj`."""
         return up_projections(self.kv_b_proj.weight, self.num_heads, self.arch.qk_nope_head_dim)
 
-    def cache_spec(self, name: str, owner: Owner, lookahead: int = 0) -> CacheSpec:
-        """Latents in the weights' dtype."""
-        weight = self.kv_b_proj.weight
-        width = self.arch.latent_width
-        return CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)
+    def cache_specs(self, name: str, owner: Owner, lookahead: int = 0) -> list[CacheSpec]:
+        """What the layer caches: latents in the weights' dtype."""
+        weight, width = self.kv_b_proj.weight, self.arch.latent_width
+        return [CacheSpec(name, owner, width, weight.dtype, weight.device, self, lookahead)]
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: MLABatch) -> Tensor:
         """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""

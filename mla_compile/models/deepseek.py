@@ -70,12 +70,12 @@ class MLAForCausalLM(nn.Module):
 
     def cache_specs(self) -> list[CacheSpec]:
         """A cache of each layer, the MTP layer's last: latents in the weights' dtype."""
-        layers = cast("list[DecoderLayer]", list(self.layers))
-        specs = [
-            layer.self_attn.cache_spec(f"layers.{i}.self_attn", "target") for i, layer in enumerate(layers)
-        ]
+        specs = []
+        for i, layer in enumerate(self.layers):
+            attention = cast("DecoderLayer", layer).self_attn
+            specs += attention.cache_specs(f"layers.{i}.self_attn", "target")
         if self.mtp is not None:
-            specs.append(self.mtp.layer.self_attn.cache_spec("mtp.layer.self_attn", "drafter", lookahead=1))
+            specs += self.mtp.layer.self_attn.cache_specs("mtp.layer.self_attn", "drafter", lookahead=1)
         return specs
 
     def prepare(self, num_pages: int) -> None:

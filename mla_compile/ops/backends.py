@@ -7,9 +7,11 @@ conformance suite (`tests/ops/conformance.py`) runs on every row.
 
 import functools
 import logging
+import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from mla_compile.ops.implementations import (
     select,
 )
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.operands import DecodeOperands, PlanOperands
 from mla_compile.ops.paging import flatten_to_single
 
 log = logging.getLogger(__name__)
@@ -58,10 +60,13 @@ class DecodeBackend(Implementation):
     """One implementation of `mla_decode`. Whatever it takes of q_len, it serves every decode call: see `run`.
 
     multi_token_heads: the numbers of heads with which more than one query token a row is right; None for all.
+    planner: `module:object`, a `Planner`, of one that divides its work before it runs: a compiled graph plans once for
+        all layers, since the plan depends on lengths and sizes only. It runs without a plan too, and plans by itself.
     """
 
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN
     multi_token_heads: tuple[int, ...] | None = None
+    planner: str = ""
 
     def flattens(self, call: DecodeCall) -> bool:
         """Whether it gets the query tokens of a call as rows of one token each."""
@@ -72,19 +77,48 @@ class DecodeBackend(Implementation):
             return False
         return bool(call.has_q_lens) or (support is QueryLenSupport.SINGLE_ONLY and call.q_len != 1)
 
-    def run(self, call: DecodeCall, operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    def plan(self, operands: PlanOperands, *, is_fake: bool) -> list[Tensor]:
+        """What `run` takes as `plan`, for calls of these lengths and sizes; where they are fake, empty tensors."""
+        planner: Planner = pkgutil.resolve_name(self.planner)
+        if is_fake:
+            return planner.like(operands)
+        facts = {"heads": operands.heads}
+        call = DecodeCall("", facts=facts, q_len=operands.q_len, has_q_lens=operands.q_lens is not None)
+        if self.flattens(call):
+            table, seq_lens = _one_token_rows(operands)
+            operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
+        return planner.plan(operands)
+
+    def run(
+        self, call: DecodeCall, operands: DecodeOperands, plan: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute a `call`, which `decode_call` made of these operands.
 
         Query tokens that the backend cannot take as they are reach it as rows of one token, each with the keys that
         it sees: still decode, at the price of reading a row's latents once for each of its tokens.
         """
+        if plan is not None:
+            out, lse = self.load()(operands, plan)
+            return out, lse
         if self.flattens(call):
-            q_latent, _, _, table, seq_lens, q_lens, q_len, _ = operands
-            tokens = torch.arange(q_latent.shape[0], device=seq_lens.device)
-            table, seq_lens = flatten_to_single(tokens, table, seq_lens, q_lens, q_len)
+            table, seq_lens = _one_token_rows(operands)
             operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
         out, lse = self.load()(operands)
         return out, lse
+
+
+class Planner(NamedTuple):
+    """How a backend plans. plan: gives tensors that its calls read. like: empty ones, where the operands are fake."""
+
+    plan: Callable[[PlanOperands], list[Tensor]]
+    like: Callable[[PlanOperands], list[Tensor]]
+
+
+def _one_token_rows(operands: DecodeOperands | PlanOperands) -> tuple[Tensor, Tensor]:
+    """Block table and lengths, with each query token a row."""
+    table, seq_lens, q_len = operands.block_table, operands.seq_lens, operands.q_len
+    tokens = torch.arange(seq_lens.shape[0] * q_len, device=seq_lens.device)
+    return flatten_to_single(tokens, table, seq_lens, operands.q_lens, q_len)
 
 
 _GLUON = DecodeBackend(
@@ -117,6 +151,7 @@ DECODE_BACKENDS = (
         function="mla_compile.ops.kernels.flashinfer_mla:decode_flashinfer",
         query_len_support=QueryLenSupport.UNIFORM,
         capturable=False,
+        planner="mla_compile.ops.kernels.flashinfer_mla:PLANNER",
         device_types=("cuda",),
         min_capability=(8, 0),
         # In 0.6.18 its causal mask is wrong where a tile of 64 or 128 query rows splits a token's heads.
@@ -194,6 +229,15 @@ def select_backend(
         able = ", ".join(backend.name for backend in DECODE_BACKENDS if backend.why_not(call) is None)
         raise MLAError(argument, f"one that serves this call ({able})", f"{name}, which {reason}")
     return Selection(named)
+
+
+def planning_backend(name: str) -> DecodeBackend:
+    """The backend of that name. Raises `MLAError` where it does not plan."""
+    plans = [backend for backend in DECODE_BACKENDS if backend.planner]
+    for backend in plans:
+        if backend.name == name:
+            return backend
+    raise MLAError("backend", f"one that plans: {', '.join(backend.name for backend in plans)}", repr(name))
 
 
 def check_name(argument: str, name: object) -> None:

@@ -1,5 +1,6 @@
 """`mla_decode`: absorbed attention of a few query tokens per row over the paged latents."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from mla_compile.ops.backends import (
     DecodeBackend,
     DecodeCall,
     decode_call,
+    planning_backend,
     select_backend,
 )
 from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.operands import DecodeOperands, PlanOperands
 from mla_compile.ops.paging import (
     accumulate_dtype,
     gather_latents,
@@ -28,7 +30,7 @@ from mla_compile.torch_internals import is_fake
 
 
 def _run(*args: Any) -> tuple[Tensor, Tensor]:
-    *operands, backend, batch_invariant = args
+    *operands, backend, plan, batch_invariant = args
     given = DecodeOperands(*operands)
     if not given.kv_cache.is_contiguous():  # one that a graph computes: see the op's layout
         given = given._replace(kv_cache=given.kv_cache.contiguous())
@@ -37,7 +39,7 @@ def _run(*args: Any) -> tuple[Tensor, Tensor]:
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, given)
+    return chosen.run(call, given, plan)
 
 
 def choose_backend(
@@ -64,6 +66,7 @@ def mla_decode(
     q_len: int,
     softmax_scale: float,
     backend: str | None = None,
+    plan: Sequence[Tensor] | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
@@ -83,6 +86,7 @@ def mla_decode(
         softmax_scale: multiplies the scores.
         backend: the name of one of `mla_compile.ops.backends.DECODE_BACKENDS`; None takes the fastest that serves the
             call and may be captured in a CUDA graph.
+        plan: what `mla_decode_plan` gave for a `backend` that plans; without it such a backend plans in each call.
         batch_invariant: take one with which a token's bits depend on nothing but its own query and keys: not on the
             other rows, nor on `q_len`.
 
@@ -105,15 +109,55 @@ def mla_decode(
     validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
     validate.query_lengths("q_lens", q_lens, q_len)
     if backend is not None:
-        captured = is_fake(q_latent)  # whoever it is that compiles, a CUDA graph may be what comes of it
         given = DecodeOperands(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
-        call = decode_call(given, captured=captured, batch_invariant=batch_invariant)
+        call = decode_call(given, captured=False, batch_invariant=batch_invariant)  # see `plan_decode`
         select_backend(call, backend)
     lse = empty(q_latent, q_latent.shape[:2], accumulate_dtype(q_latent.dtype))
     return empty(q_latent, q_latent.shape), lse
 
 
 decode_op = torch.ops.mla_compile.mla_decode.default
+
+
+def _plan(*args: Any) -> list[Tensor]:
+    *operands, backend = args
+    given = PlanOperands(*operands)
+    return planning_backend(backend).plan(given, is_fake=is_fake(given.seq_lens))
+
+
+@define_op(run=_plan)
+def mla_decode_plan(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    q_lens: Tensor | None,
+    q_len: int,
+    heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    page_size: int,
+    softmax_scale: float,
+    dtype: torch.dtype,
+    place: int,
+    backend: str,
+) -> list[Tensor]:
+    """What a decode backend that divides its work by the rows' lengths computes of them, for the calls of all layers.
+
+    Args:
+        block_table, seq_lens, q_lens, q_len, softmax_scale, backend: those of the `mla_decode` calls.
+        heads, kv_lora_rank, qk_rope_head_dim, page_size, dtype: of their queries and caches.
+        place: a number for each plan of a graph: what a backend keeps of one outlives the making of the next.
+
+    Returns:
+        The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
+    """
+    validate.Layouts().rows(block_table, like=seq_lens, seq_lens=seq_lens, q_lens=q_lens)
+    sizes = q_len, heads, kv_lora_rank, qk_rope_head_dim, page_size
+    if not is_fake(seq_lens):
+        return []
+    return _plan(block_table, seq_lens, q_lens, *sizes, softmax_scale, dtype, place, backend)
+
+
+decode_plan_op = torch.ops.mla_compile.mla_decode_plan.default
 
 
 def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,7 @@ class Implementation:
         if reason is None and call.batch_invariant and not self.batch_invariant:
             return "gives a token bits that depend on what is computed beside it"
         if reason is None and call.captured and not self.capturable:
-            return "works on the host in every call, so it serves eager calls that ask for it by name only"
+            return "needs the host in every step, so it serves by name only, where no CUDA graph is captured"
         return reason
 
     def why_not_on(self, device_type: str, capability: tuple[int, int] | None) -> str | None:

@@ -54,7 +54,10 @@ _TYPES = {
     int: "SymInt",
     float: "float",
     bool: "bool",
+    str: "str",
     str | None: "str?",
+    torch.dtype: "ScalarType",
+    Sequence[Tensor] | None: "Tensor[]?",
 }
 
 
@@ -144,7 +147,8 @@ def schema_of(
         elif p.name == static:
             kind = "int"
         arguments.append(f"{kind} {p.name}" + (f"={p.default}" if i >= _num_required(parameters) else ""))
-    results = "Tensor" if types["return"] is Tensor else f"({', '.join(f'Tensor {x}' for x in returns)})"
+    single = {Tensor: "Tensor", list[Tensor]: "Tensor[]"}
+    results = single.get(types["return"]) or f"({', '.join(f'Tensor {x}' for x in returns)})"
     return f"{op}({', '.join(arguments)}) -> {results}"
 
 

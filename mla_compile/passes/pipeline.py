@@ -18,7 +18,6 @@ from torch import fx
 
 from mla_compile.errors import MLAError
 from mla_compile.passes.absorb_mla import absorb_mla
-from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
@@ -32,6 +31,7 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
+from mla_compile.passes.plan_decode import plan_decode
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import trace_graph
@@ -62,19 +62,22 @@ def passes_for(
     passes: Sequence[Pass] | None = None,
     decode_backend: str | None = None,
     batch_invariant: bool = False,
+    captured: bool = True,
 ) -> list[Pass]:
     """The list for a graph: `passes` or the default ones, then those that an option asks for, bound to it.
 
     By default `PASSES` for a graph with an op of ours. Any other graph is searched for MLA written without it, and no
     more.
+
+    captured: whether the graph is recorded in a CUDA graph.
     """
+    ours = any(namespace_of(node.target) == "mla_compile" for node in gm.graph.nodes)
     if passes is None:
-        ours = any(namespace_of(node.target) == "mla_compile" for node in gm.graph.nodes)
         passes = PASSES if ours else [absorb_mla]
     # After all others, so that they see the calls that those emit.
     bound: list[Pass] = []
-    if decode_backend is not None:
-        bound.append(partial(choose_decode_backend, backend=decode_backend))
+    if ours:
+        bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     if batch_invariant:
         # Norms that no kernel serves, too, and those of users' own lists of passes.
         bound += [partial(fuse_rms_norm, everywhere=True), fuse_all_reduce, make_batch_invariant]

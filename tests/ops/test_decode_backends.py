@@ -39,7 +39,7 @@ GLM = DecodeCall(
     has_q_lens=True,
 )
 """The verify step of GLM-4.7-Flash with three drafts on a Hopper GPU."""
-HOST_WORK = "works on the host in every call, so it serves eager calls that ask for it by name only"
+HOST_WORK = "needs the host in every step, so it serves by name only, where no CUDA graph is captured"
 
 
 def glm(**changes: Any) -> DecodeCall:
@@ -215,7 +215,7 @@ def test_decode_takes_a_backend_by_name() -> None:
         mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend="triton")
 
 
-def test_a_backend_that_may_not_be_captured_serves_eager_calls_and_is_refused_while_compiling(
+def test_a_backend_that_may_not_be_captured_serves_eager_calls_and_compiled_ones_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -225,8 +225,7 @@ def test_a_backend_that_may_not_be_captured_serves_eager_calls_and_is_refused_wh
     *tensors, _, q_len, scale = case.args()
     settings = {"q_len": q_len, "softmax_scale": scale, "backend": "planned"}
     check_decode(case, mla_decode(*tensors, **settings))
-    with pytest.raises(Exception, match=rf"expected .*\(reference\), got planned, which {HOST_WORK}"):
-        torch.compile(mla_decode, backend="eager", fullgraph=True)(*tensors, **settings)
+    check_decode(case, torch.compile(mla_decode, backend="eager", fullgraph=True)(*tensors, **settings))
 
 
 def test_no_rows_need_no_backend() -> None:

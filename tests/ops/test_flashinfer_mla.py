@@ -1,5 +1,6 @@
 """Our side of FlashInfer without FlashInfer: the conformance suite with plain torch in place of its kernels."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,7 +70,7 @@ class PlainTorch:
 @pytest.fixture(scope="module")
 def subject() -> Iterator[Subject]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer_mla, "_wrapper", lambda device: PlainTorch())
+        patch.setattr(flashinfer_mla, "_wrapper", functools.cache(lambda device, place: PlainTorch()))
         yield Subject(
             replace(BACKENDS["flashinfer"], packages=()), heads=16, rank=512, rope=64, dtype=torch.bfloat16
         )

@@ -49,7 +49,8 @@ SCHEMAS = {
     ),
     "mla_decode": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
-        "SymInt q_len, float softmax_scale, str? backend=None, bool batch_invariant=False) -> (Tensor out, Tensor lse)"
+        "SymInt q_len, float softmax_scale, str? backend=None, Tensor[]? plan=None, bool batch_invariant=False) "
+        "-> (Tensor out, Tensor lse)"
     ),
     "mla_masked_decode": (
         "(Tensor q_latent, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor? mask, float softmax_scale) -> Tensor"
@@ -83,6 +84,11 @@ SCHEMAS = {
         "(Tensor x, Tensor residual, Tensor? norm_weight, float eps, Tensor weight, Tensor? bias, SymInt topk, "
         "SymInt num_groups, SymInt topk_groups, bool softmax, bool normalize, float scaling, "
         "bool batch_invariant=False) -> (Tensor normed, Tensor total, Tensor weights, Tensor ids)"
+    ),
+    "mla_decode_plan": (
+        "(Tensor block_table, Tensor seq_lens, Tensor? q_lens, SymInt q_len, SymInt heads, SymInt kv_lora_rank, "
+        "SymInt qk_rope_head_dim, SymInt page_size, float softmax_scale, ScalarType dtype, SymInt place, str backend) "
+        "-> Tensor[]"
     ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",

@@ -18,7 +18,6 @@ from mla_compile.ops.moe import moe_experts_op
 from mla_compile.ops.norm_rope_append import norm_rope_append_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes import pipeline
-from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.effects import appended_cache, may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.nodes import (
@@ -30,6 +29,7 @@ from mla_compile.passes.nodes import (
     values_of,
     with_arguments,
 )
+from mla_compile.passes.plan_decode import plan_decode
 from tests.kernel_cases import decode_case
 from tests.passes.capture import Capture, Stack, compiled_graph, make_inputs, ops
 from tests.passes.test_fuse_norm_rope_append import Author, halves, upcast
@@ -140,7 +140,7 @@ class Picked(Author):
 PASSES = [
     *pipeline.PASSES[:3],
     partial(fuse_norm_rope_append, everywhere=True),
-    partial(choose_decode_backend, backend="reference"),
+    partial(plan_decode, backend="reference"),
 ]
 
 

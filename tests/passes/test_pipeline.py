@@ -17,8 +17,8 @@ from mla_compile.explanation.explain import copy_graph
 from mla_compile.ops.library import tables
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
-from mla_compile.passes.choose_decode_backend import choose_decode_backend
 from mla_compile.passes.nodes import namespace_of
+from mla_compile.passes.plan_decode import plan_decode
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import Capture, Stack, make_inputs, nodes_of
 
@@ -56,7 +56,7 @@ relu = before_sine(lambda graph, x: graph.call_function(torch.relu, (x,)))
 def test_each_pass_is_timed_and_its_ops_are_counted() -> None:
     steps = pipeline.steps(*graph_of(Stack(2), *make_inputs(rows=2, q_len=3)))
     found = {applied.name: applied for applied, _ in steps}
-    assert list(found) == [graph_pass.__name__ for graph_pass in PASSES]
+    assert list(found) == [*(graph_pass.__name__ for graph_pass in PASSES), "plan_decode"]
     split = found["split_prefill_decode"]
     assert split.changed and (split.before["mla_attention"], split.after["mla_attention"]) == (2, 0)
     assert split.after["mla_append"] == split.after["mla_decode"] == 2
@@ -103,10 +103,10 @@ def test_what_is_counted_is_what_a_random_pass_did() -> None:
 
 def test_a_pass_that_only_changes_arguments_has_changed_the_graph() -> None:
     gm, inputs = graph_of(Stack(1), *make_inputs(rows=2))
-    passes = [*PASSES, partial(choose_decode_backend, backend="reference")]
+    passes = [*PASSES, partial(plan_decode, backend="reference")]
     *_, last = (applied for applied, _ in pipeline.steps(gm, inputs, passes))
-    assert last.name == "choose_decode_backend" and last.changed and last.before == last.after
-    assert str(last).startswith("choose_decode_backend: the same ops with other arguments or order (")
+    assert last.name == "plan_decode" and last.changed and last.before == last.after
+    assert str(last).startswith("plan_decode: the same ops with other arguments or order (")
 
 
 def test_a_function_of_the_same_name_is_another_one() -> None:
@@ -129,7 +129,7 @@ def test_the_log_has_a_line_for_each_pass_and_the_trace_a_graph_for_each_that_ch
         pipeline.run(*graph_of(Stack(2), *make_inputs(rows=2)))
     lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.passes.pipeline"]
     said = dict(line.split(": ", 1) for line in lines)
-    assert list(said) == [graph_pass.__name__ for graph_pass in PASSES]
+    assert list(said) == [*(graph_pass.__name__ for graph_pass in PASSES), "plan_decode"]
     split = r"\+ .*mla_append x 2, mla_decode x 2 - mla_attention x 2 \(\d+\.\d ms\)"
     assert re.fullmatch(split, said["split_prefill_decode"]), said
     assert re.fullmatch(r"changed nothing \(\d+\.\d ms\)", said["fuse_shared_experts"])
@@ -259,19 +259,14 @@ def test_a_mistake_that_a_pass_explains_itself_is_told_as_it_is() -> None:
 def test_an_options_pass_is_bound_to_it_and_comes_after_all_others_a_users_too() -> None:
     gm, _ = graph_of(Stack(1), *make_inputs(rows=2))
     for passes, expected in ((None, PASSES), ([*PASSES, relu], [*PASSES, relu]), ([], [])):
-        assert pipeline.passes_for(gm, passes) == expected
         *others, last = pipeline.passes_for(gm, passes, decode_backend="triton")
         assert others == expected and isinstance(last, partial)
-        assert last.func is choose_decode_backend and last.keywords == {"backend": "triton"}
+        assert last.func is plan_decode and last.keywords == {"backend": "triton", "captured": True}
 
 
 def test_a_graph_without_an_op_of_ours_is_searched_for_mla_and_for_nothing_else() -> None:
     gm, _ = sine()
     assert pipeline.passes_for(gm) == [absorb_mla]
-    assert [pipeline.pass_name(p) for p in pipeline.passes_for(gm, None, "triton")] == [
-        "absorb_mla",
-        "choose_decode_backend",
-    ]
 
 
 @pytest.mark.parametrize("name", sorted(tables))
@@ -280,7 +275,8 @@ def test_a_graph_with_an_op_of_ours_meets_every_pass_however_the_call_is_spelled
     for target in (packet, packet.default):
         graph = fx.Graph()
         graph.output(graph.call_function(target, (graph.placeholder("x"),)))
-        assert pipeline.passes_for(fx.GraphModule(nn.Module(), graph)) == PASSES
+        *passes, _ = pipeline.passes_for(fx.GraphModule(nn.Module(), graph))
+        assert passes == PASSES
 
 
 def test_a_call_with_the_overload_left_open_is_split() -> None:

@@ -1,0 +1,150 @@
+"""`plan_decode`: which calls get the name and the plan, and what happens where that backend cannot serve them."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.library import opcheck
+
+from mla_compile import MLABatch, MLAError
+from mla_compile.ops import backends
+from mla_compile.ops.backends import DecodeBackend, Planner, select_backend
+from mla_compile.ops.decode import decode_op, decode_plan_op, decode_torch, mla_decode_plan
+from mla_compile.ops.operands import DecodeOperands, PlanOperands
+from mla_compile.passes import pipeline
+from mla_compile.passes.nodes import op_arguments
+from mla_compile.passes.plan_decode import plan_decode
+from mla_compile.torch_internals import capture_graph
+from tests.kernel_cases import decode_case
+from tests.passes.capture import Stack, make_inputs, nodes_of
+
+
+class Picked(Stack):
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
+        return torch.index_select(super().forward(x, batch), 0, torch.tensor([1, 2]))
+
+
+def captured(passes: list | None = None, backend: str | None = None) -> fx.GraphModule:
+    x, batch = make_inputs(rows=2, q_len=3)
+    found = capture_graph(Picked(2), (x, MLABatch(replace(batch.decode, backend=backend))), {})
+    assert found is not None
+    return pipeline.run(*found, passes)
+
+
+def chosen(gm: fx.GraphModule, op: str = "mla_decode") -> list[str | None]:
+    name = {"mla_decode": "backend", "mla_attention": "decode_backend"}[op]
+    return [op_arguments(node)[name] for node in nodes_of(gm, op)]
+
+
+def test_every_decode_call_gets_the_name() -> None:
+    gm = captured()
+    assert chosen(gm) == [None, None]
+    assert chosen(plan_decode(gm, backend="reference")) == ["reference"] * 2
+
+
+def test_a_call_that_names_its_backend_keeps_it_through_all_passes() -> None:
+    gm = captured(backend="reference")
+    assert [node.args[6] for node in nodes_of(gm, "mla_decode")] == [3, 1], "the last one was hoisted"
+    assert chosen(gm) == ["reference"] * 2
+    assert chosen(plan_decode(gm, backend="triton")) == ["reference"] * 2
+
+
+def test_a_call_without_the_argument_gets_it() -> None:
+    found = capture_graph(decode_op, decode_case([5, 3]).args(), {})
+    assert found is not None
+    assert len(nodes_of(found[0], "mla_decode")[0].args) == 8
+    assert chosen(plan_decode(found[0], backend="reference")) == ["reference"]
+
+
+def test_a_unified_call_that_no_pass_has_split_gets_it_too() -> None:
+    gm = plan_decode(captured(passes=[]), backend="reference")
+    assert chosen(gm, "mla_attention") == ["reference"] * 2
+
+
+@pytest.mark.parametrize("passes", [None, []], ids=["split", "unsplit"])
+def test_a_backend_that_cannot_serve_is_refused_with_its_reason(passes: list | None) -> None:
+    gm = captured(passes)
+    with pytest.raises(MLAError, match=r"\(.*reference.*\), got triton, which runs on cuda, got cpu"):
+        plan_decode(gm, backend="triton")
+
+
+def test_a_graph_without_decode_calls_is_left_alone() -> None:
+    found = capture_graph(torch.sin, (torch.randn(3),), {})
+    assert found is not None
+    code = found[0].code
+    assert plan_decode(found[0], backend="triton").code == code
+
+
+PLANS: list[PlanOperands] = []
+
+
+def plan(operands: PlanOperands) -> list[Tensor]:
+    PLANS.append(operands)
+    return [operands.seq_lens * 2, torch.tensor([operands.place])]
+
+
+def run_planned(operands: DecodeOperands, plan: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    assert plan is not None and torch.equal(plan[0], operands.seq_lens * 2), "the plan of other rows"
+    return decode_torch(operands)
+
+
+PLANNER = Planner(
+    plan, lambda operands: [torch.empty_like(operands.seq_lens), torch.empty(1, dtype=torch.int64)]
+)
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    here = f"{__name__}:"
+    mine = DecodeBackend(
+        "planned", "plans on the host", f"{here}run_planned", capturable=False, planner=f"{here}PLANNER"
+    )
+    monkeypatch.setattr(backends, "DECODE_BACKENDS", (*backends.DECODE_BACKENDS, mine))
+    select_backend.cache_clear()
+    PLANS.clear()
+    yield
+    select_backend.cache_clear()
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("by", ["option", "segment"])
+def test_a_backend_that_plans_does_so_once_a_step_for_all_layers_and_once_for_gathered_rows(by: str) -> None:
+    x, batch = make_inputs(rows=2, q_len=3)
+    decode = batch.decode
+    assert decode is not None
+    model, options = Picked(3), {}
+    expected = copy.deepcopy(model)(x, MLABatch(decode))
+    if by == "option":
+        options = {"decode_backend": "planned"}
+    else:
+        batch = MLABatch(replace(decode, backend="planned"))
+    compiled = torch.compile(model, backend="mla", fullgraph=True, options=options)
+    for _ in range(2):
+        PLANS.clear()
+        torch.testing.assert_close(compiled(x, batch), expected)
+        assert [operands.q_len for operands in PLANS] == [3, 1], "three layers, the last of which is gathered"
+        assert sorted(operands.place for operands in PLANS) == [0, 1]
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_plan_on_the_host_is_refused_where_a_cuda_graph_is_captured() -> None:
+    with pytest.raises(MLAError, match="got planned, which needs the host in every step"):
+        captured(backend="planned")
+    x, batch = make_inputs(rows=2)
+    compiled = torch.compile(Stack(1), backend="mla", mode="reduce-overhead", fullgraph=True)
+    with pytest.raises(Exception, match="got planned, which needs the host in every step"):
+        compiled(x, MLABatch(replace(batch.decode, backend="planned")))
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_plan_of_the_op_obeys_its_contract() -> None:
+    case = decode_case([5, 3])
+    lengths = case.block_table, case.seq_lens, None, 1
+    opcheck(decode_plan_op, (*lengths, 2, 8, 4, 4, 0.5, torch.float64, 0, "planned"))
+    with pytest.raises(
+        MLAError, match=r"backend: expected one that plans: flashinfer, planned, got 'reference'"
+    ):
+        mla_decode_plan(*lengths, 2, 8, 4, 4, 0.5, torch.float64, 0, "reference")
