@@ -74,7 +74,7 @@ def test_a_users_own_module() -> None:
             lens, cached, table, torch.cat(ids), has_sampled=sampled, page_size=64, num_speculative_tokens=2
         )
         with torch.no_grad():
-            return compiled(*packed.tensors, packed.positions, packed.batch)[packed.order].clone()
+            return compiled(*packed.tensors, packed.positions, packed.batch).hidden[packed.order].clone()
 
     alone = run([100], [0], tables[:1], prompt)
     then = [run([1], [100 + i], tables[:1], prompt[i : i + 1]) for i in range(3)]
