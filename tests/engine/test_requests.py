@@ -341,7 +341,7 @@ def test_a_bad_request_is_refused_alone_by_name(bad: object, message: str, under
         ({"max_tokens_per_step": 15}, "^max_tokens_per_step: expected at least max_rows"),
         ({"max_rows": 2**30}, r"^max_rows, max_model_len, page_size: expected fewer than 2\*\*31 pages"),
         ({"max_tokens_per_step": 0}, "^max_tokens_per_step: expected an integer >= 1"),
-        ({"num_pages": 1.5}, "^num_pages: expected an integer >= 1"),
+        ({"num_pages": 1.5}, "^num_pages: expected an integer >= 2"),
         ({"k": "3"}, r"^num_speculative_tokens: expected an integer in \[0, 32\], got '3'"),
         ({"decode_backend": ["triton"]}, "^decode_backend: expected one of .*, or None, got"),
     ],
