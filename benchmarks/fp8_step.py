@@ -31,7 +31,6 @@ from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, MLABatch, prefill_segment
 from mla_compile.caches import allocate
-from mla_compile.engine import steps
 from mla_compile.models import MLAForCausalLM
 
 CONTEXT, PAGE_SIZE = 1000, 64
@@ -100,7 +99,7 @@ def written(
 ) -> dict[int, tuple[dict[str, float], list[int], list[int]]]:
     """For each batch size: times, and the first row's prompt and what the model wrote after it."""
     found = {}
-    with patch.object(steps, "_compiles_mixed", lambda *_: False):
+    with patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False):
         engine = engine_of(model, max(batches), mode == "exact", drafts)
     for batch in batches:
         prompts = prompts_of(model, batch)

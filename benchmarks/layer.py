@@ -32,7 +32,6 @@ from benchmarks.random_weights import CONFIGS, random_model, settings_of
 from benchmarks.reporting import add_row, drop_rows, with_known_rows
 from benchmarks.transformers_generate import latent_bytes, read_bandwidth, share_of_experts
 from mla_compile import Engine
-from mla_compile.engine import steps
 from mla_compile.models import MLAForCausalLM
 from mla_compile.passes import pipeline
 
@@ -91,7 +90,7 @@ def main() -> None:
             passes = [graph_pass for graph_pass in pipeline.PASSES if graph_pass.__name__ != without]
             torch._dynamo.reset()
             # Steps with prompts are not timed: eager, they need not be compiled.
-            eager_prompts = patch.object(steps, "_compiles_mixed", lambda *_: False)
+            eager_prompts = patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False)
             with eager_prompts, patch.object(pipeline, "PASSES", passes):
                 engine = engine_of(model, max(args.batches), args.exact)
                 for batch in args.batches:
