@@ -6,7 +6,6 @@ import shutil
 import sys
 import textwrap
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 import torch
 import typer
@@ -18,15 +17,6 @@ from mla_compile.ops.implementations import SOME, Call, Implementation, describe
 from mla_compile.ops.library import flagged, tables
 
 _WIDTH = 80
-_OPTIONAL = {
-    "flash_attn": ("flash-attn", "prompts by FlashAttention 4"),
-    "flashinfer": ("flashinfer", "decode backend of eager calls"),
-    "llguidance": ("grammar", "--regex, --json-schema, --grammar"),
-    "ray": ("ray", "serve --replicas, Ray Data"),
-    "triton": ("gpu", "GPU kernels"),
-    "uvicorn": ("serve", "mla-compile serve"),
-}
-"""Packages, as they are imported, that one may do without: the extra that brings them, and what they are for."""
 
 
 def print_environment(*, verbose: bool) -> None:
@@ -46,12 +36,6 @@ def print_environment(*, verbose: bool) -> None:
     # The first GPU decides where there is one.
     here = Call(*describe_device(torch.device("cuda:0" if torch.cuda.is_available() else "cpu")))
     ops = {op: table for op, table in tables.items() if table}
-    missing = _missing([row for table in ops.values() for row in table], here)
-    if missing:
-        typer.echo("\nnot installed")
-    for package in missing:
-        extra, purpose = _OPTIONAL[package]
-        typer.echo(f"  {purpose:<34}pip install 'mla-compile[{extra}]'")
     what = "all implementations" if verbose else "the implementations that work"
     typer.echo(
         f"\nops on {here.device_type}: {what}, fastest first" + (" (--verbose: all)" if not verbose else "")
@@ -63,21 +47,6 @@ def print_environment(*, verbose: bool) -> None:
                 _print_wrapped(f"  {row.name:<22}", _describe(op, row, here))
         else:
             _print_wrapped(f"  {op:<25}", ", ".join(row.name for row in table if row.why_not(here) is None))
-
-
-def _missing(rows: list[Implementation], here: Call) -> list[str]:
-    """The optional packages that are not installed; those of implementations where they alone are lacking."""
-    of_rows = {package.partition(".")[0] for row in rows for package in row.packages}
-    lacking = " ".join(row.why_not(here) or "" for row in rows)
-    return [
-        package
-        for package in _OPTIONAL
-        if (
-            f"needs the Python package {package}" in lacking
-            if package in of_rows
-            else find_spec(package) is None
-        )
-    ]
 
 
 def _describe(op: str, row: Implementation, here: Call) -> str:

@@ -5,17 +5,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from mla_compile.ending import before_end
 from mla_compile.errors import MLAError
-from mla_compile.sampling_params import SamplingParams
+from mla_compile.sampling_params import SamplingParams, check_token_ids
 
 if TYPE_CHECKING:
     from mla_compile.engine import Completion
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 STDIN = Path("-")
 _PROMPTS = ("prompt", "prompt_token_ids")
 _LINE = 'one of {"prompt": TEXT} and {"prompt_token_ids": [ID, ...]}, with settings or without'
-_SETTINGS: dict[str, Any] = get_type_hints(SamplingParams)
-"""What else a line may have, with its type."""
-_WORDS = {float: "a number", int: "an integer", str: "text", bool: "true or false", NoneType: "null"}
+_SETTINGS = [field.name for field in fields(SamplingParams)]
+"""What else a line may have."""
 
 Write = Callable[[Iterable[str]], None]
 
@@ -93,42 +91,19 @@ def _parse(line: str, name: str, number: int, sampling: SamplingParams) -> Given
     prompt = value.pop(key)
     if key == "prompt":
         check_text(prompt, name)
-    elif not _fits(prompt, Sequence[int]):
-        raise MLAError(f"{name}: prompt_token_ids", _described(Sequence[int]), _shorten(prompt))
+    else:
+        check_token_ids(f"{name}: prompt_token_ids", prompt)
     return GivenPrompt(prompt, _with_settings(sampling, value, name), name, number)
 
 
 def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str) -> SamplingParams:
-    for key, value in settings.items():
-        if key not in _SETTINGS:
-            known = ", ".join((*_PROMPTS, *_SETTINGS))
-            raise MLAError(f"{name}: {_shorten(key)}", f"one of {known}", "an unknown key")
-        if not _fits(value, _SETTINGS[key]):
-            raise MLAError(f"{name}: {key}", _described(_SETTINGS[key]), _shorten(value))
+    for key in (key for key in settings if key not in _SETTINGS):
+        known = ", ".join((*_PROMPTS, *_SETTINGS))
+        raise MLAError(f"{name}: {_shorten(key)}", f"one of {known}", "an unknown key")
     try:
         return replace(sampling, **settings)
     except MLAError as error:
         raise MLAError(f"{name}: {error.name}", error.expected, error.got, error.mend) from error
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether what JSON gave is of the annotated type."""
-    if get_origin(hint) is UnionType:
-        return any(_fits(value, each) for each in get_args(hint))
-    if get_origin(hint) is Sequence:
-        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
-    if hint is float and type(value) is int:  # not a bool, and not one past what float holds
-        return abs(value) <= sys.float_info.max
-    return type(value) is hint
-
-
-def _described(hint: Any) -> str:
-    """An annotated type in JSON's words."""
-    if get_origin(hint) is UnionType:
-        return " or ".join(map(_described, get_args(hint)))
-    if get_origin(hint) is Sequence:
-        return f"a list, of which each is {_described(get_args(hint)[0])}"
-    return _WORDS[hint]
 
 
 def check_text(prompt: object, name: str) -> None:

@@ -200,39 +200,14 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
 
 
-_EXPECTED = {
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "greater_than_equal": "at least {ge}",
-    "int_from_float": "an integer",
-    "int_type": "an integer",
-    "less_than_equal": "at most {le}",
-    "list_type": "a list",
-    "literal_error": "{expected}",
-    "model_type": "an object",
-    "string_too_long": "at most {max_length} characters",
-    "string_too_short": "at least {min_length} character(s)",
-    "string_type": "a string",
-    "too_long": "at most {max_length} items",
-    "too_short": "at least {min_length} item(s)",
-}
-"""What a field should be, by Pydantic's name of the mistake."""
-
-
 def mistake(error: "ErrorDetails") -> str:
     """What is wrong with a field: what was expected, and what came."""
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind == "missing":
+    if error["type"] == "missing":
         return "expected a value, got none"
-    if kind == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         return "unknown field"
-    if kind == "value_error":
-        what = str(context["error"])
-        return f"{what}, got {_shown(value)}" if what.startswith("expected") else what
-    expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else error["msg"]
-    is_length = kind in ("string_too_long", "string_too_short", "too_long", "too_short")
-    return f"expected {expected}, got {len(value) if is_length else _shown(value)}"
+    what = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    return f"{what}, got {_shown(error['input'])}"
 
 
 def _shown(value: object) -> str:

@@ -3,8 +3,6 @@
 import importlib
 import pkgutil
 import platform
-import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +10,6 @@ import pytest
 import torch
 
 import mla_compile
-from mla_compile.cli import environment
-from mla_compile.ops import implementations as implementations_module
 from mla_compile.ops import library
 from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.implementations import Call, describe_device
@@ -102,36 +98,6 @@ def test_verbose_says_of_every_implementation_what_it_takes_and_why_it_does_not_
 
 
 SERVES_ANYWHERE = {row.name for table in library.tables.values() for row in table if row.device_types is None}
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_env_says_what_is_not_installed_and_how_to_install_it(run, monkeypatch, installed):
-    monkeypatch.setattr(environment, "find_spec", lambda name: object() if installed else None)
-    extras = re.findall(r"pip install 'mla-compile\[([\w-]+)\]'", run("env").stdout)
-    assert extras == ([] if installed else ["grammar", "ray", "serve"])
-
-
-def test_a_kernels_package_is_missing_only_where_it_would_serve(monkeypatch):
-    table = [row for table in library.tables.values() for row in table]
-    monkeypatch.setattr(implementations_module, "_installed", lambda name: name == "triton")
-    monkeypatch.setattr(environment, "find_spec", lambda name: object())
-    for call, expected in {
-        Call("cpu"): set(),
-        Call("cuda", (7, 0)): set(),
-        Call("cuda", (8, 0)): {"flashinfer"},
-        Call("cuda", (9, 0)): {"flash_attn", "flashinfer"},
-    }.items():
-        assert {*environment._missing(table, call)} == expected
-
-
-def test_every_package_of_env_is_of_an_extra():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for package, (extra, _) in environment._OPTIONAL.items():
-        assert any(package.replace("_", "-") in requirement for requirement in extras[extra])
-    packages = {
-        p.partition(".")[0] for table in library.tables.values() for row in table for p in row.packages
-    }
-    assert packages <= environment._OPTIONAL.keys()
 
 
 def test_every_op_that_env_tells_of_comes_with_the_package():
