@@ -1,7 +1,8 @@
 """Numbers, names and places that the library and the command share. Importing them takes no torch."""
 
+from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 SHIPPED_MODEL = Path(__file__).parent / "models" / "shipped"
 DEFAULT_DRAFTS = 3
@@ -19,3 +20,23 @@ DEFAULT_PAGE_SIZE = 16
 
 DrafterName = Literal["mtp", "ngram"]
 """The names in `speculate.drafter.DRAFTERS`."""
+
+
+def setting(
+    default: Any,
+    commands: str,
+    help: str,
+    *,
+    least: int | None = None,
+    most: int = 2**31 - 1,
+    kind: Any = None,
+    **flag: Any,
+) -> Any:
+    """A field of a dataclass whose fields are settings.
+
+    commands: those that have a flag for it, and `help`, what they say of it. kind: of the flag, where it differs from
+    the field's type. flag: further arguments of `typer.Option`.
+    least, most: of an integer.
+    """
+    metadata = {"commands": commands.split(), "help": help, "least": least, "most": most, "kind": kind}
+    return field(default=default, metadata=metadata | {"flag": flag})

@@ -1,13 +1,14 @@
-"""The settings of an engine: each is declared here, once, and nothing here imports torch.
+"""The settings of an engine and of its checkpoint: each is declared here, once, and nothing here imports torch.
 
 To add a setting, add its type to `EngineSettings` and its field, with a line of documentation, to `EngineFields`. From
 there it reaches `Engine`, `mla_compile.generate`, `accelerate`, the server, Ray, other ranks, and the commands that its
 field names. A check that an integer's `least` does not say goes to `EngineConfig.__post_init__`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from mla_compile.defaults import (
     DEFAULT_DRAFTS,
@@ -16,6 +17,7 @@ from mla_compile.defaults import (
     DEFAULT_PAGE_SIZE,
     MAX_DRAFTS,
     DrafterName,
+    setting,
 )
 from mla_compile.errors import MLAError
 
@@ -52,24 +54,51 @@ def with_drafts(settings: EngineSettings, *, has_mtp: bool) -> EngineSettings:
     return {**settings, "num_speculative_tokens": DEFAULT_DRAFTS if is_drafting else 0}
 
 
-def setting(
-    default: Any,
-    commands: str,
-    help: str,
-    *,
-    least: int | None = None,
-    most: int = 2**31 - 1,
-    kind: Any = None,
-    **flag: Any,
-) -> Any:
-    """A field of `EngineFields`.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """How a checkpoint is loaded: settings of commands, and of a server. See `Checkpoint.load`."""
 
-    commands: those that have a flag for it, and `help`, what they say of it. kind: of the flag, where it differs from
-    the field's type. flag: further arguments of `typer.Option`.
-    least, most: of an integer.
-    """
-    metadata = {"commands": commands.split(), "help": help, "least": least, "most": most, "kind": kind}
-    return field(default=default, metadata=metadata | {"flag": flag})
+    tokenizer: Path | None = setting(
+        None,
+        "generate serve",
+        "Where to take the tokenizer from, if the checkpoint's own is code, which is never run.",
+        metavar="DIR",
+        show_default="the checkpoint's",
+    )
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "generate serve plan", "The dtype of weights and cache."
+    )
+    quantize: Literal["fp8"] | None = setting(
+        None,
+        "generate serve plan",
+        "Quantise weights as they are loaded, in blocks of 128 x 128.",
+        show_default="as the checkpoint is",
+    )
+    dequantize: bool = setting(False, "generate serve plan", "Hold FP8 weights of the checkpoint in --dtype.")
+    device: str | None = setting(
+        None,
+        "generate serve",
+        "cpu, cuda or cuda:N.",
+        metavar="NAME",
+        show_default="cuda if there is one, else cpu",
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "generate serve",
+        "Processes that share the model, each with a GPU of its own; they are started and ended.",
+        least=1,
+        metavar="N",
+    )
+    expert_parallel: bool = setting(
+        False, "generate serve plan", "Divide routed experts by whole ones, not each of them."
+    )
+
+    def of_checkpoint(self) -> dict[str, Any]:
+        """Arguments of `Checkpoint.load`."""
+        import torch
+
+        chosen = {each.name: getattr(self, each.name) for each in fields(CheckpointSettings)}
+        return {**chosen, "dtype": getattr(torch, self.dtype)}
 
 
 @dataclass(frozen=True, kw_only=True)

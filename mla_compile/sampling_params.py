@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TypeGuard
 
+from mla_compile.defaults import setting
 from mla_compile.errors import MLAError
 
 MAX_LOGPROBS = 20
@@ -42,20 +43,49 @@ class SamplingParams:
     n: completions of the prompt, at most 16,384, with the seeds `seed`, `seed + 1`, ....
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
+    temperature: float = setting(
+        0.0, "generate", "0 is greedy; top-k, top-p, min-p and seed apply above 0.", metavar="T"
+    )
+    top_k: int = setting(0, "generate", "Sample from the N most likely tokens; 0: from all.", metavar="N")
+    top_p: float = setting(
+        1.0, "generate", "Sample from the likeliest tokens that sum to probability P.", metavar="P"
+    )
+    seed: int = setting(0, "generate", "The same seed gives the same tokens.", metavar="N")
+    min_p: float = setting(
+        0.0, "generate", "Sample from tokens at least P times as likely as the likeliest.", metavar="P"
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "generate",
+        "Divide logits above 0 of tokens in prompt or completion by R, multiply the others.",
+        metavar="R",
+    )
+    presence_penalty: float = setting(
+        0.0, "generate", "Subtract X from logits of tokens in the completion.", metavar="X"
+    )
+    frequency_penalty: float = setting(
+        0.0, "generate", "Subtract X as often as the completion has the token.", metavar="X"
+    )
+    logprobs: int | None = setting(
+        None,
+        "generate",
+        "Write logprobs of the chosen and the N likeliest tokens to JSON lines; --prompt needs --output.",
+        metavar="N",
+    )
     max_tokens: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] = setting(
+        (),
+        "generate",
+        "End a completion before this text; may be given several times.",
+        kind=list[str],
+        metavar="TEXT",
+        show_default=False,
+    )
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    n: int = 1
+    n: int = setting(
+        1, "generate", "Completions per prompt, with the seeds SEED, SEED + 1, ....", metavar="N"
+    )
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:

@@ -1,14 +1,14 @@
 """The commands' signatures and help, and the mistakes that show before a model is loaded; nothing imports torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Unpack
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from mla_compile.cli.engine_flags import engine_flags
+from mla_compile.cli.flags import flags_of, taken
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
 from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL
-from mla_compile.engine_settings import EngineSettings
+from mla_compile.engine_settings import CheckpointSettings, EngineFields
 from mla_compile.errors import MLAError
 from mla_compile.progress import importing
 from mla_compile.sampling_params import SamplingParams
@@ -17,44 +17,12 @@ Model = Annotated[
     Path,
     Option(metavar="DIR", help="Checkpoint in Hugging Face format.", show_default="the shipped model"),
 ]
-Device = Annotated[
-    str | None,
-    Option(metavar="NAME", help="cpu, cuda or cuda:N.", show_default="cuda if there is one, else cpu"),
-]
-Dtype = Annotated[Literal["float32", "bfloat16"], Option(help="The dtype of weights and cache.")]
-Quantize = Annotated[
-    Literal["fp8"] | None,
-    Option(
-        help="Quantise weights as they are loaded, in blocks of 128 x 128.",
-        show_default="as the checkpoint is",
-    ),
-]
-Dequantize = Annotated[bool, Option("--dequantize", help="Hold FP8 weights of the checkpoint in --dtype.")]
-TensorParallelSize = Annotated[
-    int,
-    Option(
-        metavar="N",
-        min=1,
-        help="Processes that share the model, each with a GPU of its own; they are started and ended.",
-    ),
-]
-ExpertParallel = Annotated[
-    bool, Option("--expert-parallel", help="Divide routed experts by whole ones, not each of them.")
-]
 
 
-@engine_flags(num_speculative_tokens=None)
+@flags_of(SamplingParams, CheckpointSettings, EngineFields, num_speculative_tokens=None)
 def generate(
     *,
     model: Model = SHIPPED_MODEL,
-    tokenizer: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Where to take the tokenizer from, if the checkpoint's own is code, which is never run.",
-            show_default="the checkpoint's",
-        ),
-    ] = None,
     prompt: Annotated[
         str | None, Option(metavar="TEXT", help="A prompt; its completion is streamed.")
     ] = None,
@@ -75,44 +43,6 @@ def generate(
     max_new_tokens: Annotated[
         int, Option(metavar="N", min=1, help="Tokens per completion at most.")
     ] = DEFAULT_MAX_TOKENS,
-    temperature: Annotated[
-        float, Option(metavar="T", help="0 is greedy; top-k, top-p, min-p and seed apply above 0.")
-    ] = 0.0,
-    top_k: Annotated[int, Option(metavar="N", help="Sample from the N most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, Option(metavar="P", help="Sample from the likeliest tokens that sum to probability P.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, Option(metavar="P", help="Sample from tokens at least P times as likely as the likeliest.")
-    ] = 0.0,
-    seed: Annotated[int, Option(metavar="N", help="The same seed gives the same tokens.")] = 0,
-    n: Annotated[
-        int, Option("--n", metavar="N", help="Completions per prompt, with the seeds SEED, SEED + 1, ....")
-    ] = 1,
-    repetition_penalty: Annotated[
-        float,
-        Option(
-            metavar="R",
-            help="Divide logits above 0 of tokens in prompt or completion by R, multiply the others.",
-        ),
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, Option(metavar="X", help="Subtract X from logits of tokens in the completion.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, Option(metavar="X", help="Subtract X as often as the completion has the token.")
-    ] = 0.0,
-    stop: Annotated[
-        list[str] | None,
-        Option(metavar="TEXT", help="End a completion before this text; may be given several times."),
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            help="Write logprobs of the chosen and the N likeliest tokens to JSON lines; --prompt needs --output.",
-        ),
-    ] = None,
     json_schema: Annotated[
         Path | None,
         Option(metavar="FILE", help="Completions are JSON that this schema allows; needs llguidance."),
@@ -124,13 +54,7 @@ def generate(
         Path | None,
         Option(metavar="FILE", help="Completions follow this Lark grammar; needs llguidance."),
     ] = None,
-    dtype: Dtype = "float32",
-    quantize: Quantize = None,
-    dequantize: Dequantize = False,
-    device: Device = None,
-    tensor_parallel_size: TensorParallelSize = 1,
-    expert_parallel: ExpertParallel = False,
-    **settings: Unpack[EngineSettings],
+    **settings: Any,
 ) -> None:
     """Complete prompts with a checkpoint.
 
@@ -145,25 +69,13 @@ def generate(
     max_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
     logprobs, n, stop, stop_token_ids, ignore_eos.
     """
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logprobs=logprobs,
-        stop=stop or (),
-        n=n,
-    )
+    sampling = SamplingParams(**taken(settings, SamplingParams))
     if settings["batch_invariant"] and not settings["compile"]:
         raise MLAError("--batch-invariant", "compiled steps", "--no-compile", "leave one of the two out")
     rules = read_grammar({"--json-schema": json_schema, "--grammar": grammar}, regex)
     _check_directory(model)
     prompts = read_prompts(prompt, input_file, sampling)
-    if prompt is not None and logprobs is not None and output_file is None:
+    if prompt is not None and sampling.logprobs is not None and output_file is None:
         expected = "a file that JSON lines go to"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
     with result_writer(output_file, input_file, streamed=prompt is not None) as write:
@@ -174,15 +86,9 @@ def generate(
             write,
             streamed=prompt is not None,
             model=model,
-            tokenizer=tokenizer,
+            checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
             max_new_tokens=max_new_tokens,
             grammar=rules,
-            dtype=dtype,
-            quantize=quantize,
-            dequantize=dequantize,
-            device=device,
-            tensor_parallel_size=tensor_parallel_size,
-            expert_parallel=expert_parallel,
             **settings,
         )
 
@@ -262,14 +168,10 @@ def demo(
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
 
 
-@engine_flags(num_speculative_tokens=None)
+@flags_of(CheckpointSettings, EngineFields, num_speculative_tokens=None)
 def serve(
     *,
     model: Model = SHIPPED_MODEL,
-    tokenizer: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Where to take the tokenizer from.", show_default="the checkpoint's"),
-    ] = None,
     host: Annotated[
         str, Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: everywhere.")
     ] = "127.0.0.1",
@@ -303,10 +205,6 @@ def serve(
             show_default="the server's own page",
         ),
     ] = None,
-    dtype: Dtype = "float32",
-    quantize: Quantize = None,
-    dequantize: Dequantize = False,
-    device: Device = None,
     max_waiting: Annotated[
         int,
         Option(
@@ -338,9 +236,7 @@ def serve(
             show_default="one, without Ray",
         ),
     ] = None,
-    tensor_parallel_size: TensorParallelSize = 1,
-    expert_parallel: ExpertParallel = False,
-    **settings: Unpack[EngineSettings],
+    **settings: Any,
 ) -> None:
     """Serve a checkpoint as OpenAI's API does.
 
@@ -356,27 +252,23 @@ def serve(
         host=host,
         port=port,
         model=model,
-        tokenizer=tokenizer,
         served_model_name=served_model_name,
         api_key_file=api_key_file,
         allowed_hosts=() if allowed_hosts is None else tuple(allowed_hosts.split(",")),
         allowed_origins=() if allowed_origins is None else tuple(allowed_origins.split(",")),
-        dtype=dtype,
-        quantize=quantize,
-        dequantize=dequantize,
-        device=device,
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
         max_waiting=max_waiting,
         client_header=client_header,
         request_seconds=request_timeout,
         shutdown_seconds=shutdown_timeout,
         replicas=replicas,
-        engine=settings,
+        engine=taken(settings, EngineFields),
+        **settings,
     )
 
 
-@engine_flags(num_speculative_tokens=None, capture_budget=2**31)
+@flags_of(
+    CheckpointSettings, EngineFields, dtype="bfloat16", num_speculative_tokens=None, capture_budget=2**31
+)
 def plan(
     model: Annotated[
         Path, Argument(metavar="MODEL_DIR", help="A directory with the config.json of a checkpoint.")
@@ -391,11 +283,7 @@ def plan(
             show_default="that of the first GPU here, else 141GB",
         ),
     ] = None,
-    expert_parallel: ExpertParallel = False,
-    dtype: Dtype = "bfloat16",
-    quantize: Quantize = None,
-    dequantize: Dequantize = False,
-    **settings: Unpack[EngineSettings],
+    **settings: Any,
 ) -> None:
     """Say what a model takes of each GPU, and what fits.
 
@@ -407,15 +295,7 @@ def plan(
     _check_directory(model, "MODEL_DIR")
     with importing():
         from mla_compile.cli.plan import Wish, print_plan
-    wish = Wish(
-        model=model,
-        dtype=dtype,
-        quantize=quantize,
-        dequantize=dequantize,
-        gpus=gpus,
-        expert_parallel=expert_parallel,
-        settings=settings,
-    )
+    wish = Wish(model=model, gpus=gpus, settings=taken(settings, EngineFields), **settings)
     if not print_plan(wish, gpu_memory):
         raise Exit(1)
 

@@ -4,7 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import torch
 import typer
@@ -13,7 +13,7 @@ from mla_compile.cli.machine import cannot_compile, pick_device
 from mla_compile.cli.prompts import GivenPrompt, Write, result_line
 from mla_compile.cli.streams import quiet_libraries
 from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
-from mla_compile.engine_settings import EngineSettings
+from mla_compile.engine_settings import CheckpointSettings, EngineSettings
 from mla_compile.errors import MLAError
 from mla_compile.progress import in_command
 from mla_compile.speculate.drafter import loads_mtp
@@ -31,22 +31,16 @@ def complete(
     *,
     streamed: bool,
     model: Path,
-    tokenizer: Path | None,
+    checkpoint_settings: CheckpointSettings,
     max_new_tokens: int,
     grammar: tuple[str, str] | None,
-    dtype: str,
-    quantize: Literal["fp8"] | None,
-    dequantize: bool,
-    device: str | None,
-    tensor_parallel_size: int,
-    expert_parallel: bool,
     **settings: Unpack[EngineSettings],
 ) -> None:
     """Complete the prompts, and `write` a line for each. `streamed`: the only one's text goes to stdout as it grows.
 
     grammar: the flag that asked for it, and its text. settings: of the engine. The others: see the command.
     """
-    place = pick_device(device)
+    place = pick_device(checkpoint_settings.device)
     compile = settings["compile"] and _can_compile(place, must=settings["batch_invariant"])
     settings["compile"] = compile
     text = grammar is not None or any(
@@ -54,15 +48,9 @@ def complete(
     )
     checkpoint = Checkpoint.load(
         model,
-        dtype=getattr(torch, dtype),
-        device=place,
         mtp=loads_mtp(settings["num_speculative_tokens"], settings["drafter"]),
-        quantize=quantize,
-        dequantize=dequantize,
-        tokenizer=tokenizer,
         text=text,
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
+        **{**checkpoint_settings.of_checkpoint(), "device": place},
     )
     with quiet_libraries():
         prompts = [checkpoint.encode(each.prompt, each.name) for each in given]

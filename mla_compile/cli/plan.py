@@ -12,7 +12,7 @@ import typer
 
 from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
-from mla_compile.engine_settings import EngineSettings, with_drafts
+from mla_compile.engine_settings import CheckpointSettings, EngineSettings, with_drafts
 from mla_compile.errors import MLAError
 from mla_compile.models.checkpoint import names_mtp, read_config
 from mla_compile.models.deepseek import MLAForCausalLM
@@ -26,16 +26,12 @@ _CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 _WORDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Wish:
+@dataclass(frozen=True, kw_only=True)
+class Wish(CheckpointSettings):
     """What is to run where. settings: of the engine, as flags give them."""
 
     model: Path
-    dtype: Literal["float32", "bfloat16"]
-    quantize: Literal["fp8"] | None
-    dequantize: bool
     gpus: int
-    expert_parallel: bool
     settings: EngineSettings
 
     def config(self) -> EngineConfig:

@@ -12,8 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mla_compile.engine import Checkpoint, Engine, Grammar
 from mla_compile.engine.request import Request
 from mla_compile.engine.rows import stop_id_places
@@ -194,14 +192,8 @@ def _load(settings: ServerSettings) -> _Served:
     config = settings.engine
     checkpoint = Checkpoint.load(
         settings.model,
-        dtype=getattr(torch, settings.dtype),
-        device=settings.device,
         mtp=loads_mtp(config.num_speculative_tokens, config.drafter),
-        quantize=settings.quantize,
-        dequantize=settings.dequantize,
-        tokenizer=settings.tokenizer,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        expert_parallel=settings.expert_parallel,
+        **settings.of_checkpoint(),
     )
     engine = Engine(checkpoint.model, config, tokenizer=checkpoint.tokenizer)
     if config.compile:

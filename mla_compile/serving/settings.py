@@ -3,15 +3,15 @@
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.config import EngineConfig
+from mla_compile.engine_settings import CheckpointSettings
 from mla_compile.errors import MLAError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(CheckpointSettings):
     """The settings of a server.
 
     Args:
@@ -40,14 +40,8 @@ class ServerSettings:
     """
 
     model: Path = SHIPPED_MODEL
-    tokenizer: Path | None = None
     served_model_name: str = ""
-    dtype: str = "float32"
-    quantize: Literal["fp8"] | None = None
-    dequantize: bool = False
     device: str = "cpu"
-    tensor_parallel_size: int = 1
-    expert_parallel: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

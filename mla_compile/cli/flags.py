@@ -1,4 +1,4 @@
-"""The flags of engine settings, made of the fields that declare them."""
+"""The flags of settings, made of the fields that declare them."""
 
 import inspect
 from collections.abc import Callable
@@ -7,13 +7,11 @@ from typing import Annotated, Any, TypeVar
 
 from typer import Option
 
-from mla_compile.engine_settings import EngineFields
-
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def engine_flags(**defaults: Any) -> Callable[[C], C]:
-    """A command's `**settings` become flags: those of the engine settings that name the command.
+def flags_of(*kinds: type, **defaults: Any) -> Callable[[C], C]:
+    """A command's `**settings` become flags: the fields of these dataclasses that name the command.
 
     defaults: of flags that are not the setting's.
     """
@@ -23,8 +21,9 @@ def engine_flags(**defaults: Any) -> Callable[[C], C]:
         *own, _ = signature.parameters.values()
         flags = [
             _flag(each, defaults.get(each.name, each.default))
-            for each in fields(EngineFields)
-            if command.__name__ in each.metadata["commands"]
+            for kind in kinds
+            for each in fields(kind)
+            if command.__name__ in each.metadata.get("commands", ())
         ]
         vars(command)["__signature__"] = signature.replace(parameters=[*own, *flags])
         del command.__annotations__["settings"]
@@ -34,15 +33,21 @@ def engine_flags(**defaults: Any) -> Callable[[C], C]:
     return with_flags
 
 
+def taken(settings: dict[str, Any], kind: type) -> dict[str, Any]:
+    """The settings that are fields of a dataclass; the others stay in `settings`."""
+    return {each.name: settings.pop(each.name) for each in fields(kind) if each.name in settings}
+
+
 def _flag(setting: "Field[Any]", default: Any) -> inspect.Parameter:
     """One keyword of the command. Without a default it shows what stands for it."""
     metadata = setting.metadata
     flag = dict(metadata["flag"])
     if metadata["least"] is not None:
         flag |= {"min": metadata["least"], "max": metadata["most"] if metadata["most"] < 2**31 - 1 else None}
-    if default is not None:
+    if default is not None and default != ():
         flag.pop("show_default", None)
-    names = [f"--{setting.name.replace('_', '-')}"] if default is False else []
+    # typer's own would be --compile/--no-compile, and -n.
+    names = [f"--{setting.name.replace('_', '-')}"] if default is False or len(setting.name) == 1 else []
     option = Option(*names, help=metadata["help"], **flag)
     kind: Any = Annotated.__class_getitem__((metadata["kind"] or setting.type, option))  # type: ignore[attr-defined]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
