@@ -33,7 +33,7 @@ def flags_of(*kinds: type, **defaults: Any) -> Callable[[C], C]:
     return with_flags
 
 
-def taken(settings: dict[str, Any], kind: type) -> dict[str, Any]:
+def taken(settings: dict[str, Any], kind: type) -> Any:
     """The settings that are fields of a dataclass; the others stay in `settings`."""
     return {each.name: settings.pop(each.name) for each in fields(kind) if each.name in settings}
 
