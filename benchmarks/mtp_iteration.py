@@ -31,7 +31,7 @@ from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
-from mla_compile.testing import start
+from benchmarks.start import start
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 
 BUCKETS = (4, 1, 2, 8, 3, 4)

@@ -130,9 +130,9 @@ class EngineFields:
             `compile` rules out is refused by the engine, one that the model's sizes rule out when a step is compiled or
             run.
         capture_budget: bytes of device memory for CUDA graphs. Once they hold so many, no further number of rows is
-            recorded: its batches are padded to a larger recorded one, or run uncaptured where there is none. Steps with
-            prompts take no more than half of it; further sizes of prompts run uncaptured. 0 captures nothing. None for
-            no limit: there are few sizes of either, and graphs share memory.
+            recorded: its batches run uncaptured. Steps with prompts take no more than half of it; further sizes of
+            prompts run uncaptured. 0 captures nothing. None for no limit: there are few sizes of either, and graphs
+            share memory.
         batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
             beside any others, in every dtype: whatever `max_rows`, the drafts and `max_tokens_per_step` are, with
             pages of others or without, preempted or not, in every process on the same model of GPU with the same

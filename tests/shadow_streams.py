@@ -5,7 +5,8 @@ import random
 from mla_compile import Engine, SamplingParams
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
-from mla_compile.testing import shadow_check, start
+from benchmarks.start import start
+from mla_compile.testing import shadow_check
 from tests.models_for_tests import VOCAB, poison_caches
 
 MAX_LEN = 128

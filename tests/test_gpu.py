@@ -213,7 +213,7 @@ def outcomes(engine: Engine) -> dict[int, str]:
     ("budget", "expected"),
     [
         (0, dict.fromkeys([2, 8, 1, 4], SPENT)),
-        (1, {2: "captured", 8: SPENT, 1: "padded to 2 rows: the budget is spent", 4: SPENT}),
+        (1, {2: "captured", 8: SPENT, 1: SPENT, 4: SPENT}),
         (None, dict.fromkeys([2, 8, 1, 4], "captured")),
     ],
     ids=["no recording", "one recording", "no limit"],
@@ -221,7 +221,7 @@ def outcomes(engine: Engine) -> dict[int, str]:
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=1.0, top_k=20, seed=5)], ids=str
 )
-def test_beyond_the_budget_batches_are_padded_or_uncaptured_and_the_tokens_stay(
+def test_beyond_the_budget_batches_are_uncaptured_and_the_tokens_stay(
     params: SamplingParams, budget: int | None, expected: dict[int, str]
 ) -> None:
     captured, plain = fresh_engines(3, capture_budget=budget)
@@ -244,7 +244,7 @@ def test_a_warmed_up_engine_records_nothing_more(budget: int | None) -> None:
     captured, plain = fresh_engines(3, capture_budget=budget)
     poison_caches(captured.model)
     report = captured.warm_up()
-    others = "captured" if budget is None else "padded to 8 rows: the budget is spent"
+    others = "captured" if budget is None else SPENT
     assert outcomes(captured) == {8: "captured", 4: others, 2: others, 1: others}, report
     assert list(outcomes(captured)) == [8, 4, 2, 1], "largest first"
     assert all(cache.isnan().all() for cache in caches_of(captured.model)), "no page is written"
@@ -270,7 +270,7 @@ def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget(monkeypatch: pyte
         expected = plain.generate(prompts, max_new_tokens=40)
         assert [c.token_ids for c in out] == [c.token_ids for c in expected]
     verify = {b.rows: b.outcome for b in captured.capture_report().buckets if b.step == "verify"}
-    assert verify == {2: "captured", 4: SPENT, 1: "padded to 2 rows: the budget is spent"}
+    assert verify == {2: "captured", 4: SPENT, 1: SPENT}
 
 
 @pytest.mark.usefixtures("compiled_mixed_steps")

@@ -1,6 +1,5 @@
-"""Buckets: which there are, which one serves a batch, and the report of what became of each."""
+"""Buckets: which there are, and the report of what became of each."""
 
-from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -9,18 +8,6 @@ MIB = 2**20
 def row_sizes(max_rows: int) -> list[int]:
     """The numbers of rows that buckets have, ascending: the powers of two below `max_rows`, and `max_rows`."""
     return [*(1 << i for i in range((max_rows - 1).bit_length())), max_rows]
-
-
-def choose_rows(count: int, sizes: Sequence[int], recorded: Container[int], *, spent: bool) -> int:
-    """The rows of the bucket that serves a batch of `count` rows, 1 to `sizes[-1]`.
-
-    It is the smallest with room, recorded when it is used. Once the byte budget is `spent` it is the smallest recorded
-    one with room; where there is none, the smallest again, which then runs uncaptured.
-    """
-    own, *larger = (size for size in sizes if size >= count)
-    if not spent or own in recorded:
-        return own
-    return next((size for size in larger if size in recorded), own)
 
 
 @dataclass
@@ -38,7 +25,6 @@ class Bucket:
     compile_seconds: of Dynamo and Inductor, in its first calls; 0 where an earlier bucket had compiled the step.
     capture_seconds: the rest of the calls that warmed it up and recorded it; choosing among Triton's tile sizes is in
         the first bucket's.
-    padded_to: the rows of the bucket that served its batches instead.
     why_not: why it is not captured.
     """
 
@@ -53,15 +39,12 @@ class Bucket:
     num_bytes: int = 0
     compile_seconds: float = 0.0
     capture_seconds: float = 0.0
-    padded_to: int | None = None
     why_not: str | None = None
 
     @property
     def outcome(self) -> str:
         if self.num_graphs:
             return "captured"
-        if self.padded_to is not None:
-            return f"padded to {self.padded_to} rows: {self.why_not}"
         return f"uncaptured: {self.why_not or 'it is recorded when it is called again'}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mla_compile.engine.buckets import Bucket, CaptureReport, choose_rows, row_sizes
+from mla_compile.engine.buckets import Bucket, CaptureReport, row_sizes
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
@@ -29,7 +29,6 @@ CALLS_TO_RECORD = 2
 """Torch runs a graph's first call as a warm-up, in the graphs' memory pool, and records the second."""
 
 SPENT = "the budget is spent"
-FAILED = "its last call failed"
 LONG = f"prompts of more than {MAX_KEYS:,} keys, whose kernels take longer than the host does"
 REFUSED = "torch recorded no graph; TORCH_LOGS=cudagraphs tells why"
 
@@ -73,20 +72,6 @@ class Captures:
         buckets = [replace(bucket) for bucket in self._buckets.values()]
         return CaptureReport(buckets, self._budget, self.why_not)
 
-    def rows_for(self, step: str, count: int, num_stop_ids: int) -> int:
-        """The rows of the bucket that serves a batch of `count` rows."""
-        recorded = {
-            bucket.rows
-            for bucket in self._buckets.values()
-            if bucket.why_not is None and (bucket.step, bucket.num_stop_ids) == (step, num_stop_ids)
-        }  # or about to be: most of the memory is taken by the warm-up
-        own = choose_rows(count, self.sizes, recorded, spent=False)
-        rows = choose_rows(count, self.sizes, recorded, spent=self._is_spent(of_prompts=False))
-        if rows != own:
-            padded = self.bucket(step, (own, num_stop_ids, 0, 0, 0))
-            padded.padded_to, padded.why_not = rows, SPENT
-        return rows
-
     def measured(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled step, or half of one, with its captures within the budget and its first calls measured.
 
@@ -112,7 +97,7 @@ class Captures:
 
     def _is_spent(self, *, of_prompts: bool) -> bool:
         """Whether no further bucket is recorded, of steps with prompts or of others."""
-        if self._budget is None or self.why_not is not None:
+        if self._budget is None:
             return False
         prompts = sum(bucket.num_bytes for bucket in self._buckets.values() if bucket.prompt_tokens)
         others = sum(bucket.num_bytes for bucket in self._buckets.values() if not bucket.prompt_tokens)
@@ -157,7 +142,7 @@ class _MeasuredStep:
         """Call the compiled step itself, and learn how to call it from now on."""
         captures = self._captures
         bucket, num_calls = captures.bucket(self._name, shape), self._num_calls[shape]
-        if not num_calls or bucket.why_not == FAILED:
+        if not num_calls:
             bucket.why_not = captures.why_not_recorded(bucket)
         call = self._uncaptured if bucket.why_not else self._captured
         seconds, num_graphs = compile_seconds(), self._num_graphs()
@@ -200,13 +185,8 @@ class _MeasuredStep:
         before = self._read()
         kind = f"{bucket.step}, drafts: {bucket.q_len - 1}"
         what = f"compiling the step ({kind}), a minute or two if it is new to this machine"
-        try:
-            with nullcontext() if self._num_calls else announce_if_slow(what):
-                result = call(*args)
-        except BaseException:
-            # Until it is called again: others must not be padded to it.
-            bucket.why_not = bucket.why_not or FAILED
-            raise
+        with nullcontext() if self._num_calls else announce_if_slow(what):
+            result = call(*args)
         seconds, compiling, graphs, pool, driver = (after - b for after, b in zip(self._read(), before))
         bucket.compile_seconds += compiling
         if bucket.why_not is None:

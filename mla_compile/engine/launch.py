@@ -108,14 +108,14 @@ class Launcher:
         steps = self.steps
         steps.check_again()
         for size in reversed(steps.sizes):
-            state = steps.state_for(size, variant, num_stop_ids, False)
+            state = steps.state_for(size, variant, num_stop_ids)
             state.active.zero_()
             for _ in range(CALLS_TO_RECORD):
                 steps.whole(variant, prompts=False)(state)
         steps.warms_prompts |= prompts
         if prompts and steps.compiles_prompts:
             # Any sizes will do: each is recorded when prompts first have it.
-            state = steps.state_for(1, variant, num_stop_ids, False)
+            state = steps.state_for(1, variant, num_stop_ids)
             chunks = self._pack([PromptChunk(0, [0, 0], 0, 1)], state)
             chunks.bounds.zero_()  # it is padding
             steps.whole(variant, prompts=True)(state, chunks)

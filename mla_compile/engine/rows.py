@@ -30,15 +30,14 @@ class Rows:
     """Rows for the requests that run.
 
     Args:
-        state_for: the state for so many requests, of this variant, with so many places for stop ids; the last
-            argument says whether any of them is chosen on the host.
+        state_for: the state for so many requests, of this variant, with so many places for stop ids.
         pages_per_grant: cache pages that one page of a plan stands for.
         device: of the states.
     """
 
     def __init__(
         self,
-        state_for: Callable[[int, Variant, int, bool], DecodeState],
+        state_for: Callable[[int, Variant, int], DecodeState],
         *,
         pages_per_grant: int,
         device: torch.device,
@@ -102,7 +101,7 @@ class Rows:
             rows, width = old.stop_ids.shape
             if width >= places and len(live) <= rows < FEW * len(live):
                 return old
-        new = self._state_for(len(live), needed, places, self.on_host)
+        new = self._state_for(len(live), needed, places)
         if new is not old:
             new.active.zero_()
             new.block_table.zero_()

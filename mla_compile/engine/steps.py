@@ -141,12 +141,12 @@ class Steps:
             self._calls[key] = call
         return self._calls[key]
 
-    def state_for(self, count: int, variant: Variant, num_stop_ids: int, on_host: bool) -> DecodeState:
-        """The state of the bucket for so many rows, always the same one: captured graphs know its addresses.
+    def state_for(self, count: int, variant: Variant, num_stop_ids: int) -> DecodeState:
+        """The state of the smallest bucket with so many rows, always the same one: graphs know its addresses.
 
-        num_stop_ids: places for them in a row. on_host: whether the host chooses tokens of any row.
+        num_stop_ids: places for them in a row.
         """
-        rows = self._captures.rows_for(VERIFY if on_host else variant.name, count, num_stop_ids)
+        rows = next(size for size in self.sizes if size >= count)
         num_logprobs = variant.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self._model.vocab_size)

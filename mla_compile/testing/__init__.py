@@ -2,7 +2,6 @@
 
 from mla_compile.testing.batch_invariance import BatchInvarianceReport, check_batch_invariance
 from mla_compile.testing.shadow import ShadowCheckError, checked_step, shadow_check
-from mla_compile.testing.start import start
 
 __all__ = [
     "BatchInvarianceReport",
@@ -10,5 +9,4 @@ __all__ = [
     "check_batch_invariance",
     "checked_step",
     "shadow_check",
-    "start",
 ]

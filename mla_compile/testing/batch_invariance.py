@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from mla_compile.engine.config import check_positive
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import ServedModel
-from mla_compile.testing.first_op import first_different_op
 
 _DRAWN = ("max_model_len", "max_tokens_per_step", "num_pages", "num_speculative_tokens", "prefix_caching")
 """Settings that `check_batch_invariance` chooses itself."""
@@ -29,15 +28,12 @@ class BatchInvarianceReport:
     num_requests, num_tokens: that were compared with the same request alone; num_latents: positions whose latents, of
         all layers, were.
     differences: a line for each request with any other bit: which one, in which mix, and what differs first.
-    first_op: the first op of the model's graph that gives other bits beside others, and where it is; None where
-        nothing differs, or where processes share the model.
     """
 
     num_requests: int = 0
     num_tokens: int = 0
     num_latents: int = 0
     differences: list[str] = field(default_factory=list)
-    first_op: str | None = None
 
     @property
     def num_different(self) -> int:
@@ -48,19 +44,10 @@ class BatchInvarianceReport:
         counts = (
             f"{self.num_requests} requests, {self.num_tokens} tokens, latents of {self.num_latents} positions"
         )
-        lines = [f"{counts}: {self.num_different} requests differ", *self.differences[:10]]
-        if self.first_op is not None:
-            lines.append(f"the first op that differs: {self.first_op}")
-        return "\n  ".join(lines)
+        return "\n  ".join([f"{counts}: {self.num_different} requests differ", *self.differences[:10]])
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A request of a mix. first: the number of the request of whose chat it is the second turn."""
-
-    prompt: list[int]
-    params: SamplingParams
-    first: int | None = None
+_Asked = tuple[list[int], SamplingParams]
 
 
 @dataclass
@@ -119,7 +106,7 @@ def check_batch_invariance(
     page_size = settings.setdefault("page_size", 16)
     settings["batch_invariant"] = batch_invariant
 
-    asked = [_Asked(list(prompt), sampling[i % len(sampling)]) for i, prompt in enumerate(prompts)]
+    asked = [(list(prompt), sampling[i % len(sampling)]) for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     max_model_len = 2 * longest + max_new_tokens
     positions = getattr(model, "max_position_embeddings", None) or max_model_len
@@ -142,10 +129,10 @@ def check_batch_invariance(
 
     engine = engine_of(0)
     expected = [_run_alone(engine, one, max_new_tokens) for one in asked]
-    for i, one in enumerate(asked[::2]):
+    for i, (prompt, params) in enumerate(asked[::2]):
         said = expected[2 * i].completion.token_ids
-        more = asked[draw.randrange(len(prompts))].prompt[:max_new_tokens]
-        asked.append(replace(one, prompt=[*one.prompt, *said, *more], first=2 * i))
+        more = asked[draw.randrange(len(prompts))][0][:max_new_tokens]
+        asked.append(([*prompt, *said, *more], params))
     expected += [_run_alone(engine, one, max_new_tokens) for one in asked[len(prompts) :]]
 
     report = BatchInvarianceReport()
@@ -154,40 +141,40 @@ def check_batch_invariance(
         engine = engine if k == 0 else engine_of(k)
         for number in range(rounds):
             engine.reset_prefix_cache()
-            arrivals = {i: draw.randrange(4 * len(asked)) for i in range(len(asked))}
-            for i, result in enumerate(_run(engine, asked, max_new_tokens, arrivals)):
+            # Second turns come later than first ones, whose pages they mostly find in the cache.
+            first = [draw.randrange(4 * len(asked)) for _ in prompts]
+            second = [begin + max_new_tokens for begin in first[::2]]
+            for i, result in enumerate(_run(engine, asked, max_new_tokens, first + second)):
                 report.num_requests += 1
                 report.num_tokens += len(result.completion.token_ids)
                 report.num_latents += _num_compared(expected[i], result)
                 if (difference := _difference(expected[i], result)) is not None:
                     report.differences.append(f"request {i}, {k} drafts, mix {number}: {difference}")
-    # It runs the model on its own, which one of several processes cannot.
-    if report.differences and batch_invariant and getattr(model, "parallel", None) is None:
-        report.first_op = first_different_op(model, prompts, page_size)
     return report
 
 
 def _run_alone(engine: Engine, asked: _Asked, max_new_tokens: int) -> _Result:
     """No other request is there, nor what one has left in the prefix cache."""
     engine.reset_prefix_cache()
-    return _run(engine, [asked], max_new_tokens, {0: 0})[0]
+    return _run(engine, [asked], max_new_tokens, [0])[0]
 
 
 def _run(
     engine: Engine,
     asked: Sequence[_Asked],
     max_new_tokens: int,
-    arrivals: dict[int, int],
+    arrivals: Sequence[int],
 ) -> list[_Result]:
-    """arrivals: before which step each request comes; a second turn not before its first one has ended."""
+    """arrivals: before which step each request comes."""
     waiting = sorted(range(len(asked)), key=lambda i: arrivals[i])
     requests: dict[int, Request] = {}
     results: dict[int, _Result] = {}
     step = 0
     while waiting or engine.has_work():
-        for i in _due(waiting, asked, requests, arrivals, step):
-            waiting.remove(i)
-            requests[i] = engine.add(asked[i].prompt, asked[i].params, max_new_tokens=max_new_tokens)
+        while waiting and arrivals[waiting[0]] <= step:
+            i = waiting.pop(0)
+            prompt, params = asked[i]
+            requests[i] = engine.add(prompt, params, max_new_tokens=max_new_tokens)
             results[i] = _Result(requests[i].completion)
         engine.step()
         step += 1
@@ -195,20 +182,6 @@ def _run(
             if results[i].latents is None and not request.has_ended:
                 _read_latents(engine, request, max_new_tokens // 2, results[i])
     return [results[i] for i in range(len(asked))]
-
-
-def _due(
-    waiting: Sequence[int],
-    asked: Sequence[_Asked],
-    requests: dict[int, Request],
-    arrivals: dict[int, int],
-    step: int,
-) -> list[int]:
-    def has_begun(i: int) -> bool:
-        first = asked[i].first
-        return first is None or len(asked) == 1 or (first in requests and requests[first].has_ended)
-
-    return [i for i in waiting if arrivals[i] <= step and has_begun(i)]
 
 
 def _read_latents(engine: Engine, request: Request, num_new: int, result: _Result) -> None:

@@ -12,7 +12,7 @@ from torch._inductor import cudagraph_trees
 
 from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, Engine, capture
-from mla_compile.engine.buckets import choose_rows, row_sizes
+from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures
 from mla_compile.ops.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
@@ -87,23 +87,6 @@ def test_row_sizes_double_up_to_the_most_rows() -> None:
     assert row_sizes(11) == [1, 2, 4, 8, 11]
 
 
-@pytest.mark.parametrize(
-    ("count", "recorded", "spent", "rows"),
-    [
-        (3, (), False, 4),
-        (3, (8,), False, 4),
-        (3, (8,), True, 8),
-        (3, (4, 8), True, 4),
-        (3, (1, 2), True, 4),
-        (9, (), True, 11),
-    ],
-)
-def test_a_spent_budget_pads_to_the_smallest_recorded_bucket_with_room(
-    count: int, recorded: tuple[int, ...], spent: bool, rows: int
-) -> None:
-    assert choose_rows(count, row_sizes(11), recorded, spent=spent) == rows
-
-
 @given(
     max_rows=st.integers(1, 20),
     budget=st.none() | st.integers(0, 60),
@@ -122,10 +105,7 @@ def test_any_batches_are_served_and_nothing_is_recorded_beyond_the_budget(
             begun = {bucket.rows for bucket in before.buckets if bucket.why_not is None}
             assert begun == graphs.warm
             spent = budget is not None and before.num_bytes >= budget
-            rows = captures.rows_for("greedy", count, STOP_IDS)
-            own = min(size for size in captures.sizes if size >= count)
-            roomy = [size for size in begun if size >= count]
-            assert rows == (min(roomy, default=own) if spent else own)
+            rows = min(size for size in captures.sizes if size >= count)
             done = [step(state_of(rows)) for _ in range(steps)]
             life = ["warm-up", "recorded", *["replayed"] * steps]
             if rows in begun:
@@ -149,9 +129,6 @@ def test_steps_share_the_budget_and_do_not_replay_each_others_buckets() -> None:
         with graphs.instead_of_torch():
             step = captures.measured(name, graphs.step)
             assert [step(state_of(8)) for _ in range(3)] == expected
-    assert captures.rows_for("greedy", 1, STOP_IDS) == 8
-    assert captures.rows_for("sampled", 1, STOP_IDS) == 1
-    assert captures.rows_for("greedy", 1, 2 * STOP_IDS) == 1, "stop ids are compiled in"
 
 
 def test_a_graph_that_is_the_whole_step_is_replayed_alone_until_it_is_to_be_checked() -> None:
@@ -187,7 +164,7 @@ def test_the_graph_of_another_call_is_not_taken_for_that_of_a_call_that_torch_re
     assert captures.report().buckets[1].outcome.startswith("uncaptured: torch recorded no graph")
 
 
-def test_a_bucket_whose_call_failed_serves_no_others() -> None:
+def test_a_bucket_whose_call_failed_takes_nothing_of_the_budget() -> None:
     graphs, captures = Graphs(cost=1), captures_of(4, budget=1)
 
     def out_of_memory(state: DecodeState) -> None:
@@ -198,7 +175,6 @@ def test_a_bucket_whose_call_failed_serves_no_others() -> None:
             captures.measured("greedy", out_of_memory)(state_of(4))
         sampled = captures.measured("sampled", graphs.step)
         assert [sampled(state_of(1)) for _ in range(2)] == ["warm-up", "recorded"], "the budget is spent"
-        assert captures.rows_for("greedy", 2, STOP_IDS) == 2
 
 
 def test_what_torch_refuses_to_record_is_reported_so() -> None:
@@ -226,7 +202,7 @@ def test_the_report_reads_as_a_table() -> None:
         Bucket(
             "greedy", 8, 4, 8, num_graphs=2, num_bytes=6 << 20, compile_seconds=31.5, capture_seconds=0.0421
         ),
-        Bucket("greedy", 4, 4, 8, padded_to=8, why_not="the budget is spent"),
+        Bucket("greedy", 4, 4, 8, why_not="the budget is spent"),
         Bucket("mixed, greedy", 8, 4, 16, 640, 2, 1152, why_not="the budget is spent"),
     ]
     assert str(CaptureReport(buckets, 1 << 20, None)).splitlines() == [
@@ -235,7 +211,7 @@ def test_the_report_reads_as_a_table() -> None:
         "greedy                8      4       0       0       0         8      31.50      0.042       2       6.0  "
         "captured",
         "greedy                4      4       0       0       0         8       0.00      0.000       0       0.0  "
-        "padded to 8 rows: the budget is spent",
+        "uncaptured: the budget is spent",
         "mixed, greedy         8      4     640       2    1152        16       0.00      0.000       0       0.0  "
         "uncaptured: the budget is spent",
         "total                                                                 31.50      0.042       2       6.0  "

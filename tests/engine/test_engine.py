@@ -26,7 +26,7 @@ from mla_compile.speculate import (
     PromptChunks,
     Verified,
 )
-from mla_compile.testing import start
+from benchmarks.start import start
 from tests.engine.engines import engine, pool_of
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model

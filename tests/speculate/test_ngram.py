@@ -15,7 +15,8 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.drafter import DRAFTERS
 from mla_compile.speculate.ngram import look_up
-from mla_compile.testing import shadow_check, start
+from benchmarks.start import start
+from mla_compile.testing import shadow_check
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync

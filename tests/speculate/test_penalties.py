@@ -16,7 +16,8 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import FIRST_TOKEN
-from mla_compile.testing import shadow_check, start
+from benchmarks.start import start
+from mla_compile.testing import shadow_check
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync
 from tests.models_for_tests import VOCAB, one_layer_model, tiny_model
