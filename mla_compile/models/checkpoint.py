@@ -22,12 +22,11 @@ from mla_compile.models.names import (
     layers_past_trunk,
     num_separate_experts,
     parts,
-    prefix_of_layers,
     shared_copies,
 )
 from mla_compile.models.parallel import Parallel, check_parallel
 from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
-from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, SIZES, check_settings
+from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible, divide
 from mla_compile.ops.fp8 import BLOCK, scale_shape
 from mla_compile.ops.peers import connect
@@ -42,13 +41,6 @@ MOST_CONFIG = 2**24
 _FLOAT8_SCALE = "F8_E8M0"  # in safetensors' words
 _LISTED = 8  # tensors named per kind of mistake
 _TRUNK_ALONE = "the trunk alone is loaded with mtp=False (generate: --num-speculative-tokens 0)"
-_OF_A_LARGER_MODEL = "save the language model alone, or load it with transformers and `accelerate` it"
-_OF_A_WRAPPER = "save the model inside the wrapper (DDP, torch.compile; of PEFT with adapters merged)"
-_MENDS = {
-    "": "save the whole model, head included, as ...ForCausalLM.save_pretrained does",
-    **dict.fromkeys(("module", "_orig_mod", "base_model"), _OF_A_WRAPPER),
-}
-"""By what the names of layers begin with."""
 
 
 def load_model(
@@ -204,27 +196,8 @@ def read_config(directory: Path) -> tuple["PreTrainedConfig", tuple[int, int] | 
             "num_attention_heads"
         ]  # as MLA has them; transformers' value is another
     config = _config(SAME_AS[model_type], known, file)
-    try:
-        Architecture.from_config(config, prefix)
-    except MLAError as error:
-        value = _got(directory, error.name.removeprefix(prefix), error.got)
-        raise MLAError(error.name, error.expected, value, error.mend or _unsaid(directory, config)) from None
+    Architecture.from_config(config, prefix)
     return config, block
-
-
-def _got(directory: Path, setting: str, value: object) -> object:
-    """A setting's value, for an error about it."""
-    raw = read_object(directory, CONFIG, most=MOST_CONFIG) or {}
-    return (
-        value if setting in raw or setting not in SETTINGS else f"none, for which transformers takes {value}"
-    )
-
-
-def _unsaid(directory: Path, config: "PreTrainedConfig") -> str:
-    """A hint to sizes that a checkpoint's config leaves to transformers; empty where there are none."""
-    raw = read_object(directory, CONFIG, most=MOST_CONFIG) or {}
-    names = ", ".join(name for name in SIZES if name not in raw and hasattr(config, name))
-    return f"{CONFIG} does not say {names}: transformers' values count" if names else ""
 
 
 def names_mtp(config: "PreTrainedConfig") -> bool:
@@ -284,16 +257,16 @@ def check_quantize(quantize: object, dequantize: object, block: tuple[int, int] 
 def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory: Path) -> None:
     """Before a layer is built: that the files have tensors of each."""
     held = layers_of(files.entries)
-    if not held and (prefix := prefix_of_layers(files.entries)) is not None:
-        mend = _MENDS.get(prefix.partition(".")[0], _OF_A_LARGER_MODEL)
-        raise MLAError(str(directory), "tensors named model.layers.0. and so on", f"{prefix}layers.", mend)
+    if files.entries and not held:
+        mend = "save the language model itself, with no wrapper around it, by ...ForCausalLM.save_pretrained"
+        got = f"{next(iter(files.entries))!r:.80}"
+        raise MLAError(str(directory), "tensors named model.layers.0. and so on", got, mend)
     missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
     if missing is not None:
         expected = (
             f"a number of layers that the safetensors files hold, and they hold none of layer {missing}"
         )
-        got = _got(directory, "num_hidden_layers", config.num_hidden_layers)
-        raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, got)
+        raise MLAError(f"{directory / CONFIG}: num_hidden_layers", expected, config.num_hidden_layers)
 
 
 def _has_mtp(
@@ -318,7 +291,7 @@ def _check(
         files.entries
     ):  # each has three tensors: listing those would take as long as a config likes
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
-        got = _got(directory, "n_routed_experts", f"{model.arch.routing.num_experts} in each of its layers")
+        got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
     required = {
         name: tuple(destination.shape) for name, destination in destinations(model, files.entries).items()
@@ -354,7 +327,7 @@ def _check(
     ]
     if mistakes:
         expected = f"the tensors of its {model.config.model_type} config"
-        raise MLAError(str(directory), expected, "; ".join(mistakes), _unsaid(directory, model.config))
+        raise MLAError(str(directory), expected, "; ".join(mistakes))
 
 
 def _accepted_dtypes(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -87,12 +87,6 @@ def layers_of(checkpoint: Iterable[str]) -> set[int]:
     return {int(match[1]) for name in checkpoint if (match := _LAYER.match(name))}
 
 
-def prefix_of_layers(checkpoint: Iterable[str]) -> str | None:
-    """What stands before `layers.` in the names of a checkpoint that `layers_of` finds no layers in."""
-    found = (re.match(r"((?:\w+\.)*?)layers\.[0-9]{1,6}\.", name) for name in checkpoint)
-    return next((match[1] for match in found if match), None)
-
-
 def layers_past_trunk(checkpoint: Iterable[str], num_layers: int) -> list[int]:
     """Numbers of the layers that a checkpoint holds beyond the trunk's: its MTP layers."""
     return sorted(number for number in layers_of(checkpoint) if number >= num_layers)

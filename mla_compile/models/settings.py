@@ -105,13 +105,6 @@ SETTINGS: dict[str, Rule] = {
     "topk_method": _or_null(_TEXT),
 }
 
-SIZES = (
-    *("vocab_size", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
-    *("qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts"),
-    *("n_shared_experts", "first_k_dense_replace"),
-)
-"""Settings that tensors' names and shapes follow from."""
-
 ROPE_SETTINGS: dict[str, Rule] = {
     "rope_type": _TEXT,
     "type": _TEXT,

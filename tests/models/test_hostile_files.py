@@ -337,9 +337,7 @@ def test_a_sparse_shard_costs_no_memory(copy):
     """A header of many bytes that the file does not have, and a file that has them and no tensors for them."""
     with (copy / "mtp.safetensors").open("r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(
-        MLAError, match=rf"mtp\.safetensors: expected \d+ bytes, as its header says, got {2**40}"
-    ):
+    with pytest.raises(MLAError, match=r"mtp\.safetensors: expected a readable safetensors file, got "):
         load_model(copy)
 
 

@@ -192,7 +192,7 @@ class TestMistakes:
         missing = "mtp.safetensors: expected the file that model.safetensors.index.json names, got none"
         expected = {
             1: missing,
-            2: f"mtp.safetensors: expected {size} bytes, as its header says, got {size // 2} bytes",
+            2: "mtp.safetensors: expected a readable safetensors file, got ",
             4: "parallel.size: expected one of 1, got 2; it does not divide vocab_size = 97",
         }
         for each in said:
