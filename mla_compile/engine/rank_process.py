@@ -12,7 +12,7 @@ import torch
 from mla_compile.ending import INTERRUPTED, end_now
 from mla_compile.engine.follow import follow
 from mla_compile.engine.orders import content_of
-from mla_compile.engine.start_ranks import has_started, join
+from mla_compile.engine.start_ranks import join
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, Parallel, load_model
 from mla_compile.torch_internals import meeting_place
@@ -27,7 +27,6 @@ def main(rank: int, size: int, port: int, device: torch.device) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_ranks`
     logging.disable(logging.WARNING)  # rank 0 says what takes long
     store = meeting_place(size, port)
-    store.set(has_started(rank), "")
     join(rank, size, store, device)
     ranks = Parallel.of_processes().ranks
     assert ranks is not None

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _LONG = timedelta(days=365)
 """A rank may wait for another that compiles. One that is gone is noticed by `Ranks`."""
-_SLOW = 30.0
-"""Seconds after which it is said which ranks have not started yet."""
 _GRACE = 5.0
 """Seconds that children have to end, once rank 0 does."""
 
@@ -76,7 +74,7 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
     with (
         announce_if_slow(f"starting {size} processes"),
         hearing,
-        _watched(children, meeting_place(size, store.port)),
+        _watched(children),
     ):
         join(0, size, store, device)
         parallel = Parallel.of_processes(expert_parallel=expert_parallel)
@@ -96,16 +94,11 @@ def join(rank: int, size: int, store: "TCPStore", device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_LONG, device_id=own)
 
 
-def has_started(rank: int) -> str:
-    """What a rank writes to the store before it joins the others."""
-    return f"rank {rank} has started"
-
-
 @contextmanager
-def _watched(children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore") -> Iterator[None]:
+def _watched(children: dict[int, "subprocess.Popen[bytes]"]) -> Iterator[None]:
     """Inside, this process ends if a child does."""
     have_joined = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(children, store, have_joined), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(children, have_joined), daemon=True)
     watcher.start()
     try:
         yield
@@ -114,10 +107,7 @@ def _watched(children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore") 
         watcher.join()
 
 
-def _watch(
-    children: dict[int, "subprocess.Popen[bytes]"], store: "TCPStore", have_joined: threading.Event
-) -> None:
-    began: float | None = time.monotonic()
+def _watch(children: dict[int, "subprocess.Popen[bytes]"], have_joined: threading.Event) -> None:
     while not have_joined.wait(0.1):
         for rank, child in children.items():
             status = child.poll()
@@ -125,10 +115,6 @@ def _watch(
                 end_now("interrupted", INTERRUPTED)
             elif status is not None:
                 end_now(f"rank {rank} has not started: its exit status is {status}", 1)
-        if began is not None and time.monotonic() > began + _SLOW:
-            missing = [str(rank) for rank in children if not store.check([has_started(rank)])]
-            print(f"mla-compile: waiting for rank {', '.join(missing)} to start", file=sys.stderr, flush=True)
-            began = None
 
 
 def _kill(children: dict[int, "subprocess.Popen[bytes]"]) -> None:

@@ -6,7 +6,6 @@ by the vocabulary. Every GPU has all of the rest: norms, routers, the projection
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -134,7 +133,7 @@ def divide(model: MLAForCausalLM, parallel: Parallel) -> None:
 
 def numbers_of_gpus(model: MLAForCausalLM, *, expert_parallel: bool) -> list[int]:
     """The numbers of GPUs that a model can be divided among, ascending."""
-    most = math.gcd(*(limit.number for limit in _limits(model, expert_parallel=expert_parallel)))
+    most = math.gcd(*_limits(model, expert_parallel=expert_parallel).values())
     return [size for size in range(1, most + 1) if most % size == 0]
 
 
@@ -146,38 +145,28 @@ def check_divisible(
     argument: what `size` is called in the error.
     """
     limits = _limits(model, expert_parallel=expert_parallel)
-    against = {limit.of: limit.words for limit in reversed(limits) if size < 1 or limit.number % size}
+    against = [words for words, number in limits.items() if size < 1 or number % size]
     if against:
         numbers = ", ".join(map(str, numbers_of_gpus(model, expert_parallel=expert_parallel)))
-        reasons = "; ".join(reversed(against.values()))
-        raise MLAError(argument, f"one of {numbers}", size, f"it does not divide {reasons}")
+        raise MLAError(argument, f"one of {numbers}", size, f"it does not divide {'; '.join(against)}")
 
 
-class _Limit(NamedTuple):
-    """A number that a number of GPUs must divide: so many of a setting there are, or of its FP8 blocks."""
-
-    of: str
-    number: int
-    words: str
-
-
-def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> list[_Limit]:
-    """Settings first, blocks behind them."""
+def _limits(model: MLAForCausalLM, *, expert_parallel: bool) -> dict[str, int]:
+    """Numbers that a number of GPUs must divide, by what there are so many of: settings first, FP8 blocks behind."""
     counts = _counts(model.arch)
-    settings: dict[_Limit, None] = {}
-    blocks: dict[_Limit, None] = {}
+    settings: dict[str, int] = {}
+    blocks: dict[str, int] = {}
     for name, tensor in model.named_parameters():
         how = division(name, expert_parallel=expert_parallel)
         if how is not None:
-            settings[_Limit(how.of, counts[how.of], f"{how.of} = {counts[how.of]}")] = None
-            width = tensor.shape[how.dim] // how.stacked
+            settings[f"{how.of} = {counts[how.of]}"] = counts[how.of]
             if tensor.dtype == DTYPE and how.of != EXPERTS:
-                whole, rest = divmod(width, BLOCK)  # a block that is cut belongs to one GPU, and so does all
-                words = f"{whole} FP8 blocks of {how.of}"
-                if rest:
-                    words = f"{how.of} in FP8, as {width} is no multiple of {BLOCK}"
-                blocks[_Limit(how.of, 1 if rest else whole, words)] = None
-    return [*settings, *blocks]
+                width = tensor.shape[how.dim] // how.stacked
+                if width % BLOCK:  # a block that is cut belongs to one GPU, and so does all
+                    blocks[f"{how.of} in FP8, as {width} is no multiple of {BLOCK}"] = 1
+                else:
+                    blocks[f"{width // BLOCK} FP8 blocks of {how.of}"] = width // BLOCK
+    return settings | blocks
 
 
 def _counts(arch: Architecture) -> dict[str, int]:
