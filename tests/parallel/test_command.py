@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> 
     """The interpreter of one ends before it has joined the others."""
     fails = "import os, sys\nif 'mla_compile.engine.rank_process' in sys.orig_argv:\n    os._exit(3)\n"
     # On a slow machine it would be said that processes start.
-    fails += "from mla_compile.cli import progress\nprogress.PATIENCE = 3600\n"
+    fails += "from mla_compile import progress\nprogress.PATIENCE = 3600\n"
     (tmp_path / "sitecustomize.py").write_text(fails)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     asked = "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2"
@@ -260,5 +260,5 @@ def test_a_load_that_fails_is_one_line(model: Path, tmp_path: Path) -> None:
     os.truncate(cut / "mtp.safetensors", 100)
     said = run(cut, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2")
     *before, last = said.stderr.splitlines()
-    assert said.returncode == 2 and "mtp.safetensors: expected" in last and "100 bytes" in last
+    assert said.returncode == 2 and "mtp.safetensors: expected a readable" in last
     assert all(" ... " in line for line in before)
