@@ -67,17 +67,17 @@ class _Product:
 
 
 def fuse_linear(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without products by weights is left untouched.
 
-    everywhere: join also where it is no faster, on the CPU.
+    require_kernel: only on GPUs; on the CPU it is no faster.
     """
     erase_dead(gm.graph)
     products = [product for node in gm.graph.nodes if (product := _match(node)) is not None]
     pairs = {
         max(first.node, second.node): (first, second)
-        for first, second in _pairs([p for p in products if everywhere or tensor_of(p.node).is_cuda])
+        for first, second in _pairs([p for p in products if not require_kernel or tensor_of(p.node).is_cuda])
     }
     few = {product.node: product for product in products if _may_have_few_tokens(product)}
     rewrite(gm.graph, pairs.__contains__, lambda node: _join(*pairs[node]))

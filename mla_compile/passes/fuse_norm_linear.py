@@ -26,16 +26,16 @@ from mla_compile.passes.rewrite import rewrite
 
 
 def fuse_norm_linear(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without such a product is left untouched.
 
-    everywhere: also where the op has no kernel.
+    require_kernel: only where the op has a kernel.
     """
 
     def fuse(product: fx.Node) -> str | None:
         norm, weights = _norm_of(product), _weights(product)
-        if norm is None or not (everywhere or _pays(norm)):
+        if norm is None or not (not require_kernel or _pays(norm)):
             return None
         read = [weight for weight in weights if weight is not None]
         if not max(read) < norm or not at_once(norm, product, read):

@@ -33,11 +33,11 @@ from mla_compile.torch_internals import statically_known_true
 
 
 def fuse_norm_rope_append(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without appends that can be fused is left untouched.
 
-    everywhere: also where the op has no kernel.
+    require_kernel: only where the op has a kernel.
     """
     known = Recognition()
     read_by_all: set[fx.Node] = set()
@@ -45,7 +45,7 @@ def fuse_norm_rope_append(
     def is_append(node: fx.Node) -> bool:
         if not is_call(node, append_op):
             return False
-        return everywhere or first_serves(NORM_ROPE_APPEND, tensor_of(op_arguments(node)["kv_cache"]))
+        return not require_kernel or first_serves(NORM_ROPE_APPEND, tensor_of(op_arguments(node)["kv_cache"]))
 
     def fuse(append: fx.Node) -> str:
         given = op_arguments(append)

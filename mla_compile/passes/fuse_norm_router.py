@@ -25,18 +25,18 @@ from mla_compile.passes.rewrite import rewrite
 
 
 def fuse_norm_router(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without such a router is left untouched.
 
-    everywhere: also where the op has no kernel.
+    require_kernel: only where the op has a kernel.
     """
 
     def fuse(router: fx.Node) -> str | None:
         x, *of_router = op_arguments(router).values()
         weight, bias = of_router[:2]
         norm = call_of_result(x, 0, add_rms_norm_op)
-        if norm is None or not (everywhere or _pays(x, weight)):
+        if norm is None or not (not require_kernel or _pays(x, weight)):
             return None
         read = [weight] if bias is None else [weight, bias]
         if not max(read) < norm or not at_once(norm, router, [*read, x]):

@@ -49,19 +49,19 @@ class _Norm:
 
 
 def fuse_rms_norm(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without norms that can be fused is left untouched.
 
-    everywhere: also where the op has no kernel, or results are not contiguous.
+    require_kernel: only where the op has a kernel, and results are contiguous.
 
     Raises:
-        MLAError: everywhere, and a norm's gradient is wanted, which the op has not.
+        MLAError: a kernel is not required, and a norm's gradient is wanted, which the op has not.
     """
 
     def fuse(node: fx.Node) -> str | None:
         norm = _match(node)
-        if norm is None or not (everywhere or _pays(norm)):
+        if norm is None or not (not require_kernel or _pays(norm)):
             return None
         add = _addition_before(norm)
         _replace(norm, add)

@@ -35,16 +35,16 @@ _CASTS = ("to", "type", "float", "type_as")
 
 
 def fuse_router(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without routers that can be fused is left untouched.
 
-    everywhere: also where the op has no kernel.
+    require_kernel: only where the op has a kernel.
     """
     known = Recognition()
     rewrite(
         gm.graph,
-        lambda node: is_call(node, moe_experts_op) and (everywhere or _has_kernel(node)),
+        lambda node: is_call(node, moe_experts_op) and (not require_kernel or _has_kernel(node)),
         lambda experts: _fuse(experts, known),
     )
     return gm

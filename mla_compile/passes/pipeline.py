@@ -80,7 +80,7 @@ def passes_for(
         bound.append(partial(plan_decode, backend=decode_backend, captured=captured))
     if batch_invariant:
         # Norms that no kernel serves, too, and those of users' own lists of passes.
-        bound += [partial(fuse_rms_norm, everywhere=True), fuse_all_reduce, make_batch_invariant]
+        bound += [partial(fuse_rms_norm, require_kernel=False), fuse_all_reduce, make_batch_invariant]
     return [*passes, *bound]
 
 

@@ -53,18 +53,18 @@ from mla_compile.torch_internals import statically_known_true
 
 
 def rotate_queries(
-    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, everywhere: bool = False
+    gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
     """Rewrite `gm` in place and return it; a graph without queries that can be rotated so is left untouched.
 
-    everywhere: also where the op has no kernel.
+    require_kernel: only where the op has a kernel.
     """
     parts = filter(is_tensor, map(_rotated_part, calls(gm.graph, decode_op, prefill_op)))
     # A head in the last dimension: what is rotated may be a view of pairs.
     rotated = {
         made_of(q_pe, columns=tensor_of(q_pe).shape[2]): tensor_of(q_pe)
         for q_pe in parts
-        if everywhere or first_serves(ROTATE_QUERIES, tensor_of(q_pe))
+        if not require_kernel or first_serves(ROTATE_QUERIES, tensor_of(q_pe))
     }
     known = Recognition()
     wholes: dict[frozenset[int], fx.Node] = {}

@@ -15,7 +15,7 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
 
 
 class ReferenceMLA(nn.Module):
-    """As DeepSeek's reference code: `[batch, token, head, feature]`, einsum, a mask that is added."""
+    """As DeepSeek's reference code, with products for its einsums: a mask that is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +31,12 @@ class ReferenceMLA(nn.Module):
         kv = self.wkv_b(kv).view(bsz, -1, HEADS, NOPE + V)
         k_nope, v = torch.split(kv, [NOPE, V], dim=-1)
         k = torch.cat([k_nope, k_pe.unsqueeze(2).expand(-1, -1, HEADS, -1)], dim=-1)
-        scores = torch.einsum("bshd,bthd->bsht", q, k) * self.softmax_scale
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scores = q @ k.transpose(-1, -2) * self.softmax_scale
         if mask is not None:
-            scores += mask.unsqueeze(2)
+            scores += mask.unsqueeze(1)
         scores = scores.softmax(dim=-1, dtype=torch.float64).type_as(x)
-        return self.wo(torch.einsum("bsht,bthd->bshd", scores, v).flatten(2))
+        return self.wo((scores @ v).transpose(1, 2).flatten(2))
 
 
 class CompactMLA(nn.Module):
@@ -60,19 +61,19 @@ class CompactMLA(nn.Module):
 
 
 class TwoWeightsMLA(nn.Module):
-    """Two weights of their own, and scores that are the sum of two products."""
+    """Two weights of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("w_q", torch.randn(HIDDEN, HEADS, NOPE + ROPE, dtype=torch.float64) / 4)
-        self.register_buffer("w_uk", torch.randn(HEADS, RANK, NOPE, dtype=torch.float64) / 4)
+        self.register_buffer("w_uk", torch.randn(RANK, HEADS * NOPE, dtype=torch.float64) / 4)
         self.register_buffer("w_uv", torch.randn(RANK, HEADS * V, dtype=torch.float64) / 4)
 
     def forward(self, x: Tensor, kv_c: Tensor, k_pe: Tensor, mask: Tensor | None) -> Tensor:
         q = torch.einsum("bqe,ehd->bhqd", x, self.w_q)
-        k_nope = torch.einsum("btr,hrn->bhtn", kv_c, self.w_uk)
-        scores = torch.matmul(q[..., :NOPE], k_nope.mT) + q[..., NOPE:] @ k_pe.unsqueeze(1).transpose(-1, -2)
-        scores = scores / 4
+        k_nope = (kv_c @ self.w_uk).view(len(x), -1, HEADS, NOPE).transpose(1, 2)
+        k = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, HEADS, -1, -1)], -1)
+        scores = torch.matmul(q, k.mT) / 4
         scores = 30 * torch.tanh(scores / 30)  # a soft cap is no obstacle: it lies between the products
         if mask is not None:
             scores = (

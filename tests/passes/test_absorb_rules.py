@@ -48,12 +48,6 @@ class ViewOfTheResult(Written):
         return ((q @ k.mT).softmax(-1) @ v).view(len(q), -1)
 
 
-class ViewOfAnEinsum(Written):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.einsum("bhqk,bkhd->bqhd", (q @ k.mT).softmax(-1), v.transpose(1, 2))
-        return out.permute(0, 2, 1, 3).view(len(q), HEADS, -1)
-
-
 class LatentsOfOneRow(Written):
     """All rows attend to the same latents, expanded once."""
 
@@ -77,7 +71,7 @@ class LatentsOfOneRowSpelledOut(LatentsOfOneRow):
                 torch.__version__ < "2.13", reason="Dynamo of torch 2.11 keeps einops' functions whole"
             ),
         ),
-        *(Written, LatentsOfOneRow, LatentsOfOneRowSpelledOut, ViewOfTheResult, ViewOfAnEinsum),
+        *(Written, LatentsOfOneRow, LatentsOfOneRowSpelledOut, ViewOfTheResult),
     ],
 )
 def test_an_unusual_layout_is_absorbed(module: type[nn.Module]) -> None:

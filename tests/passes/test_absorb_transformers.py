@@ -98,7 +98,7 @@ def test_a_decode_step_of_a_stock_model_attends_on_latents(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     for layer, message in enumerate(said):
-        assert message.startswith(f"absorbed: model.layers.{layer}.self_attn ")
+        assert message.startswith(f"fused: model.layers.{layer}.self_attn ")
         assert f"for 2 query tokens over {MAX_LEN} keys, batch 2" in message
 
 
@@ -130,7 +130,7 @@ def test_generate_with_a_static_cache_gives_the_same_tokens_and_every_layer_is_a
         got = model.generate(prompts, compile_config=compile_config, **arguments)
     assert got.tolist() == expected.tolist()
     said = [r.getMessage() for r in caplog.records if r.name.startswith("mla_compile.")]
-    absorbed = [message for message in said if message.startswith("absorbed: ")]
+    absorbed = [message for message in said if message.startswith("fused: ")]
     assert len(absorbed) == len(said) == 2 * len(graphs)
     assert graphs and not any(expansions(gm, model.config) for gm in graphs)
 

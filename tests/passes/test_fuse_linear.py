@@ -28,7 +28,7 @@ from tests.models_for_tests import tiny_model
 from tests.passes.capture import Capture, nodes_of, ops
 
 K, FIRST, SECOND = 16, 24, 8
-JOIN = partial(fuse_linear, everywhere=True)
+JOIN = partial(fuse_linear, require_kernel=False)
 
 
 class Two(nn.Module):
@@ -404,7 +404,7 @@ def test_inductor_passes_columns_to_ops_of_ours_without_a_copy() -> None:
 
 
 EVERYWHERE = [
-    partial(p, everywhere=True) if p in (fuse_norm_rope_append, fuse_rms_norm, fuse_linear) else p
+    partial(p, require_kernel=False) if p in (fuse_norm_rope_append, fuse_rms_norm, fuse_linear) else p
     for p in pipeline.PASSES
 ]
 

@@ -55,7 +55,7 @@ def strides(x: Tensor) -> list[int]:
 
 def run(call: Call, *inputs: Tensor) -> list[str]:
     """The ops left by the pass, which keeps values, strides and in-place writes to inputs."""
-    capture = Capture([partial(fuse_rms_norm, everywhere=True)])
+    capture = Capture([partial(fuse_rms_norm, require_kernel=False)])
     compiled = torch.compile(call, backend=capture, fullgraph=True)
     mine, theirs = ([x.clone() for x in inputs] for _ in range(2))
     found, expected = tensors(compiled(*mine)), tensors(call(*theirs))
@@ -281,11 +281,11 @@ def test_an_epsilon_that_varies_is_left_to_torch() -> None:
     (norm,) = nodes_of(gm, "rms_norm")
     with gm.graph.inserting_before(norm):
         norm.update_kwarg("eps", gm.graph.placeholder("eps"))  # as Dynamo makes of a float that it saw change
-    assert "rms_norm" in ops(fuse_rms_norm(gm, everywhere=True))
+    assert "rms_norm" in ops(fuse_rms_norm(gm, require_kernel=False))
 
 
 def test_a_weight_of_a_subclass_is_left_to_torch() -> None:
-    capture = Capture([partial(fuse_rms_norm, everywhere=True)])
+    capture = Capture([partial(fuse_rms_norm, require_kernel=False)])
     call = torch.compile(lambda x, w: F.rms_norm(x, (K,), w, 1e-5), backend=capture, fullgraph=True)
     assert type(call(draw(9, K), TwoTensor(WEIGHT, WEIGHT.clone()))) is TwoTensor
     assert not NORMS & set(ops(capture.after[0]))
@@ -337,7 +337,9 @@ def test_gradients_that_are_wanted_stay(call: Call, monkeypatch: pytest.MonkeyPa
     "call", [lambda x: F.rms_norm(x, (K,), GRADIENT, 1e-5), lambda x: written_out(x, GRADIENT)]
 )
 def test_no_gradient_is_dropped_in_the_exact_mode(call: Call) -> None:
-    compiled = torch.compile(call, backend=Capture([partial(fuse_rms_norm, everywhere=True)]), fullgraph=True)
+    compiled = torch.compile(
+        call, backend=Capture([partial(fuse_rms_norm, require_kernel=False)]), fullgraph=True
+    )
     with pytest.raises(Exception, match="weight: expected a tensor that needs no gradient"):
         compiled(draw(9, K))
 
@@ -423,7 +425,7 @@ def test_every_norm_of_a_step_of_transformers_models_is_one_op_and_logits_are_th
     reader = Reader(family, num_hidden_layers=2)
     reader.prefill([5, 1, 9, 2])
     passes = [p for p in pipeline.PASSES if p not in (fuse_rms_norm, fuse_norm_rope_append)]
-    passes += [partial(p, everywhere=True) for p in (fuse_norm_rope_append, fuse_rms_norm)]
+    passes += [partial(p, require_kernel=False) for p in (fuse_norm_rope_append, fuse_rms_norm)]
     capture, run_stock = Capture(passes), TransformersTarget.forward
     compiled = torch.compile(
         lambda *inputs: run_stock(reader.target, *inputs), backend=capture, fullgraph=True

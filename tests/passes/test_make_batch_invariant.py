@@ -18,7 +18,7 @@ from mla_compile.passes.make_batch_invariant import SHORT, make_batch_invariant
 from tests.passes.capture import Capture, Layer, make_inputs, ops
 
 K, N = 40, 24
-EXACT = [partial(fuse_rms_norm, everywhere=True), make_batch_invariant]
+EXACT = [partial(fuse_rms_norm, require_kernel=False), make_batch_invariant]
 """What `options={"batch_invariant": True}` adds to the passes."""
 ADDS = {
     "linear",

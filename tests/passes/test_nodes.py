@@ -139,7 +139,7 @@ class Picked(Author):
 
 PASSES = [
     *pipeline.PASSES[:3],
-    partial(fuse_norm_rope_append, everywhere=True),
+    partial(fuse_norm_rope_append, require_kernel=False),
     partial(plan_decode, backend="reference"),
 ]
 

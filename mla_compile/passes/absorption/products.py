@@ -11,8 +11,9 @@ from mla_compile.passes.absorption.index_map import Index, same
 from mla_compile.passes.absorption.trace import View, read
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 
-SUMMED, RANK = "z", "r"
-"""The label of the dimension that a product sums over, and that of the latents' dimension where it is another one."""
+SUMMED, RANK, KEY = "z", "r", "d"
+"""The label of the dimension that a product sums over, that of the latents' dimension where it is another one, and that
+of the keys in the scores. Attention is `[a, b, c, d]`: rows, heads, query tokens, and keys or features."""
 
 
 @dataclass(frozen=True)
@@ -51,40 +52,19 @@ class Product:
 
 
 def as_product(node: fx.Node) -> Product | None:
-    """`linear`, `matmul`, `@`, `bmm`, `mm` and two-operand `einsum` with one summed label; None for anything else."""
+    """`linear`, `matmul` and `@`; None for anything else."""
     name = torch_name(node)
-    if name not in ("linear", "matmul", "bmm", "mm", "einsum") or not is_tensor(node):
+    if name not in ("linear", "matmul") or not is_tensor(node) or not all(map(is_tensor, node.args[:2])):
         return None
-    equation, *operands = node.args if name == "einsum" else ("", *node.args)
-    if len(operands) < 2 or not all(is_tensor(x) for x in operands[:2]):
+    left, right = node.args[:2] if len(node.args) > 1 else (None, None)
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
-    left, right = operands[:2]
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     out = string.ascii_lowercase[: tensor_of(node).dim()]
     ranks = tensor_of(left).dim(), tensor_of(right).dim()
     if any(tensor_of(x).dtype != tensor_of(node).dtype for x in (left, right)) or min(ranks) < 2:
         return None
-    if name == "einsum":
-        terms = _einsum_terms(equation, out) if len(operands) == 2 else None
-        return terms and Product(node, (left, right), terms, out)
     if name == "linear":
-        terms = out[:-1] + SUMMED, out[-1] + SUMMED
-    else:
-        terms = out[:-1][-ranks[0] + 1 :] + SUMMED, (out[:-2] + SUMMED + out[-1])[-ranks[1] :]
-    return Product(
-        node, (left, right), terms, out, name == "linear" and argument(node, 2, "bias") is not None
-    )
-
-
-def _einsum_terms(equation: Any, out: str) -> tuple[str, str] | None:
-    """The equation with the result's letters renamed to a, b, ... and the summed one to z."""
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    left, right = inputs.split(",")
-    summed = (set(left) | set(right)) - set(output)
-    once = all(len(set(term)) == len(term) for term in (left, right, output))
-    if len(summed) != 1 or not summed <= set(left) & set(right) or not once:
-        return None
-    rename = str.maketrans(output + summed.pop(), out + SUMMED)
-    return left.translate(rename), right.translate(rename)
+        biased = argument(node, 2, "bias") is not None
+        return Product(node, (left, right), (out[:-1] + SUMMED, out[-1] + SUMMED), out, biased)
+    terms = out[:-1][-ranks[0] + 1 :] + SUMMED, (out[:-2] + SUMMED + out[-1])[-ranks[1] :]
+    return Product(node, (left, right), terms, out)

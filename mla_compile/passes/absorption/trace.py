@@ -61,8 +61,8 @@ def trace(view: View, sizes: Sizes) -> View:
     return view
 
 
-_PROPERTIES = {"T", "mT", "H", "mH"}
-_MOVES = _PROPERTIES | {"transpose", "permute", "t", "swapaxes", "movedim"}
+_PROPERTIES = {"T", "mT"}
+_MOVES = _PROPERTIES | {"transpose", "permute", "t"}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
 _EXPANSIONS = {"expand", "expand_as", "repeat"}
 _COPIES = {"contiguous", "clone", "to", "type_as"}
@@ -183,7 +183,7 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Nodes]]] | None:
-    """The slices along the last dimension that `buffer[..., a:b].copy_(x)` or `buffer[..., a:b] = x` write.
+    """The slices along the last dimension that `buffer[..., a:b].copy_(x)` writes.
 
     None unless they cover all of it, each once, before anything reads it. Sources must have the slice's shape.
     """
@@ -192,22 +192,17 @@ def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Nodes]]] | None:
     labels = [Index(0, ((str(dim), 1),)) for dim in range(len(shape))]
     found: list[tuple[int, fx.Node, Nodes]] = []
     source: Any
-    path: Nodes
     for user in buffer.users:
-        write = next(iter(user.users), user) if torch_name(user) == "getitem" else user
-        if torch_name(write) == "copy_" and write.args[0] is user and len(user.users) == 1:
-            source, key, path = write.args[1], user.args[1], (write, user)
-        elif torch_name(write) == "setitem" and write.args[0] is buffer:
-            source, key, path = write.args[2], write.args[1], (write,)
-        else:
+        write = next(iter(user.users), user)
+        if torch_name(user) != "getitem" or torch_name(write) != "copy_" or len(user.users) != 1:
             continue
-        region = cut_at(labels, key, shape)
+        source, region = write.args[1], cut_at(labels, user.args[1], shape)
         if region is None or not is_tensor(source) or not _alike(source, buffer):
             return None
         rows = region[:-1] == labels[:-1] and all(map(same, tensor_of(source).shape[:-1], shape[:-1]))
         if not rows or region[last].terms != labels[last].terms:
             return None
-        found.append((region[last].offset, source, path))
+        found.append((region[last].offset, source, (write, user)))
     found.sort(key=lambda part: part[0])
     widths = [tensor_of(source).shape[-1] for _, source, _ in found]
     tiled = [start for start, _, _ in found] == [sum(widths[:i]) for i in range(len(widths))]
@@ -223,11 +218,10 @@ def _filled(buffer: fx.Node) -> tuple[int, list[tuple[fx.Node, Nodes]]] | None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A tensor that is read: methods called on `node`, `steps`, give one dimension for each letter of `term`."""
+    """A tensor that is read by methods called on `node`, `steps`."""
 
     node: fx.Node
     steps: tuple[tuple[Any, ...], ...]
-    term: str = field(compare=False)
     passed: Nodes = field(default=(), compare=False)
 
     def __call__(self, x: Any) -> Any:
@@ -259,7 +253,7 @@ def _reader(view: View, sizes: Sizes, term: str) -> Reader | None:
     if order != sorted(order):
         steps.append(("permute", order))
     steps += [("unsqueeze", dim) for dim, label in enumerate(term) if label not in found]
-    return Reader(view.node, tuple(steps), term, view.passed)
+    return Reader(view.node, tuple(steps), view.passed)
 
 
 def _take(dim: int, index: Index, size: Any, sizes: Sizes) -> tuple[list[tuple[Any, ...]], list[str]] | None:
