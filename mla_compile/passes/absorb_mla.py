@@ -171,7 +171,7 @@ def _queries(found: Attention) -> list[Reader]:
         low += width
     readers = []
     for part in (found.nope, found.rope):
-        operand = operands.get((part.start, part.size))
-        steps = () if operand else (("narrow", 3, part.start, part.size),)
-        readers.append(Reader(operand or node, steps))
+        place = part.start, part.size
+        steps = () if place in operands else (("narrow", 3, *place),)
+        readers.append(Reader(operands.get(place, node), steps))
     return readers
