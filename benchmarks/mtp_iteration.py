@@ -24,6 +24,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reporting import write_report
+from benchmarks.start import start
 from benchmarks.transformers_generate import random_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
@@ -31,7 +32,6 @@ from mla_compile.integrations.transformers.mtp import mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model, load_tokenizer
 from mla_compile.speculate import DecodeState, SamplingParams
-from benchmarks.start import start
 from mla_compile.torch_internals import compile_counters, recorded_cuda_graphs
 
 BUCKETS = (4, 1, 2, 8, 3, 4)

@@ -2,10 +2,10 @@
 
 import random
 
+from benchmarks.start import start
 from mla_compile import Engine, SamplingParams
 from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState
-from benchmarks.start import start
 from mla_compile.testing import shadow_check
 from tests.models_for_tests import VOCAB, poison_caches
 

@@ -1,7 +1,7 @@
 """A step that is checked while it runs: its eager twin runs on the same inputs, and what they leave is compared."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch

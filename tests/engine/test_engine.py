@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.start import start
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.batch import ForwardOutput
 from mla_compile.caches import CacheSpec
@@ -26,7 +27,6 @@ from mla_compile.speculate import (
     PromptChunks,
     Verified,
 )
-from benchmarks.start import start
 from tests.engine.engines import engine, pool_of
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 import torch
 
+from benchmarks.start import start
 from mla_compile import SamplingParams
 from mla_compile.engine import Completion, Request
 from mla_compile.models import MLAForCausalLM
-from benchmarks.start import start
 from mla_compile.testing import shadow_check
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, finish, texts

@@ -204,7 +204,15 @@ def test_a_config_without_a_number_of_key_heads_has_those_of_mla(copy):
         )
 
 
-PREFIXES = ("language_model.", "model.language_model.", "module.", "_orig_mod.", "base_model.model.", "a.b_2.c.", "")
+PREFIXES = (
+    "language_model.",
+    "model.language_model.",
+    "module.",
+    "_orig_mod.",
+    "base_model.model.",
+    "a.b_2.c.",
+    "",
+)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

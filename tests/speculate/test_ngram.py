@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
+from benchmarks.start import start
 from mla_compile import MLAError
 from mla_compile.caches import allocate
 from mla_compile.defaults import DrafterName
@@ -15,7 +16,6 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.drafter import DRAFTERS
 from mla_compile.speculate.ngram import look_up
-from benchmarks.start import start
 from mla_compile.testing import shadow_check
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.start import start
 from mla_compile import Completion, MLAError, SamplingParams
 from mla_compile.caches import allocate
 from mla_compile.engine.variants import Variant
@@ -16,7 +17,6 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.sampling import penalise_after, sample, top_logprobs
 from mla_compile.speculate.state import FIRST_TOKEN
-from benchmarks.start import start
 from mla_compile.testing import shadow_check
 from tests.engine.engines import engine
 from tests.host_sync import NoHostSync

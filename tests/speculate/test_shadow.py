@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.start import start
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
-from benchmarks.start import start
 from mla_compile.testing import ShadowCheckError, checked_step, shadow_check
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine
@@ -116,7 +116,10 @@ def fault_in(name: str, index: tuple[int, ...], value: int) -> Callable[[Started
         (fault_in("last_token", (2,), 1), r"last_token: row 2: (\d+), eager (\d+)"),
         (fault_in("num_cached", (0,), 1), r"num_cached: row 0: (\d+), eager (\d+)"),
         (fault_in("report", (1, 0), 1), r"report: row 1, column 0: (\d+), eager (\d+)"),
-        (fault_in("report", (1, FIRST_TOKEN), 1), rf"report: row 1, column {FIRST_TOKEN}: (\d+), eager (\d+)"),
+        (
+            fault_in("report", (1, FIRST_TOKEN), 1),
+            rf"report: row 1, column {FIRST_TOKEN}: (\d+), eager (\d+)",
+        ),
         (fault_in("max_len", (3,), 1), r"max_len: row 3: (\d+), eager (\d+)"),
     ],
     ids=lambda value: None if callable(value) else value.split(":")[0],

@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 
+from benchmarks.start import start
 from mla_compile import MLAError
 from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops.library import implementations
 from mla_compile.speculate import DecodeState, SamplingParams, SpeculativeDecoder
 from mla_compile.speculate.state import FIRST_TOKEN
-from benchmarks.start import start
 from tests.engine.engines import engine
 from tests.host_sync import HostSyncError, NoHostSync
 from tests.models_for_tests import VOCAB, poison_caches, tiny_model
