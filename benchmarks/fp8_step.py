@@ -83,7 +83,7 @@ def judged(model: MLAForCausalLM, prompt: list[int], written: list[int]) -> dict
     allocate(model.cache_specs(), 1 + pages, PAGE_SIZE)
     table = torch.arange(1, 1 + pages, dtype=torch.int32, device=DEVICE)[None]
     segment, positions = prefill_segment([len(ids)], [0], table, page_size=PAGE_SIZE)
-    logits = model.logits(model(ids, positions, MLABatch(prefill=segment))[len(prompt) - 1 :]).float()
+    logits = model.logits(model(ids, positions, MLABatch(prefill=segment)).hidden[len(prompt) - 1 :]).float()
     best, tokens = logits.amax(-1), torch.tensor(written, device=DEVICE)
     gap = best - logits.gather(1, tokens[:, None])[:, 0]
     return {
