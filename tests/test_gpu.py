@@ -1,5 +1,6 @@
 """On a CUDA device: the ops, and the step as a captured graph."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from torch._subclasses import FakeTensor
 
 from mla_compile import (
     MLABatch,
+    MLAError,
     SamplingParams,
     decode_segment,
     load_model,
@@ -22,7 +24,9 @@ from mla_compile.defaults import DrafterName
 from mla_compile.engine import Engine, capture, steps
 from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
+from mla_compile.models import MLAForCausalLM
 from mla_compile.ops import matmul
+from mla_compile.ops.operands import PlanOperands
 from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
@@ -35,7 +39,8 @@ from mla_compile.torch_internals import (
 )
 from tests.cases import Case, make_case, relative_error
 from tests.engine.engines import finish, texts
-from tests.models_for_tests import caches_of, poison_caches, tiny_model
+from tests.models.small import randomize
+from tests.models_for_tests import caches_of, poison_caches, tiny_config, tiny_model
 from tests.shadow_streams import run_checked_streams
 from tests.test_packing import KINDS
 
@@ -395,3 +400,46 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
     assert len(buckets) > 3 and all(bucket.num_graphs == 1 for bucket in buckets), "a mixed step is one graph"
     assert has_prompts == {False, True}, "which is the whole of a call, with prompts and without"
     assert not any(recorded_cuda_graphs(torch.cuda.current_device())), "no tensor is copied on a replay"
+
+
+def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("flashinfer")
+    from mla_compile.ops.kernels import flashinfer_mla
+
+    config = copy.deepcopy(tiny_config())
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 72, "head_dim": 64}
+    for name, size in {**sizes, "num_attention_heads": 16, "num_key_value_heads": 16}.items():
+        setattr(config, name, size)
+    model = MLAForCausalLM(config, mtp=True)
+    randomize(model, 0)
+    model = model.to("cuda", torch.bfloat16)
+    plans: list[int] = []
+    planner = flashinfer_mla.PLANNER
+
+    def plan(operands: PlanOperands) -> list[torch.Tensor]:
+        plans.append(operands.q_len)
+        return planner.plan(operands)
+
+    monkeypatch.setattr(flashinfer_mla, "PLANNER", planner._replace(plan=plan))
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    found = []
+    for backend in ("flashinfer", None):
+        engine = Engine(
+            model,
+            num_speculative_tokens=2,
+            max_rows=2,
+            max_model_len=64,
+            mode="default",
+            decode_backend=backend,
+        )
+        found.append(engine.generate(prompts, max_new_tokens=12))
+        if backend is not None:
+            assert plans[-6:] == 2 * [3, 1, 1], (
+                "verification, the MTP layer where it was sampled, its second draft"
+            )
+            with pytest.raises(MLAError, match="needs the host in every step"):
+                Engine(model, max_rows=2, max_model_len=64, decode_backend="flashinfer")
+    agreeing = sum(a == b for x, y in zip(*found) for a, b in zip(x.token_ids, y.token_ids))
+    assert agreeing >= 16, "near-ties may flip in bfloat16"
