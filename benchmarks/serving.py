@@ -176,7 +176,7 @@ def timed_launches() -> Iterator[dict[bool, list[float]]]:
         nonlocal unusual
         before = time.perf_counter()
         launched = launch(self, plan)
-        taken, known, report = time.perf_counter() - before, unusual, self.capture_report()
+        taken, known, report = time.perf_counter() - before, unusual, self.steps.report()
         unusual = report.compile_seconds + report.capture_seconds
         if plan.decodes and not plan.admitted and unusual == known:  # it neither compiled nor recorded
             times[bool(plan.chunks)].append(taken * 1e6)

@@ -419,7 +419,7 @@ def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
     planner = flashinfer_mla.PLANNER
 
     def plan(operands: PlanOperands) -> list[torch.Tensor]:
-        plans.append(operands.q_len)
+        plans.append(operands.place)
         return planner.plan(operands)
 
     monkeypatch.setattr(flashinfer_mla, "PLANNER", planner._replace(plan=plan))
@@ -436,9 +436,8 @@ def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
         )
         found.append(engine.generate(prompts, max_new_tokens=12))
         if backend is not None:
-            assert plans[-6:] == 2 * [3, 1, 1], (
-                "verification, the MTP layer where it was sampled, its second draft"
-            )
+            # Verification, the MTP layer where it was sampled, its second draft.
+            assert sorted(plans[-6:]) == [0, 0, 1, 1, 2, 2]
             with pytest.raises(MLAError, match="needs the host in every step"):
                 Engine(model, max_rows=2, max_model_len=64, decode_backend="flashinfer")
     agreeing = sum(a == b for x, y in zip(*found) for a, b in zip(x.token_ids, y.token_ids))
