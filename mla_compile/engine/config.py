@@ -119,11 +119,21 @@ class FittedConfig(EngineConfig):
     pages_per_grant: int
 
     def build_drafter(self, model: ServedModel) -> Drafter | None:
-        """The one drafter of an engine; None where nothing drafts."""
+        """The one drafter of an engine; None where nothing drafts.
+
+        Raises:
+            MLAError: it asks for a layer that the model does not give.
+        """
         k = self.num_speculative_tokens
         if k == 0:
             return None
-        return self.drafter.build(DrafterSettings(model, k, self.page_size, self.decode_backend))
+        drafter = self.drafter.build(DrafterSettings(model, k, self.page_size, self.decode_backend))
+        num_layers = getattr(model, "num_aux_layers", 0)
+        for layer in getattr(drafter, "aux_layers", ()):
+            if type(layer) is not int or not 0 <= layer < num_layers:
+                expected = f"indices of the {num_layers} layers whose outputs the model's forward can give"
+                raise MLAError("aux_layers", expected, repr(layer))
+        return drafter
 
     @property
     def pages_per_row(self) -> int:

@@ -61,6 +61,11 @@ class MLAForCausalLM(nn.Module):
         return self.embed_tokens.weight.device
 
     @property
+    def num_aux_layers(self) -> int:
+        """Layers of the trunk, whose outputs `forward` gives as `aux_layers`."""
+        return len(self.layers)
+
+    @property
     def is_recurrent(self) -> bool:
         return False
 

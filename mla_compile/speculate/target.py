@@ -33,8 +33,8 @@ class Target(Protocol):
 class ServedModel(Target, Protocol):
     """A `Target` that an engine can serve.
 
-    A model may have one more attribute, `max_position_embeddings`: the tokens of its longest text. `max_model_len` is
-    no more than that.
+    A model may have two more attributes. `max_position_embeddings`: the tokens of its longest text, which bound
+    `max_model_len`. `num_aux_layers`: how many layers' outputs its forward can give; none by default.
     """
 
     @property

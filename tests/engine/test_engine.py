@@ -15,6 +15,7 @@ from mla_compile.caches import CacheSpec
 from mla_compile.engine import Completion, EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.engine_settings import EngineFields, EngineSettings
+from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops import backends
 from mla_compile.ops.decode import decode_torch
 from mla_compile.ops.operands import DecodeOperands
@@ -28,6 +29,7 @@ from mla_compile.speculate import (
     Verified,
 )
 from tests.engine.engines import engine, pool_of
+from tests.integrations.families import stock_model
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model
 
@@ -261,10 +263,21 @@ def test_a_drafter_owns_weights_and_caches_and_reads_the_layers_that_it_asks_for
     assert planned == config.num_pages * 4 * 6
 
 
+def test_a_layer_that_the_forward_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ((2,), (-1,), ("0",)):
+        monkeypatch.setattr(WithCache, "aux_layers", wrong)
+        with pytest.raises(MLAError, match=r"^aux_layers: expected indices of the 2 layers"):
+            engine(2, tiny_model(), drafter=with_cache(0))
+    target = TransformersTarget(stock_model("deepseek_v3", num_hidden_layers=1), None)
+    monkeypatch.setattr(WithCache, "aux_layers", (0,))
+    with pytest.raises(MLAError, match=r"^aux_layers: expected indices of the 0 layers"):
+        Engine(target, num_speculative_tokens=1, drafter=with_cache(0), compile=False)
+
+
 def test_a_wrong_lookahead_is_refused_before_anything_is_allocated() -> None:
     for wrong in (-1, 1.5):
         with pytest.raises(MLAError, match=r"^lookahead: expected an integer >= 0"):
-            engine(2, drafter=with_cache(wrong))
+            engine(2, tiny_model(), drafter=with_cache(wrong))
 
 
 def test_the_settings_that_an_engine_takes_are_those_of_its_config() -> None:
