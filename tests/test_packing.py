@@ -324,7 +324,7 @@ class DeepSeek(nn.Module):
         allocate(self.model.cache_specs(), 1 + MAX_ROWS * PAGES_PER_ROW, PAGE_SIZE)
 
     def forward(self, ids: Tensor, scale: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
-        return self.model.logits(self.model(ids, positions, batch))
+        return self.model.logits(self.model(ids, positions, batch).hidden)
 
 
 @pytest.mark.long
