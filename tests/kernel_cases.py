@@ -353,28 +353,6 @@ def check_prefill(case: Case, got: Tensor) -> None:
     assert got.isfinite().all() and error < 2 * TOLERANCE[got.dtype], error
 
 
-@dataclass
-class NormRopeAppendCase:
-    """Arguments of `mla_norm_rope_append`, by name."""
-
-    kv_a: Tensor
-    weight: Tensor
-    cos: Tensor
-    sin: Tensor
-    kv_cache: Tensor
-    slot_mapping: Tensor
-    eps: float
-    interleaved_in: bool
-    interleaved_out: bool
-    q_pe: Tensor | None = None
-
-    def args(self) -> tuple:
-        return tuple(getattr(self, field.name) for field in fields(self))
-
-    def operands(self) -> NormRopeAppendOperands:
-        return NormRopeAppendOperands(*self.args())
-
-
 def norm_rope_append_case(
     tokens: int,
     rank: int = 32,
@@ -389,7 +367,7 @@ def norm_rope_append_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
-) -> NormRopeAppendCase:
+) -> NormRopeAppendOperands:
     """Rows of `kv_a` lie apart; every fifth token has slot -1; the cache is NaN. Cos and sin are no unit vectors.
 
     per_column: cos and sin differ between the two elements of a pair; else they are by pair, and strided.
@@ -412,10 +390,10 @@ def norm_rope_append_case(
     weight = (1 + 0.3 * randn(rank)).to(dtype)
     queries = randn(tokens, heads, rope + 8).to(dtype)[..., 8:] if heads else None
     layout = interleaved_in, interleaved_out
-    return NormRopeAppendCase(kv_a, weight, cos, sin, cache, slots, eps, *layout, queries)
+    return NormRopeAppendOperands(kv_a, weight, cos, sin, cache, slots, eps, *layout, queries)
 
 
-def norm_rope_append_reference(case: NormRopeAppendCase) -> Tensor:
+def norm_rope_append_reference(case: NormRopeAppendOperands) -> Tensor:
     """`[tokens, rank + rope]` in float64: the definitions of RMSNorm and of a rotation, a pair at a time."""
     rank, width = case.weight.shape[0], case.kv_a.shape[1]
     x, cos, sin = case.kv_a.double(), case.cos.double(), case.sin.double()
@@ -436,7 +414,7 @@ def norm_rope_append_reference(case: NormRopeAppendCase) -> Tensor:
     return out
 
 
-def check_norm_rope_append(case: NormRopeAppendCase, before: Tensor, units: float = 1.5) -> None:
+def check_norm_rope_append(case: NormRopeAppendOperands, before: Tensor, units: float = 1.5) -> None:
     """Valid slots of the cache, which held `before`, hold the definition's values; the others what they held.
 
     units: the relative error allowed, in units of the dtype.

@@ -535,9 +535,9 @@ def test_norm_rotation_and_append_in_one_launch(
             dtype=dtype,
             device="cuda",
         )
-        assert is_triton("mla_norm_rope_append", *case.args())
+        assert is_triton("mla_norm_rope_append", *case)
         before, alone = case.kv_cache.clone(), None if case.q_pe is None else case.q_pe.clone()
-        mla_norm_rope_append(**vars(case))
+        mla_norm_rope_append(**case._asdict())
         check_norm_rope_append(case, before)
         if alone is not None:
             layout = {"interleaved_in": interleaved_in, "interleaved_out": interleaved_out}
@@ -571,11 +571,11 @@ def test_queries_are_rotated_in_place(tokens: int, heads: int, dtype: torch.dtyp
 
 def test_a_captured_norm_rotation_and_append_serves_other_slots_at_replay() -> None:
     case = norm_rope_append_case(8, 512, 64, dtype=torch.bfloat16, device="cuda")
-    mla_norm_rope_append(**vars(case))
+    mla_norm_rope_append(**case._asdict())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mla_norm_rope_append(**vars(case))
+        mla_norm_rope_append(**case._asdict())
     for seed in range(3):
         case.kv_a.copy_(norm_rope_append_case(8, 512, 64, seed=seed, device="cuda").kv_a)
         case.slot_mapping.copy_(case.slot_mapping.roll(1))

@@ -56,7 +56,7 @@ def arguments(op: str, draw: random.Random) -> tuple[Any, ...]:
         return strided(wide[:, :rank]), strided(wide[:, rank:]), cache, torch.arange(count)
     if op == "mla_norm_rope_append":
         case = norm_rope_append_case(count, rank, rope, dtype=dtype)
-        return strided(case.kv_a), *case.args()[1:]
+        return strided(case.kv_a), *case[1:]
     if op == "mla_rotate_queries":
         q_pe, *others = rotation_case(count, mostly(draw, [1, 3], [0]), rope, dtype=dtype)
         return strided(q_pe), *others
@@ -204,7 +204,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
         torch.empty(2, 64, 576, dtype=dtype),
         torch.arange(3),
     ),
-    "mla_norm_rope_append": lambda dtype: norm_rope_append_case(3, 512, 64, dtype=dtype).args(),
+    "mla_norm_rope_append": lambda dtype: norm_rope_append_case(3, 512, 64, dtype=dtype),
     "mla_rotate_queries": lambda dtype: rotation_case(3, 20, 64, 192, dtype=dtype),
     "mla_masked_decode": lambda dtype: masked_case([5, 6], rank=512, rope=64, dtype=dtype).args(),
     "mla_prefill": lambda dtype: (

@@ -68,9 +68,7 @@ CALLS: dict[str, Callable[[], object]] = {
         moe_case(1, 4, hidden=64, intermediate=32, dtype=BF16).operands()
     ),
     "moe": lambda: moe.moe_triton(moe_case(4, 4, hidden=64, intermediate=32, dtype=BF16).operands()),
-    "append": lambda: norm_rope_append.norm_rope_append_triton(
-        norm_rope_append_case(2, 64, 16, dtype=BF16).operands()
-    ),
+    "append": lambda: norm_rope_append.norm_rope_append_triton(norm_rope_append_case(2, 64, 16, dtype=BF16)),
     "queries": lambda: rotate_queries.rotate_queries_triton(*rotation_case(2, 20, 64, 192, dtype=BF16)),
 }
 WITH_WEIGHTS = {

@@ -211,7 +211,7 @@ def unbacked(args: tuple[Any, ...], varying: dict[int, int], shapes: ShapeEnv) -
         ("mla_decode", decode_case([5, 3], q_len=1).args(), {0: 0, 1: 0, 3: 1, 4: 1}),
         ("moe_experts", moe_case(4, 2).args(), {0: 0, 1: 0, 2: 0}),
         ("moe_router", tuple(router_args("v3", 4, 32, torch.float32)), {0: 0}),
-        ("mla_norm_rope_append", norm_rope_append_case(4, heads=2).args(), {0: 0, 2: 0, 3: 0, 5: 0, 9: 0}),
+        ("mla_norm_rope_append", norm_rope_append_case(4, heads=2), {0: 0, 2: 0, 3: 0, 5: 0, 9: 0}),
         ("mla_rotate_queries", rotation_case(4), {0: 0, 1: 0, 2: 0}),
         ("row_argmax", (torch.randn(3, 8),), {0: 0}),
         ("matmul_by_head", (torch.randn(4, 2, 8), torch.randn(2, 8, 3)), {0: 0}),

@@ -1,7 +1,6 @@
 """`mla_norm_rope_append`: what it writes, its contract, the errors that bad input gets."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,13 +11,13 @@ from mla_compile.ops.library import implementations
 from mla_compile.ops.norm_rope_append import mla_norm_rope_append, norm_rope_append_op
 from mla_compile.ops.rotate_queries import mla_rotate_queries
 from tests.host_sync import NoHostSync
-from tests.kernel_cases import NormRopeAppendCase, check_norm_rope_append, norm_rope_append_case
+from tests.kernel_cases import NormRopeAppendOperands, check_norm_rope_append, norm_rope_append_case
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def call(case: NormRopeAppendCase) -> None:
-    mla_norm_rope_append(**vars(case))
+def call(case: NormRopeAppendOperands) -> None:
+    mla_norm_rope_append(**case._asdict())
 
 
 @pytest.mark.parametrize("per_column", [False, True], ids=["by pair", "by column"])
@@ -76,12 +75,12 @@ def test_no_token_or_no_valid_slot_writes_nothing(tokens: int) -> None:
 @pytest.mark.parametrize("per_column", [False, True])
 def test_the_op_keeps_its_contract(per_column: bool, heads: int) -> None:
     case = norm_rope_append_case(6, per_column=per_column, heads=heads)
-    opcheck(norm_rope_append_op, replace(case, kv_cache=case.kv_cache.nan_to_num()).args())
+    opcheck(norm_rope_append_op, case._replace(kv_cache=case.kv_cache.nan_to_num()))
 
 
 def test_the_implementation_never_waits_for_the_device() -> None:
     case = norm_rope_append_case(8)
-    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in case.args()]
+    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in case]
     with NoHostSync():
         implementations["mla_norm_rope_append"](*on_meta)
 
@@ -111,7 +110,7 @@ BAD: dict[str, tuple[str, Callable]] = {
 
 @pytest.mark.parametrize(("name", "change"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_refused_by_name_and_the_cache_stays(name: str, change: Callable) -> None:
-    arguments = asdict(norm_rope_append_case(6, heads=2))
+    arguments = norm_rope_append_case(6, heads=2)._asdict()
     arguments[name] = change(arguments[name])
     with pytest.raises(MLAError, match=f"^{name}: expected .+, got "):
         mla_norm_rope_append(**arguments)
@@ -137,6 +136,6 @@ def test_compiled_code_spills_nothing(capability: int, interleaved: bool) -> Non
 
     case = norm_rope_append_case(3, 512, 64, interleaved_in=interleaved, heads=20, dtype=torch.bfloat16)
     with compiled_for(capability) as kernels:
-        norm_rope_append_triton(case.operands())
+        norm_rope_append_triton(case)
     (kernel,) = kernels
     assert kernel.spilled_bytes == 0

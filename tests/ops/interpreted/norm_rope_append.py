@@ -34,7 +34,7 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(
             angles=dtype if per_column else torch.float32,
         )
         before = case.kv_cache.clone()
-        norm_rope_append_triton(case.operands())
+        norm_rope_append_triton(case)
         # The interpreter cuts to bfloat16 where a GPU rounds.
         check_norm_rope_append(case, before, units=2.5 if dtype == torch.bfloat16 else 1.5)
 
@@ -42,7 +42,7 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(
 def test_no_valid_token_writes_nothing() -> None:
     case = norm_rope_append_case(3)
     case.slot_mapping.fill_(-1)
-    norm_rope_append_triton(case.operands())
+    norm_rope_append_triton(case)
     assert case.kv_cache.isnan().all()
 
 
@@ -55,6 +55,6 @@ def test_queries_get_the_bits_of_the_kernel_for_them_alone(heads: int) -> None:
         assert case.q_pe is not None
         before, alone = case.kv_cache.clone(), case.q_pe.clone()
         rotate_queries_triton(alone, case.cos, case.sin, interleaved_in, case.interleaved_out)
-        norm_rope_append_triton(case.operands())
+        norm_rope_append_triton(case)
         check_norm_rope_append(case, before, units=2.5)
         assert torch.equal(case.q_pe, alone)
