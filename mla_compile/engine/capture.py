@@ -114,9 +114,9 @@ class Captures:
 class _MeasuredStep:
     """See `Captures.measured`.
 
-    known: by shape, how to call the step without measuring it. checked: those of them that have passed Dynamo's guards
-    and torch's checks since `check_again`.
-    graphs: by shape, what a call replays, where that is all that it does.
+    _known: by shape, how to call the step without measuring it. _checked: those of them that have passed Dynamo's
+    guards and torch's checks since `check_again`.
+    _graphs: by shape, what a call replays, where that is all that it does.
     """
 
     def __init__(self, captures: Captures, name: str, step: Callable[..., Any]) -> None:
@@ -168,9 +168,8 @@ class _MeasuredStep:
         """Take in how to call a shape that has just passed all checks, with the graph that it replayed or recorded."""
         before = self._graphs.get(shape)
         if before is not None and before is graph:
-            self._checked = (
-                self._known
-            )  # one code serves all shapes, with the same weights: one speaks for all
+            # One code serves all shapes, with the same weights: one of them speaks for all.
+            self._checked = self._known
         elif before is not None:  # something has moved: the others must see for themselves
             self._known, self._checked, self._graphs = {}, {}, {}
         self._known[shape] = self._checked[shape] = call

@@ -211,8 +211,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """What the next step runs; to be launched if it is not empty."""
         plan = Plan(removed=self._removed)  # the list itself: preemptions add to it
-        ending = [request for request in self._running if request.is_decoding and request.will_have_ended]
-        may_admit = self._plan_decodes(plan)
+        ending: list[Request] = []
+        may_admit = self._plan_decodes(plan, ending)
         self._plan_chunks(plan, self.q_len * (len(plan.decodes) + len(ending)), may_admit=may_admit)
         if plan:  # else nothing is done with it, and the next one removes these
             self._removed = []
@@ -258,12 +258,18 @@ class Scheduler:
                 num_cached = min(num_cached, len(request.prompt))
             self.pool.commit(request.pages, request.tokens, num_cached)
 
-    def _plan_decodes(self, plan: Plan) -> bool:
-        """Returns whether all who wanted pages got them without a preemption."""
+    def _plan_decodes(self, plan: Plan, ending: list[Request]) -> bool:
+        """Returns whether all requests that wanted pages got them without a preemption.
+
+        ending: gets the requests that end with the launched steps at the latest.
+        """
         reach, page_size = self._reach, self.pool.page_size
         num_running = len(self._running)
         for request in self._running:  # it may lose rows at its end
-            if not request.is_decoding or request.will_have_ended:
+            if not request.is_decoding:
+                continue
+            if request.will_have_ended:
+                ending.append(request)
                 continue
             has_room = request.num_cached + reach <= len(request.pages) * page_size
             if not has_room and not self._extend(plan, request):

@@ -1,6 +1,4 @@
-"""What all fusing passes do around a match: walk the graph, say in the log what was fused and what was not, and remove
-what nobody needs any more.
-"""
+"""What all fusing passes do around a match: walk the graph, log what was fused and what was not, remove dead nodes."""
 
 import logging
 from collections.abc import Callable, Iterable

@@ -43,13 +43,8 @@ def plan_flashinfer(operands: PlanOperands) -> list[Tensor]:
     Raises:
         MLAError: a row is longer than its pages.
     """
-    block_table, seq_lens, q_lens, q_len, page_size = (
-        operands.block_table,
-        operands.seq_lens,
-        operands.q_lens,
-        operands.q_len,
-        operands.page_size,
-    )
+    block_table, seq_lens, q_lens, q_len, *_ = operands
+    page_size = operands.page_size
     assert q_lens is None, "the table flattens ragged rows"
     (rows,) = seq_lens.shape
     lengths = seq_lens.cpu()
