@@ -1,9 +1,9 @@
-"""The graph of one attention call before the passes, after the split, and after the gather has climbed.
+"""The graph of one attention call before the passes and after the split.
 
     python examples/split_pass_step_by_step.py
 
-Read it beside `passes/split_prefill_decode.py` and `passes/hoist_row_gather.py`: it calls them one by one, as
-`backend="mla"` does before it hands the graph to Inductor.
+Read it beside `passes/split_prefill_decode.py`: it runs the passes one by one, as `backend="mla"` does before it
+hands the graph to Inductor.
 """
 
 import re
@@ -18,7 +18,7 @@ HIDDEN, HEADS, NOPE, ROPE, RANK, V = 12, 2, 4, 2, 8, 4
 
 
 class TinyLayer(nn.Module):
-    """Three projections, attention, and a gather of the tokens that a sampler wants: one per row."""
+    """Three projections and attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,27 +29,22 @@ class TinyLayer(nn.Module):
         self.register_buffer("w_uk", torch.randn(HEADS, NOPE, RANK))
         self.register_buffer("w_uv", torch.randn(HEADS, RANK, V))
 
-    def forward(self, x: Tensor, batch: MLABatch, wanted: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
         q_nope, q_pe = self.q_proj(x).view(-1, HEADS, NOPE + ROPE).split([NOPE, ROPE], dim=-1)
         kv_c, k_pe = self.kv_proj(x).split([RANK, ROPE], dim=-1)
         out = mla_attention(q_nope, q_pe, kv_c, k_pe, self.kv_cache, self.w_uk, self.w_uv, batch, 0.4)
-        return self.o_proj(out.flatten(1)).index_select(0, wanted)
+        return self.o_proj(out.flatten(1))
 
 
 # Dynamo calls its inputs l_args_0_ and l_function_modules_q_proj_parameters_weight_: shorter is easier to read.
 LONG = re.compile(r"^l_(function|args_1)_(modules_|buffers_)?|_parameters|_$")
-INPUTS = {"l_args_0_": "x", "l_args_2_": "wanted"}
+INPUTS = {"l_args_0_": "x"}
 
 COMMENTS = {
     "captured": "What Dynamo sees: one opaque op. It attends, and writes kv_cache.",
     "split_prefill_decode": (
         "The op is spelled out: append the latents, move the queries into the latent space (times w_uk), attend\n"
         "there, and come back (times w_uv). No row is a prompt, so nothing of prefill is built."
-    ),
-    "hoist_row_gather": (
-        "Of 3 rows x 4 tokens only 3 are wanted, so the gather has climbed: query, attention and o_proj run on 3\n"
-        "tokens. It stopped at x, because every token's latent must be appended. The small ops between them make a\n"
-        "block table and lengths in which each wanted token is a row of its own."
     ),
 }
 
@@ -77,10 +72,9 @@ def main() -> None:
     # Three rows with 5 cached tokens each that verify 3 drafts: 4 tokens a row. That is decode, however long.
     table = 1 + torch.arange(9, dtype=torch.int32).view(3, 3)
     batch, _ = decode_segment(torch.full((3,), 5, dtype=torch.int32), table, q_len=4, page_size=4)
-    wanted = torch.tensor([0, 5, 11])
     x = torch.randn(12, HIDDEN)
 
-    explanation = mla_compile.explain(layer, x, MLABatch(decode=batch), wanted)
+    explanation = mla_compile.explain(layer, x, MLABatch(decode=batch))
     for name, gm in explanation.graphs.items():
         print(f"\n{name}\n{COMMENTS[name]}\n")
         show(gm.graph)

@@ -4,7 +4,7 @@ import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from torch import fx
 
@@ -14,26 +14,21 @@ from mla_compile.ops.decode import decode_op
 from mla_compile.ops.matmul import matmul_by_head_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes.effects import appended_cache
-from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, rows_of, tensor_of, value_of
+from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, tensor_of, value_of
 from mla_compile.passes.provenance import module_path
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Shapes of a decode segment. `tokens` reach `mla_decode`, of `all_tokens` that the batch decodes."""
+    """Shapes of a decode segment."""
 
     rows: str
     q_len: str
     tokens: str
-    all_tokens: str
     q_nope: str
     q_pe: str
     q_latent: str
     out: str
-
-    @property
-    def is_reduced(self) -> bool:
-        return self.tokens != self.all_tokens
 
 
 @dataclass(frozen=True)
@@ -66,11 +61,6 @@ class Layer:
     decode: Decode | None
     prefill: Prefill | None
 
-    @property
-    def result(self) -> str:
-        """The shape after the passes: that of `out`, or of the rows of it that a gather keeps."""
-        return self.decode.out if self.decode and not self.prefill else self.out
-
 
 @dataclass(frozen=True)
 class Group:
@@ -97,21 +87,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Move:
-    """A gather that climbed: the ops that now run on `kept` of `rows` rows, and how many there are of each."""
-
-    rows: str
-    kept: str
-    ops: dict[str, int]
-
-
-@dataclass(frozen=True)
 class Layers:
     """The attention calls of a graph. `groups` has all of the `calls` or none."""
 
     calls: int
     groups: list[Group]
-    moves: list[Move]
     hints: dict[str, int]
     """What a symbolic size was in the captured call, where that is known."""
 
@@ -143,8 +123,7 @@ def find_layers(graphs: dict[str, fx.GraphModule]) -> Layers:
     # A user's passes may leave the unified op, or add to the segments: what has no pair is not drawn.
     paired = zip(*stages) if len({len(stage) for stage in stages}) == 1 else ()
     layers = [_layer(shapes, f"call {i}", *nodes) for i, nodes in enumerate(paired)]
-    moves = list(_moves(shapes, list(graphs.values())))
-    return Layers(len(unified), list(_fold(layers)), moves, shapes.hints)
+    return Layers(len(unified), list(_fold(layers)), shapes.hints)
 
 
 def _fold(layers: list[Layer]) -> Iterator[Group]:
@@ -196,7 +175,6 @@ def _decode(shapes: Shapes, before: fx.Node | None, after: fx.Node | None) -> De
         rows=shapes.rows(split["seq_lens"]),
         q_len=shapes.size(value_of(q_len) if isinstance(q_len, fx.Node) else q_len),
         tokens=shapes.rows(after),
-        all_tokens=shapes.rows(before),
         q_nope=shapes.shape(_absorbed(q_latent)),
         q_pe=shapes.shape(given["q_pe"]),
         q_latent=shapes.shape(q_latent),
@@ -234,17 +212,3 @@ def _up_projected(decode: fx.Node) -> fx.Node:
         if out.target is operator.getitem and out.args[1] == 0:
             return next((user for user in out.users if is_call(user, matmul_by_head_op)), out)
     return decode
-
-
-def _moves(shapes: Shapes, graphs: list[fx.GraphModule]) -> Iterator[Move]:
-    """Between two graphs: the gathers that vanished, and the row-wise nodes that vanished with them."""
-    for before, after in pairwise(graphs):
-        left = {node.name for node in after.graph.nodes}
-        gone = [node for node in before.graph.nodes if node.name not in left and rows_of(node) is not None]
-        gathers = [node for node in gone if op_name(node) == "index_select"]
-        for (rows, kept), _ in groupby(
-            gathers, key=lambda g: (shapes.rows(g.all_input_nodes[0]), shapes.rows(g))
-        ):
-            moved = [n for n in gone if n not in gathers and shapes.size(rows_of(n)) == rows]
-            names = [op_name(node) for node in moved if node.target is not operator.getitem]
-            yield Move(rows, kept, {name: names.count(name) for name in dict.fromkeys(names)})

@@ -62,11 +62,6 @@ def _footer(graphs: dict[str, fx.GraphModule], layers: Layers) -> list[str]:
         lines.append(layers.why_none)
     if len(layers.groups) > MAX_PANELS:
         lines.append(f"... and {len(layers.groups) - MAX_PANELS} more kinds of calls: print the explanation.")
-    for move in layers.moves:
-        count = sum(move.ops.values())
-        lines.append(
-            f"A gather moved up: {count} row-wise nodes run on {move.kept} rows instead of {move.rows}."
-        )
     sizes = " → ".join(str(len(gm.graph.nodes)) for gm in graphs.values())
     return [*lines, f"Nodes in the graph, after each pass: {sizes}"]
 
@@ -118,7 +113,7 @@ def _tokens(canvas: Canvas, top: float, layer: Layer) -> None:
             end_decode - start,
             52,
             "decode",
-            f"{decode.all_tokens} decode tokens",
+            f"{decode.tokens} decode tokens",
             f"{decode.rows} {words}",
         )
     if prefill:
@@ -158,14 +153,9 @@ def _decode(canvas: Canvas, top: float, layer: Layer) -> None:
         return
     side, line = x + 18, x + 158
     y = top + TOKENS + 52
-    if decode.is_reduced:
-        canvas.arrow(line, y, line, y + 14)
-        kept = f"{decode.tokens} of {decode.all_tokens} tokens"
-        canvas.box(x, y + 14, width, 24, "decode", f"index_select: {kept}")
-        y += 38
     canvas.arrow(side, y, side, top + ATTEND)
     canvas.arrow(line, y, line, top + FIRST)
-    canvas.labels(side + 9, top + FIRST - (14 if decode.is_reduced else 40), f"q_pe {decode.q_pe}")
+    canvas.labels(side + 9, top + FIRST - 40, f"q_pe {decode.q_pe}")
     canvas.labels(line + 9, top + FIRST - 14, f"q_nope {decode.q_nope}")
     canvas.box(x + 46, top + FIRST, width - 46, 54, "decode", "absorb", f"@ w_uk {layer.w_uk}")
     canvas.arrow(line, top + FIRST + 54, line, top + ATTEND)
@@ -211,6 +201,6 @@ def _join(canvas: Canvas, top: float, layer: Layer) -> None:
         60,
         "shared",
         title,
-        f"{layer.result}",
+        layer.out,
         "for one o_proj and the rest of the layer",
     )

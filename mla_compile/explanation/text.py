@@ -1,17 +1,16 @@
 """The explanation in words."""
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import fx
 
-from mla_compile.explanation.layers import Decode, Group, Layers, Move, Prefill
+from mla_compile.explanation.layers import Decode, Group, Layers, Prefill
 from mla_compile.passes.nodes import op_name
 
 
 def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
-    """Layers, moved gathers and node counts, a block each."""
+    """Layers and node counts, a block each."""
     return "\n\n".join("\n".join(block) for block in _blocks(graphs, layers)) + "\n"
 
 
@@ -24,11 +23,6 @@ def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[
         yield [layers.why_none]
     for group in layers.groups:
         yield list(_group(group))
-    if layers.moves:
-        yield [
-            "gathers moved up, so that row-wise work runs on the kept rows only",
-            *map(_move, layers.moves),
-        ]
     yield list(_counts(graphs))
 
 
@@ -47,10 +41,8 @@ def _group(group: Group) -> Iterator[str]:
     yield f"  before   mla_attention({arguments}) -> {layer.out}"
     yield f"  append   {layer.append}   kv_c {layer.kv_c}, k_pe {layer.k_pe} -> kv_cache {layer.kv_cache}"
     if decode and prefill:
-        yield f"  split    q, kv into {decode.all_tokens} decode and {prefill.tokens} prefill tokens"
+        yield f"  split    q, kv into {decode.tokens} decode and {prefill.tokens} prefill tokens"
     if decode:
-        if decode.is_reduced:
-            yield f"  gather   index_select {decode.tokens} of {decode.all_tokens} tokens: only they are used later"
         yield f"  decode   absorb       q_nope {decode.q_nope} @ w_uk {layer.w_uk} -> q_latent {decode.q_latent}"
         yield f"           mla_decode   q_latent {decode.q_latent}, q_pe {decode.q_pe} -> {decode.q_latent}"
         yield f"           up-project   {decode.q_latent} @ w_uv {layer.w_uv} -> {decode.out}"
@@ -61,16 +53,11 @@ def _group(group: Group) -> Iterator[str]:
 
 
 def _decode_tokens(decode: Decode) -> str:
-    return f"{decode.all_tokens} decode ({_count(decode.rows, 'row')} x q_len {decode.q_len})"
+    return f"{decode.tokens} decode ({_count(decode.rows, 'row')} x q_len {decode.q_len})"
 
 
 def _prefill_tokens(prefill: Prefill) -> str:
     return f"{prefill.tokens} prefill ({_count(prefill.chunks, 'chunk')})"
-
-
-def _move(move: Move) -> str:
-    ops = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in move.ops.items())
-    return textwrap.fill(f"  {move.rows} -> {move.kept} rows: {ops}", 110, subsequent_indent="    ")
 
 
 def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:

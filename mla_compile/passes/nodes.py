@@ -143,11 +143,6 @@ def flat(value: Any) -> list[Any]:
     return [v for part in value for v in flat(part)] if isinstance(value, (tuple, list)) else [value]
 
 
-def is_tuple(node: fx.Node) -> bool:
-    """Whether the value has several elements, which `getitem` takes out."""
-    return isinstance(value_of(node), (tuple, list))
-
-
 def is_tensor(node: Any) -> bool:
     """Whether an argument is a node whose value is one tensor."""
     return isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
@@ -155,16 +150,6 @@ def is_tensor(node: Any) -> bool:
 
 def tensor_of(node: fx.Node) -> Tensor:
     """The node's example tensor, the first one of a tuple."""
-    value = _first_tensor(node)
+    value = next((value for value in values_of(node) if isinstance(value, Tensor)), None)
     assert value is not None, f"{node.name} is no tensor"
     return value
-
-
-def rows_of(node: Any) -> Any:
-    """The size of dimension 0 of the node's tensor, the first one of a tuple; None where there is none."""
-    value = _first_tensor(node) if isinstance(node, fx.Node) else None
-    return value.shape[0] if value is not None and value.dim() else None
-
-
-def _first_tensor(node: fx.Node) -> Tensor | None:
-    return next((value for value in values_of(node) if isinstance(value, Tensor)), None)

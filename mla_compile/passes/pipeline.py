@@ -28,7 +28,6 @@ from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
-from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
 from mla_compile.passes.plan_decode import plan_decode
@@ -43,14 +42,13 @@ Pass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 PASSES: list[Pass] = [
     absorb_mla,  # first: it reads the graph as the user wrote it
     split_prefill_decode,
-    hoist_row_gather,  # after the split: it reduces decode segments too
     fuse_norm_rope_append,  # after the split, which makes appends
-    rotate_queries,  # after the split and the gathers, which leave fewer queries to rotate
-    fuse_router,  # after it: of what is left
+    rotate_queries,
+    fuse_router,
     fuse_shared_experts,
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
     fuse_all_reduce,  # after it: it looks for what it makes
-    fuse_linear,  # the others look for single products, and gathers part what reads one input
+    fuse_linear,  # the others look for single products
     drop_idle,  # of what all of these leave, before those that want a norm and its reader side by side
     fuse_norm_router,  # after `fuse_all_reduce`, which may take the norm
     fuse_norm_linear,  # after `fuse_linear`: it looks for what it makes
@@ -140,7 +138,7 @@ def steps(
 
 
 def pass_name(graph_pass: Pass) -> str:
-    """`hoist_row_gather`, of a `partial` too; the class of an object that is called."""
+    """`fuse_linear`, of a `partial` too; the class of an object that is called."""
     while isinstance(graph_pass, partial):
         graph_pass = graph_pass.func
     return str(getattr(graph_pass, "__name__", type(graph_pass).__name__))

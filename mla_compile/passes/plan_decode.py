@@ -6,8 +6,8 @@
     q2 ─> mla_decode(..., backend=None)      q1 ─> mla_decode(..., "flashinfer", plan)
                                              q2 ─> mla_decode(..., "flashinfer", plan)
 
-After all other passes, so that it sees the calls that they emit: a gather of rows that climbs over a decode call leaves
-one of other lengths. A call that names no backend gets the plan of the one that will serve it, if that one plans.
+After all other passes, so that it sees the calls that they emit. A call that names no backend gets the plan of the one
+that will serve it, if that one plans.
 
 The name and the plan are arguments of the node, so Inductor's caches tell graphs with different choices apart, and the
 op's fake implementation refuses here, while compiling, a backend that cannot serve the call.

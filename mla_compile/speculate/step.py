@@ -156,7 +156,6 @@ class SpeculativeDecoder(nn.Module):
 
         Returns the output of the k + 1 positions of each row, `[rows * (k + 1), ...]`.
         """
-        # Sizes were checked before: a check in a graph, as a write, is where a gather stops climbing.
         rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
         if self.drafter is not None:
             sizes = [rows * q_len, chunks.token_ids.shape[0]]

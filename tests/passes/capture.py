@@ -81,15 +81,6 @@ def compared(
     return capture.after[0]
 
 
-def rows_computed(gm: fx.GraphModule) -> dict[str, set[Any]]:
-    """Rows that each op computes, but for gathers and writes."""
-    found: dict[str, set[Any]] = {}
-    for node, name in zip((n for n in gm.graph.nodes if n.op.startswith("call_")), ops(gm)):
-        if name not in ("index_select", "mla_append", "setitem") and "example_value" in node.meta:
-            found.setdefault(name, set()).add(shape(node)[0])
-    return found
-
-
 class Layer(nn.Module):
     """Attention with projections and a cache of its own, added to what came in."""
 

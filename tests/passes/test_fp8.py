@@ -14,7 +14,6 @@ from mla_compile.models.layout import lay_side_by_side
 from mla_compile.ops.fp8 import quantize
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
-from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from tests.passes.capture import Capture, nodes_of, ops
 
@@ -76,15 +75,6 @@ def test_shared_experts_are_given_to_the_op_unless_two_share_a_block(
     gm = run(Layer(intermediate, shared), [fuse], torch.randn(5, HIDDEN))
     assert ops(gm).count("fp8_linear") == (0 if fused else 3)
     assert ("add" in ops(gm)) != fused
-
-
-def test_a_gather_climbs_over_products_and_experts() -> None:
-    layer, ids = Layer(40, 1), torch.tensor([4, 1])
-    gm = run(lambda x: torch.index_select(layer(x), 0, ids), [hoist_row_gather], torch.randn(5, HIDDEN))
-    values = [
-        node.meta["example_value"] for name in ("fp8_linear", "moe_experts") for node in nodes_of(gm, name)
-    ]
-    assert len(values) == 4 and all(value.shape[0] == 2 for value in values)
 
 
 def test_all_are_asked_for_one_order() -> None:

@@ -18,7 +18,6 @@ from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.passes import pipeline, recognise
 from mla_compile.passes.effects import may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
-from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.provenance import module_path
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
@@ -48,7 +47,7 @@ def fuse(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModu
     return fuse_norm_rope_append(gm, example_inputs, require_kernel=False)
 
 
-PASSES = [split_prefill_decode, hoist_row_gather, fuse]
+PASSES = [split_prefill_decode, fuse]
 
 
 class Author(nn.Module):
@@ -428,23 +427,6 @@ def test_layers_that_are_alike_are_tried_once_and_the_graph_is_the_same_each_tim
         graphs.append(str(gm.graph))
         assert str(fuse(gm).graph) == graphs[-1]
     assert graphs[0] == graphs[1] and len(tried) == 2 * 2
-
-
-@pytest.mark.long
-def test_a_gather_climbs_past_the_fused_op_as_past_an_append() -> None:
-    class Picked(Layers):
-        def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
-            return super().forward(x, batch).index_select(0, torch.tensor([4, 1]))
-
-    graphs = []
-    for order in (PASSES, [split_prefill_decode, fuse, hoist_row_gather]):
-        found = capture_graph(Picked(2), make_inputs(**DECODE), {})
-        assert found is not None
-        gm = pipeline.run(*found, order)
-        graphs.append(
-            sorted((name, *(str(shape(n)) for n in nodes_of(gm, name))) for name in ("linear", "mla_decode"))
-        )
-    assert graphs[0] == graphs[1]
 
 
 # --- models

@@ -16,7 +16,6 @@ from mla_compile.ops.moe import moe_experts
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
-from mla_compile.passes.hoist_row_gather import hoist_row_gather
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
@@ -183,7 +182,6 @@ def test_where_the_op_has_no_kernel_nothing_changes() -> None:
 
 PASSES = [
     split_prefill_decode,
-    hoist_row_gather,
     partial(fuse_router, require_kernel=False),
     fuse,
 ]
