@@ -24,9 +24,10 @@ from torch import fx
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.passes.absorption.pattern import Attention, attention_of, may_be_attention
 from mla_compile.passes.effects import writer_between
-from mla_compile.passes.emit import counting, inline
+from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 from mla_compile.passes.rewrite import Refusal, rewrite
+from mla_compile.passes.strides import laid_out_as
 from mla_compile.torch_internals import is_wrapper, size_hint
 
 _MANY_KEYS = 4096
@@ -117,8 +118,7 @@ def _emit_fused(found: Attention) -> None:
     def attend(read: Sequence[Any], q_nope: Any, q_pe: Any, mask: Any) -> Any:
         kv_c, w_uk, w_uv, k_pe = _parts(found, read)
         if causal:
-            query, key = (counting(kv_c, 0, n, torch.int64) for n in (q_nope.shape[2], kv_c.shape[1]))
-            mask = key <= query[:, None]
+            mask = q_nope.new_ones((q_nope.shape[2], kv_c.shape[1]), dtype=torch.bool).tril()
         q_latent = torch.einsum("bhqn,hrn->bhqr", q_nope, w_uk)
         out = masked_decode_op(q_latent, q_pe, kv_c, k_pe, mask, scale)
         return torch.einsum("bhqr,hrv->bhqv", out, w_uv)
@@ -155,14 +155,10 @@ def _parts(found: Attention, read: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def _replace(node: fx.Node, emit: Callable[..., Any], *arguments: Any) -> None:
-    """Put `emit(*arguments)` in the place of a node, with its order of dimensions in memory: a later `view` counts on
-    it."""
-    strides = [size_hint(stride) or 0 for stride in tensor_of(node).stride()]
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    """Put `emit(*arguments)` in the place of a node."""
 
     def call(*arguments: Any) -> Any:
-        out = emit(*arguments).permute(order).contiguous()
-        return out.permute([order.index(dim) for dim in range(len(order))])
+        return laid_out_as(tensor_of(node), emit(*arguments))
 
     node.replace_all_uses_with(inline(node, call, arguments))
 
