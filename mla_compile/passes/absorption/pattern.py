@@ -107,8 +107,10 @@ def attention_of(node: fx.Node) -> Attention | None:
     by_head = [not same(part.strides[1], 0) for part in parts]
     if sorted(by_head) != [False, True]:
         return None
-    if fused:
-        _check_arguments(node)
+    if fused and argument(node, 4, "dropout_p", 0.0) != 0.0:
+        raise Refusal("dropout is on: call model.eval(), or pass dropout_p=0.0")
+    if fused and not isinstance(argument(node, 6, "scale"), (int, float, type(None))):
+        raise Refusal("scale is not a number")
     for x in map(tensor_of, (key, value)):
         if x.dtype != tensor_of(query).dtype:
             raise Refusal("queries, keys and values differ in dtype")
@@ -140,13 +142,6 @@ def _scores_behind(weights: fx.Node) -> fx.Node | None:
             seen.add(source)
             pending += source.all_input_nodes
     return None
-
-
-def _check_arguments(node: fx.Node) -> None:
-    if argument(node, 4, "dropout_p", 0.0) != 0.0:
-        raise Refusal("dropout is on: call model.eval(), or pass dropout_p=0.0")
-    if not isinstance(argument(node, 6, "scale"), (int, float, type(None))):
-        raise Refusal("scale is not a number")
 
 
 def _expansion(part: View, what: str) -> Expansion:
