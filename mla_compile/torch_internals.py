@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -103,12 +103,33 @@ def lower_with_inductor(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.exc import OperatorIssue
 
+    if any(isinstance(x, torch.Tensor) and x.is_cpu for x in example_inputs):
+        _start_cpp_compiler()
     # Of an op without a lowering that it meets for the first time, torch 2.11 spells out the arguments, even for a log
     # that nobody keeps, and of each all that it was made of: that doubles with every layer before, and never ends.
     with mock.patch.object(
         OperatorIssue, "operator_str", staticmethod(lambda target, *_: f"target: {target}")
     ):
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
+
+
+@functools.cache
+def _start_cpp_compiler() -> None:
+    """Once in a process."""
+    threading.Thread(target=_compile_smallest_kernel, daemon=True).start()
+
+
+def _compile_smallest_kernel() -> None:
+    """Have Inductor find out which vector instructions there are, and compile the header of its kernels: 9 s on a slow
+    core, for which the compile would wait otherwise.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    kernel = 'extern "C" void kernel(float* x) { at::vec::Vectorized<float>(0).store(x); }'
+    with suppress(Exception):  # which the compile meets too, and tells
+        CppPythonBindingsCodeCache.load_pybinding(
+            ["float*"], f"#include <torch/csrc/inductor/cpp_prefix.h>\n{kernel}\n"
+        )
 
 
 def trace_graph(name: str, gm: fx.GraphModule) -> None:

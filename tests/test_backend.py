@@ -3,12 +3,14 @@
 import copy
 import logging
 import os
+import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mla_compile import MLABatch, MLAError, mla_attention
+from mla_compile import MLABatch, MLAError, mla_attention, torch_internals
 from mla_compile.backend import resolve_settings
 from mla_compile.passes import PASSES
 from mla_compile.torch_internals import compile_counters, inductor_modes
@@ -113,6 +115,31 @@ def test_a_module_without_mla_compiles_as_with_inductor() -> None:
     module, x = nn.Linear(4, 3), torch.randn(2, 4)
     torch.testing.assert_close(torch.compile(module, backend="mla", fullgraph=True)(x), module(x))
     assert compile_counters()["graphs"] >= 1
+
+
+@pytest.mark.long
+def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, which compiles a kernel of its own; what fails there, the compile tells."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    written, done = [], threading.Event()
+    load = CppPythonBindingsCodeCache.load_pybinding.__func__  # type: ignore[attr-defined]
+
+    def loaded(*args: Any) -> Any:
+        kernel = load(*args)
+        if threading.current_thread() is threading.main_thread():
+            return kernel
+        x = torch.ones(16)
+        kernel(x)
+        written.append(x.tolist())
+        done.set()
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", classmethod(loaded))
+    torch_internals._start_cpp_compiler.cache_clear()  # which another test's compile may have called
+    function = torch.compile(lambda x: x.sin() + 1, backend="mla")
+    function(torch.ones(8))
+    assert done.wait(60) and written[0][0] == 0
 
 
 def test_an_op_that_comes_late_in_a_deep_graph_is_not_spelled_out_with_all_that_it_is_made_of() -> None:

@@ -166,9 +166,18 @@ def _spares_rotated(node: fx.Node, match: _Match) -> bool:
     view, source = tensor_of(node), tensor_of(match.cone.source)
     width = source.shape[-1] // match.heads
     steps = view.stride()[:-1]
-    if not all(type(step) is int and step % width == 0 for step in steps):
+    if _is_read_by_strides(node) or not all(type(step) is int and step % width == 0 for step in steps):
         return False
     return view.stride(-1) == 1 and view.storage_offset() % width + view.shape[-1] <= width - match.rope
+
+
+def _is_read_by_strides(view: fx.Node) -> bool:
+    """Whether somebody asks for other elements of a view's memory than its own."""
+    return any(
+        function_name(user).startswith("as_strided")
+        or (memory([user]) == memory([view]) and _is_read_by_strides(user))
+        for user in view.users
+    )
 
 
 def _replace(match: _Match) -> fx.Node:

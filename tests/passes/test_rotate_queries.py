@@ -184,6 +184,11 @@ def kept_by_their_strides(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
     return q_nope, q_pe, q_pe.as_strided((len(q), 1), (HEADS * ROPE, 1))
 
 
+def read_beyond_a_view(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
+    q_nope, q_pe, _ = in_two_parts(q, angles)
+    return q_nope, q_pe, q_nope.as_strided((len(q), 1), (HEADS * WIDTH, 1), WIDTH - 1)
+
+
 def transposed(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
     """Queries of which the memory is not that of tokens in their order."""
     q = (q.view(-1, 2, HEADS * WIDTH).transpose(0, 1) * 1.0).reshape(-1, HEADS, WIDTH)
@@ -206,6 +211,7 @@ REFUSED = {
     "angles of each head": (unlike, "not those of each token"),
     "heads in another order": (heads_mixed, "computes something else"),
     "somebody who knows the strides": (kept_by_their_strides, "`more` may count on how queries lie"),
+    "somebody who reads beyond a view": (read_beyond_a_view, "also used by `split_1`|also used by `q_nope`"),
     "tokens in another order in memory": (transposed, "no projection|computes something else|reads"),
     "a write in between": (written, "used by `mul_`"),
 }
