@@ -107,12 +107,10 @@ def lower_with_inductor(
         _start_cpp_compiler()
     # Of an op without a lowering that it meets for the first time, torch 2.11 spells out the arguments, even for a log
     # that nobody keeps, and of each all that it was made of: that doubles with every layer before, and never ends.
-    with mock.patch.object(OperatorIssue, "operator_str", staticmethod(_name_of_op)):
+    with mock.patch.object(
+        OperatorIssue, "operator_str", staticmethod(lambda target, *_: f"target: {target}")
+    ):
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs, config_patches=options))
-
-
-def _name_of_op(target: Any, *_: Any) -> str:
-    return f"target: {target}"
 
 
 @functools.cache

@@ -88,7 +88,7 @@ class Cone:
         inputs = [_described(value_of(node)) for node in (self.source, *self.leaves)]
         calls = []
         for node in self.nodes:
-            arguments = repr(fx.map_arg((node.args, node.kwargs), lambda n: _Name(named[n])))
+            arguments = repr(fx.map_arg((node.args, node.kwargs), named.__getitem__))
             dtype = getattr(value_of(node), "dtype", None)  # autocast changes it
             calls.append((node.op, str(node.target), arguments, dtype))
         return repr((inputs, calls, named[self.result]))
@@ -129,13 +129,6 @@ class Cone:
             known[node] = out
         result: Tensor = known[self.result]
         return result
-
-
-class _Name(str):
-    """Written without quotes, unlike a text that is an argument."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def cut(source: fx.Node, result: fx.Node, *, fills: bool = False) -> Cone:

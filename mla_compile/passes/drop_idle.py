@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import SymInt, Tensor, fx
 
-from mla_compile.passes.effects import mutates
+from mla_compile.passes.effects import erase_dead
 from mla_compile.passes.nodes import function_name, value_of
 from mla_compile.passes.strides import is_contiguous
 from mla_compile.torch_internals import statically_known_true
@@ -35,9 +35,7 @@ def drop_idle(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.Grap
             same = _viewed(node)
         if same is not node:
             node.replace_all_uses_with(same)
-    for node in reversed(gm.graph.nodes):
-        if node.op.startswith("call_") and not (node.users or node.is_impure() or mutates(node)):
-            gm.graph.erase_node(node)
+    erase_dead(gm.graph)
     return gm
 
 

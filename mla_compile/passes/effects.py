@@ -52,10 +52,7 @@ def mutates(node: fx.Node) -> bool:
     """Whether a node that moves must not cross this one.
 
     It may write in place, or it is called for its effect only and may decide how later nodes compute (autocast).
-    Appends do not count: callers tell them apart by `appended_cache`.
     """
-    if is_call(node, *_APPENDS):
-        return False
     called = node.op.startswith("call_")
     if node.op == "call_module" or is_mutable(node.target) or _renormalizes(node):
         return True
@@ -127,7 +124,7 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
         if _writes_to_first(node):
             needed = not read.isdisjoint(memory(may_write(node)))
         else:
-            needed = node.op == "output" or appended_cache(node) is not None or mutates(node)
+            needed = node.op == "output" or mutates(node)
         if needed or not live.isdisjoint(node.users):
             live.add(node)
             read |= memory(node.all_input_nodes)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer, Proxy
 
-from mla_compile.passes.nodes import tensor_of, value_of, values_of
+from mla_compile.passes.nodes import value_of, values_of
 
 _SHARED = (torch.cat, torch.ops.aten.sym_size.int)
 """Emitted once per pass and argument list: every layer asks for the same sizes and the same joined slots."""
@@ -101,14 +101,6 @@ def example_value(
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target), f"cannot run {node.format_node()}"
         return node.target(*args, **kwargs)
-
-
-def counting(like: Any, start: Any, stop: Any, dtype: torch.dtype) -> Any:
-    """`torch.arange` as a node, on the device of the proxy `like`; a call without a proxy would run at once."""
-    device = tensor_of(like.node).device
-    return like.tracer.create_proxy(
-        "call_function", torch.arange, (start, stop), {"dtype": dtype, "device": device}
-    )
 
 
 def stand_in(old: fx.Node, new: fx.Node) -> None:

@@ -22,7 +22,6 @@ Only on GPUs: on the CPU a product of few tokens takes the time of reading the w
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -49,23 +48,6 @@ from mla_compile.passes.strides import views_of
 from mla_compile.torch_internals import is_wrapper
 
 
-@dataclass(frozen=True)
-class _Product:
-    """`node` is `x @ weight.T`. What it is of is read when it is asked for: it may be a product that was replaced."""
-
-    node: fx.Node
-
-    @property
-    def x(self) -> Any:
-        return _arguments(self.node)["input"]
-
-    @property
-    def weight(self) -> tuple[Any, ...]:
-        """The weight, and its scales where it is FP8."""
-        given = _arguments(self.node)
-        return (given["weight"],) if given["scale"] is None else (given["weight"], given["scale"])
-
-
 def fuse_linear(
     gm: fx.GraphModule, example_inputs: Sequence[Any] = (), *, require_kernel: bool = True
 ) -> fx.GraphModule:
@@ -74,17 +56,14 @@ def fuse_linear(
     require_kernel: only on GPUs; on the CPU it is no faster.
     """
     erase_dead(gm.graph)
-    products = [product for node in gm.graph.nodes if (product := _match(node)) is not None]
-    pairs = {
-        max(first.node, second.node): (first, second)
-        for first, second in _pairs([p for p in products if not require_kernel or tensor_of(p.node).is_cuda])
-    }
-    few = {product.node: product for product in products if _may_have_few_tokens(product)}
+    products = [node for node in gm.graph.nodes if _is_product(node)]
+    joined = [node for node in products if not require_kernel or tensor_of(node).is_cuda]
+    pairs = {max(pair): pair for pair in _pairs(joined)}
+    few = {node for node in products if _may_have_few_tokens(node)}
     rewrite(gm.graph, pairs.__contains__, lambda node: _join(*pairs[node]))
 
     def choose(node: fx.Node) -> None:
-        product = few[node]
-        node.replace_all_uses_with(inline(node, _product_of, (product.x, *product.weight)))
+        node.replace_all_uses_with(inline(node, _product_of, (_input(node), *_weight(node))))
 
     rewrite(gm.graph, few.__contains__, choose)
     return gm
@@ -98,42 +77,51 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {} if given is None else {"scale": None, **given}
 
 
-def _may_have_few_tokens(product: _Product) -> bool:
+def _input(product: fx.Node) -> Any:
+    return _arguments(product)["input"]
+
+
+def _weight(product: fx.Node) -> tuple[Any, ...]:
+    """The weight, and its scales where it is FP8."""
+    given = _arguments(product)
+    return (given["weight"],) if given["scale"] is None else (given["weight"], given["scale"])
+
+
+def _may_have_few_tokens(product: fx.Node) -> bool:
     """Whether a kernel for few tokens may serve; of a known number of tokens, torch knows the best product."""
-    if len(product.weight) == 2:
+    if len(_weight(product)) == 2:
         return False  # it is an op that looks
-    x = tensor_of(product.x)
+    x = tensor_of(_input(product))
     tokens = x.numel() // x.shape[-1] if all(type(size) is int for size in x.shape) and x.shape[-1] else None
     return first_serves(FUSED_LINEAR, x) and (tokens is None or tokens <= MOST_FEW)
 
 
-def _match(node: fx.Node) -> _Product | None:
-    """A product of rows, not of one vector, without bias, by a weight that is an input of the graph."""
+def _is_product(node: fx.Node) -> bool:
+    """Whether a node multiplies rows, not one vector, by a weight that is an input of the graph, without a bias."""
     is_fp8 = is_call(node, fp8_linear_op)
     if not is_fp8 and (function_name(node) != "linear" or not is_tensor(node)):
-        return None
+        return False
     given = _arguments(node)
     if given.get("bias") is not None:
-        return None
+        return False
     x: Any = given.get("input")
     weight: Any = given.get("weight")
     if not (is_tensor(x) and is_tensor(weight)) or weight.op not in ("placeholder", "get_attr"):
-        return None
+        return False
     if is_fp8:  # its declaration has checked the rest
-        return _Product(node)
+        return True
     values = [tensor_of(n) for n in (node, x, weight)]
     if any(map(is_wrapper, values)) or len({value.dtype for value in values}) != 1:  # autocast
-        return None
+        return False
     is_fixed = all(type(size) is int for size in (*values[2].shape, values[2].storage_offset()))
-    plain = values[1].dim() > 1 and values[2].dim() == 2 and is_fixed and not values[0].requires_grad
-    return _Product(node) if plain else None
+    return values[1].dim() > 1 and values[2].dim() == 2 and is_fixed and not values[0].requires_grad
 
 
-def _pairs(products: Sequence[_Product]) -> Iterator[tuple[_Product, _Product]]:
+def _pairs(products: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Those of one input whose weights lie side by side, in the order of the weights; each product once."""
-    waiting: dict[fx.Node, list[_Product]] = {}
+    waiting: dict[fx.Node, list[fx.Node]] = {}
     for product in products:
-        others = waiting.setdefault(product.x, [])
+        others = waiting.setdefault(_input(product), [])
         for other in others:
             pair = next((p for p in ((other, product), (product, other)) if _lie_side_by_side(*p)), None)
             if pair is not None:
@@ -144,25 +132,25 @@ def _pairs(products: Sequence[_Product]) -> Iterator[tuple[_Product, _Product]]:
             others.append(product)
 
 
-def _lie_side_by_side(first: _Product, second: _Product) -> bool:
-    one, other = (tuple(map(tensor_of, product.weight)) for product in (first, second))
+def _lie_side_by_side(first: fx.Node, second: fx.Node) -> bool:
+    one, other = (tuple(map(tensor_of, _weight(product))) for product in (first, second))
     if len(one) == len(other) == 2:
         return is_one_matrix(*one, *other)
     return len(one) == len(other) and lies_before(one[0], other[0])
 
 
-def _join(first: _Product, second: _Product) -> str:
+def _join(first: fx.Node, second: fx.Node) -> str:
     """Put one product in the place of two."""
-    before, after = sorted((first.node, second.node))
-    read = [first.x, *first.weight, *second.weight]
+    before, after = sorted((first, second))
+    read = [_input(first), *_weight(first), *_weight(second)]
     if not max(read) < before or not at_once(before, after, read):
         raise Refusal("what they read may be written to or made on the way")
-    value = tensor_of(first.node)
-    columns = value.shape[-1], tensor_of(second.node).shape[-1]
+    value = tensor_of(first)
+    columns = value.shape[-1], tensor_of(second).shape[-1]
     wide = value.new_empty(*value.shape[:-1], sum(columns))
     views: list[fx.Node] = []
     for product, part in zip((first, second), wide.split(columns, dim=-1)):
-        found = views_of(product.node, part)
+        found = views_of(product, part)
         if isinstance(found, fx.Node):
             raise Refusal(f"`{op_name(found)}` may count on how a product lies in memory")
         views += found
@@ -171,9 +159,9 @@ def _join(first: _Product, second: _Product) -> str:
         out = _product_of(x, *weights)
         return out[..., : columns[0]], out[..., columns[0] :]
 
-    parts = inline(before, parts_of, (first.x, *first.weight, *second.weight))
+    parts = inline(before, parts_of, read)
     for product, part in zip((first, second), parts):
-        product.node.replace_all_uses_with(part)
+        product.replace_all_uses_with(part)
     for view in views:
         set_example_value(view, fake_mode_of(view))
     return f"a product with {where(before)}"

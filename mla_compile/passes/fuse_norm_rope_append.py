@@ -49,7 +49,7 @@ def fuse_norm_rope_append(
 
     def fuse(append: fx.Node) -> str:
         given = op_arguments(append)
-        norm, rotation, args = first_match(
+        eps, rotation, args = first_match(
             _sources(append),
             lambda source: _match(append, source, known),
             "kv_c and k_pe are not two parts of one tensor",
@@ -58,12 +58,12 @@ def fuse_norm_rope_append(
         def emit(source: Any, weight: Any, angles: Sequence[Any], kv_cache: Any, slot_mapping: Any) -> None:
             rows, weight = by_token(source), weight if len(weight.shape) == 1 else weight.flatten()
             to = kv_cache, slot_mapping
-            norm_rope_append_op(rows, weight, *cos_and_sin(angles), *to, norm.eps, *rotation.layout)
+            norm_rope_append_op(rows, weight, *cos_and_sin(angles), *to, eps, *rotation.layout)
 
         inline(append, emit, (*args, given["kv_cache"], given["slot_mapping"]))
         append.graph.erase_node(append)
         read_by_all.update(args[2], [given["slot_mapping"]])
-        return f"{norm}, {rotation}"
+        return f"RMSNorm with eps {eps:g}, {rotation}"
 
     rewrite(gm.graph, is_append, fuse)
     materialize(read_by_all)
@@ -72,11 +72,12 @@ def fuse_norm_rope_append(
 
 def _match(
     append: fx.Node, source: fx.Node, known: Recognition
-) -> tuple[recognise.Norm, recognise.Rotation, tuple[Any, ...]]:
-    """What is appended in terms of `source`, the projection's output: that, the weight, and cos and sin."""
+) -> tuple[float, recognise.Rotation, tuple[Any, ...]]:
+    """What is appended in terms of `source`, the projection's output: the norm's epsilon, the rotation, and that, the
+    norm's weight, and cos and sin."""
     normed, rotated = (cut(source, part) for part in _parts(append))
     try:
-        norm = known.of(recognise.norm, normed)
+        eps = known.of(recognise.norm, normed)
     except Refusal as reason:
         raise Refusal(f"kv_c is not the RMSNorm of the projection's first part: {reason}") from None
     try:
@@ -92,7 +93,7 @@ def _match(
     writer = writer_between(source, append, [source, *nodes, *normed.tensors, *rotated.tensors], nodes)
     if writer is not None:
         raise Refusal(f"`{writer.name}` writes in place between the projection and the append")
-    return norm, rotation, (source, *normed.tensors, rotation.angles(rotated))
+    return eps, rotation, (source, *normed.tensors, rotation.angles(rotated))
 
 
 def _parts(append: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -29,12 +29,14 @@ from mla_compile.passes.nodes import (
     arguments,
     function_name,
     is_tensor,
+    only_user,
     tensor_of,
     torch_name,
     value_of,
 )
 from mla_compile.passes.rewrite import rewrite
-from mla_compile.torch_internals import is_wrapper, size_where_symbols_are, statically_known_true
+from mla_compile.passes.strides import is_in_order, laid_out_as
+from mla_compile.torch_internals import is_wrapper, statically_known_true
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def fuse_rms_norm(
 def _pays(norm: _Norm) -> bool:
     """Whether the op has a kernel, and what is replaced is contiguous and needs no gradient, as what the op gives."""
     x, normed = tensor_of(norm.source), tensor_of(norm.nodes[-1])
-    plain = not normed.requires_grad and _is_contiguous(normed)
+    plain = not normed.requires_grad and is_in_order(normed)
     return plain and first_serves(RMS_NORM, x, columns=x.shape[-1])
 
 
@@ -148,7 +150,7 @@ def _written_out(mean: fx.Node) -> _Norm | None:
 
 def _only_user(node: fx.Node, name: str) -> fx.Node | None:
     """The only user, if it calls torch's function or a method of this name."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
+    user = only_user(node)
     return user if user is not None and torch_name(user) == name else None
 
 
@@ -156,7 +158,7 @@ def _weighted(norm: _Norm) -> _Norm:
     """The norm with the weight that multiplies next, if that is all that is done with it and the weight is there before
     the norm begins; else the norm as it is."""
     begin, end = norm.nodes[0], norm.nodes[-1]
-    user = next(iter(end.users)) if len(end.users) == 1 else None
+    user = only_user(end)
     if norm.weight is not None or user is None or user.target not in (operator.mul, torch.mul):
         return norm
     others: list[Any] = [other for other in user.args if other is not end]
@@ -185,7 +187,7 @@ def _addition_before(norm: _Norm) -> fx.Node | None:
     if torch_name(add) != "add" or len(add.args) != 2 or add.kwargs or not all(map(is_tensor, add.args)):
         return None
     total, *parts = (tensor_of(node) for node in (add, *add.args))
-    if not _is_contiguous(total):
+    if not is_in_order(total):
         return None
     for part in parts:
         if part.dtype != total.dtype or part.device != total.device or part.dim() != total.dim():
@@ -207,15 +209,17 @@ def _replace(norm: _Norm, add: fx.Node | None) -> None:
         if norm.weight is not None and tensor_of(norm.weight).dtype != replaced.dtype:
             weight = weight.to(replaced.dtype)
         if residual is None:
-            normed = rms_norm_op(_rows(x), weight, norm.eps)
-            return _laid_out_as(replaced, normed.reshape(x.shape))
-        normed, total = add_rms_norm_op(_rows(x), _rows(residual), weight, norm.eps)
-        return _laid_out_as(replaced, normed.reshape(x.shape)), total.reshape(x.shape)
+            normed, total = rms_norm_op(_rows(x), weight, norm.eps), None
+        else:
+            normed, total = add_rms_norm_op(_rows(x), _rows(residual), weight, norm.eps)
+            total = total.reshape(x.shape)
+        normed = normed.reshape(x.shape)
+        return normed if is_in_order(replaced) else laid_out_as(replaced, normed), total
 
     # Whatever the mode is now, the op refuses to drop a gradient, and only that.
     with torch.set_grad_enabled(replaced.requires_grad):
         if add is None:
-            normed = inline(norm.nodes[0], emit, (norm.source, None, norm.weight))
+            normed, _ = inline(norm.nodes[0], emit, (norm.source, None, norm.weight))
         else:
             normed, total = inline(add, emit, (*add.args, norm.weight))
             stand_in(add, total)
@@ -224,25 +228,3 @@ def _replace(norm: _Norm, add: fx.Node | None) -> None:
 
 def _rows(x: Any) -> Any:
     return x if len(x.shape) == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _laid_out_as(replaced: Tensor, x: Any) -> Any:
-    """The contiguous `x` with the strides of what it replaces, as whose view it may be taken."""
-    if _is_contiguous(replaced):
-        return x
-    order = _order(replaced)
-    return (
-        x.permute(order)
-        .clone(memory_format=torch.contiguous_format)
-        .permute([order.index(dim) for dim in range(len(order))])
-    )
-
-
-def _is_contiguous(x: Tensor) -> bool:
-    """Whether `x`, a result and so dense, is contiguous whatever its sizes are."""
-    return _order(x) == list(range(x.dim()))
-
-
-def _order(x: Tensor) -> list[int]:
-    """The dimensions of `x`, the outermost in memory first; asking adds no guard."""
-    return sorted(range(x.dim()), key=lambda dim: -size_where_symbols_are(x.stride(dim), 2**10))

@@ -26,7 +26,15 @@ from mla_compile.ops.moe import MOE_EXPERTS, moe_experts_op, shared_fits
 from mla_compile.passes.cone import Recognition, cut
 from mla_compile.passes.effects import writer_between
 from mla_compile.passes.emit import fake_mode_of, set_example_value
-from mla_compile.passes.nodes import is_call, is_tensor, op_arguments, tensor_of, torch_name, with_arguments
+from mla_compile.passes.nodes import (
+    is_call,
+    is_tensor,
+    only_user,
+    op_arguments,
+    tensor_of,
+    torch_name,
+    with_arguments,
+)
 from mla_compile.passes.recognise import mlp
 from mla_compile.passes.rewrite import Refusal, first_match, rewrite
 
@@ -59,9 +67,9 @@ def _fuse(experts: fx.Node, known: Recognition) -> str:
     given = op_arguments(experts)
     if given["shared_gate"] is not None:
         raise Refusal("it has shared experts already")
-    routed, total = experts, _only_user(experts)
+    routed, total = experts, only_user(experts)
     while total is not None and torch_name(total) in _VIEWS:
-        routed, total = total, _only_user(total)
+        routed, total = total, only_user(total)
     if total is None or torch_name(total) != "add" or len(total.args) != 2 or total.kwargs:
         raise Refusal("its result is not one of two summands")
     other: Any = total.args[total.args[0] is routed]
@@ -100,10 +108,6 @@ def _check(
     late = late or writer_between(read[0], total, read, nodes)
     if late is not None:
         raise Refusal(f"`{late.name}` is written or made on the way")
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _before_views(x: fx.Node) -> Iterator[fx.Node]:

@@ -186,69 +186,52 @@ def _adds_floats(node: fx.Node, x: fx.Node, dim: Any) -> bool:
     return True
 
 
-def _sum_of(x: Any) -> Any:
-    """The sum along the last dimension, which stays with size 1; in float32 at least."""
+def _along_last(emit: Callable[[Any], Any]) -> _Rule:
+    """`emit` adds up along the last dimension, which stays, if only with size 1."""
+
+    def rule(node: fx.Node, given: dict[str, Any]) -> Any:
+        if not _adds_floats(node, given["input"], given.get("dim")):
+            return None
+
+        def call(x: Any) -> Any:
+            x = x if given.get("dtype") is None else x.to(given["dtype"])
+            out = emit(x).to(value_of(node).dtype)
+            return out if len(out.shape) == tensor_of(node).dim() else out.squeeze(-1)
+
+        return inline(node, call, (given["input"],))
+
+    return rule
+
+
+def _sum(x: Any) -> Any:
+    """In float32 at least."""
     *leading, columns = x.shape
     if isinstance(columns, int) and 0 < columns <= SHORT:
-        wide = torch.promote_types(_dtype(x), torch.float32)
-        total = x[..., 0:1].to(wide)
+        total = _wide(x[..., 0:1])
         for i in range(1, columns):
-            total = total + x[..., i : i + 1].to(wide)
+            total = total + _wide(x[..., i : i + 1])
         return total
     return row_sum_op(x.reshape(-1, columns)).reshape(*leading, 1)
 
 
-def _dtype(x: Any) -> torch.dtype:
-    return tensor_of(x.node).dtype
+def _wide(x: Any) -> Any:
+    return x.to(torch.promote_types(tensor_of(x.node).dtype, torch.float32))
 
 
-def _add_up(mean: bool) -> _Rule:
-    def rule(node: fx.Node, given: dict[str, Any]) -> Any:
-        if not _adds_floats(node, given["input"], given.get("dim")):
-            return None
-
-        def emit(x: Any) -> Any:
-            x = x if given.get("dtype") is None else x.to(given["dtype"])
-            total = _sum_of(x) / x.shape[-1] if mean else _sum_of(x)
-            total = total.to(value_of(node).dtype)
-            return total if given.get("keepdim", False) else total.squeeze(-1)
-
-        return inline(node, emit, (given["input"],))
-
-    return rule
+def _mean(x: Any) -> Any:
+    return _sum(x) / x.shape[-1]
 
 
-def _softmax(log: bool) -> _Rule:
-    def rule(node: fx.Node, given: dict[str, Any]) -> Any:
-        if not _adds_floats(node, given["input"], given.get("dim")):
-            return None
-
-        def emit(x: Any) -> Any:
-            x = x if given.get("dtype") is None else x.to(given["dtype"])
-            wide = x.to(torch.promote_types(_dtype(x), torch.float32))
-            shifted = wide - wide.amax(-1, True)
-            weights = torch.exp(shifted)
-            total = _sum_of(weights)
-            out = shifted - torch.log(total) if log else weights / total
-            return out.to(value_of(node).dtype)
-
-        return inline(node, emit, (given["input"],))
-
-    return rule
+def _softmax(x: Any) -> Any:
+    x = _wide(x)
+    weights = torch.exp(x - x.amax(-1, True))
+    return weights / _sum(weights)
 
 
-def _logsumexp(node: fx.Node, given: dict[str, Any]) -> Any:
-    if not _adds_floats(node, given["input"], given.get("dim")):
-        return None
-
-    def emit(x: Any) -> Any:
-        wide = x.to(torch.promote_types(_dtype(x), torch.float32))
-        highest = wide.amax(-1, True)
-        highest = torch.where(torch.isfinite(highest), highest, 0.0)  # inf - inf is no number
-        total = (highest + torch.log(_sum_of(torch.exp(wide - highest)))).to(value_of(node).dtype)
-        return total if given.get("keepdim", False) else total.squeeze(-1)
-
-    return inline(node, emit, (given["input"],))
+def _log_softmax(x: Any) -> Any:
+    x = _wide(x)
+    shifted = x - x.amax(-1, True)
+    return shifted - torch.log(_sum(torch.exp(shifted)))
 
 
 _PRODUCT = ("input", "other")
@@ -256,13 +239,12 @@ _REDUCTION = ("input", "dim", "keepdim", "dtype")
 _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
     "linear": (("input", "weight", "bias"), _linear),
     **dict.fromkeys(("matmul", "mm", "bmm"), (_PRODUCT, _matmul)),
-    "sum": (_REDUCTION, _add_up(mean=False)),
-    "mean": (_REDUCTION, _add_up(mean=True)),
-    "softmax": (("input", "dim", "dtype"), _softmax(log=False)),
-    "log_softmax": (("input", "dim", "dtype"), _softmax(log=True)),
-    F.softmax: (("input", "dim", "_stacklevel", "dtype"), _softmax(log=False)),
-    F.log_softmax: (("input", "dim", "_stacklevel", "dtype"), _softmax(log=True)),
-    "logsumexp": (("input", "dim", "keepdim"), _logsumexp),
+    "sum": (_REDUCTION, _along_last(_sum)),
+    "mean": (_REDUCTION, _along_last(_mean)),
+    "softmax": (("input", "dim", "dtype"), _along_last(_softmax)),
+    "log_softmax": (("input", "dim", "dtype"), _along_last(_log_softmax)),
+    F.softmax: (("input", "dim", "_stacklevel", "dtype"), _along_last(_softmax)),
+    F.log_softmax: (("input", "dim", "_stacklevel", "dtype"), _along_last(_log_softmax)),
 }
 """By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
 
@@ -274,7 +256,7 @@ _WITHOUT_A_RULE = """
     grouped_mm scaled_mm scaled_grouped_mm chain_matmul multi_dot matrix_power matrix_exp
     rms_norm layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
     normalize norm vector_norm matrix_norm renorm cdist pdist dist cosine_similarity pairwise_distance
-    nansum nanmean softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
+    nansum nanmean logsumexp softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
     prod cumsum cumprod logcumsumexp trapz trapezoid cumulative_trapezoid
     index_add index_reduce scatter_add scatter_reduce segment_reduce bincount embedding_bag fold interpolate
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d

@@ -45,6 +45,11 @@ def call_of_result(node: fx.Node, index: int, op: Any) -> fx.Node | None:
     return call if is_call(call, op) else None
 
 
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The node that uses this one; None where it is not the only one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 def op_name(node: fx.Node) -> str:
     """`mla_decode`, `linear`, `view`: for people."""
     if isinstance(node.target, str):

@@ -32,16 +32,6 @@ _ROUTED_TOKENS = 37
 
 
 @dataclass(frozen=True)
-class Norm:
-    """`ops.norm_rope_append.rms_norm` of the first columns."""
-
-    eps: float
-
-    def __str__(self) -> str:
-        return f"RMSNorm with eps {self.eps:g}"
-
-
-@dataclass(frozen=True)
 class Rotation:
     """`ops.norm_rope_append.rotate` of the last columns."""
 
@@ -84,18 +74,8 @@ class ExpertChoice:
 # --- norms and rotations
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Values for a cone's source and leaves, and what it makes of them."""
-
-    values: dict[fx.Node, Any]
-    got: Tensor
-    bound: float
-    """The error allowed, relative to the terms that are summed."""
-
-
-def norm(cone: Cone) -> Norm:
-    """The norm that a cone computes of the first columns of its source."""
+def norm(cone: Cone) -> float:
+    """The epsilon of the RMSNorm, `ops.norm_rope.rms_norm`, that a cone computes of the first columns of its source."""
     _keeps_dtype(cone)
     if len(cone.tensors) != 1:
         raise Refusal(f"it reads {len(cone.tensors)} other tensors, not just a weight")
@@ -105,12 +85,12 @@ def norm(cone: Cone) -> Norm:
     if numel != rank or dtype != tensor_of(cone.source).dtype:
         raise Refusal(f"its weight is {dtype} {list(tensor_of(weight).shape)}")
     eps = _epsilon(cone, rank, weight)
-    for drawn in _draws(cone):
-        x, w = _rows(drawn.values[cone.source])[:, :rank], drawn.values[weight].flatten()
+    for values, got, bound in _draws(cone):
+        x, w = _rows(values[cone.source])[:, :rank], values[weight].flatten()
         expected = rms_norm(x, w, eps)
-        if not agree(drawn.got, expected, expected.abs(), drawn.bound):
+        if not agree(got, expected, expected.abs(), bound):
             raise _something_else(x)
-    return Norm(eps)
+    return eps
 
 
 def rotation(cone: Cone) -> Rotation:
@@ -158,12 +138,12 @@ def _rotation(cone: Cone, rope: int, flags: int, rotates: Callable[..., bool]) -
         raise Refusal(f"{rope} columns with cos and sin of {sorted(widths)} columns")
     left = [Rotation(*choice) for choice in itertools.product((False, True), repeat=flags)]
     left = [one for one in left if not (is_complex[0] and one.sin_first)]
-    for drawn in _draws(cone):
-        x = _rows(drawn.values[cone.source])
-        parts = [_rows(part) for leaf in angles for part in _parts(drawn.values[leaf])]
+    for values, got, bound in _draws(cone):
+        x = _rows(values[cone.source])
+        parts = [_rows(part) for leaf in angles for part in _parts(values[leaf])]
         if any(len(part) != len(x) for part in parts):
             raise Refusal("cos and sin are not those of each token")
-        left = [one for one in left if rotates(one, x, parts, drawn.got, drawn.bound)]
+        left = [one for one in left if rotates(one, x, parts, got, bound)]
         if not left:
             raise _something_else(x)
     return left[0]
@@ -201,7 +181,8 @@ def _epsilon(cone: Cone, rank: int, weight: fx.Node) -> float:
     return min(near, key=lambda number: abs(number - eps)) if near else eps
 
 
-def _draws(cone: Cone) -> Iterator[_Draw]:
+def _draws(cone: Cone) -> Iterator[tuple[dict[fx.Node, Any], Tensor, float]]:
+    """Values for a cone's source and leaves, what it makes of them, and the error allowed, relative to the terms."""
     dtype = tensor_of(cone.source).dtype
     for half in (cone.half, None) if cone.half else (None,):
         computed = torch.float32 if half is not None else dtype
@@ -212,7 +193,7 @@ def _draws(cone: Cone) -> Iterator[_Draw]:
             values = draw([cone], number, seed, _source_times(cone, scale), half)
             if seed == 3:
                 _rows(values[cone.source])[0, [0, -1]] = torch.nan
-            yield _Draw(values, cone.run(values, half), bound)
+            yield values, cone.run(values, half), bound
 
 
 def _source_times(cone: Cone, scale: float) -> Callable[[fx.Node], float]:

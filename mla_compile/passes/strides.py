@@ -7,7 +7,12 @@ from torch import Tensor, fx
 from mla_compile.passes.effects import memory, mutates
 from mla_compile.passes.emit import example_value, fake_mode_of
 from mla_compile.passes.nodes import flat, function_name, namespace_of
-from mla_compile.torch_internals import overload_of, statically_known_true, storage_key
+from mla_compile.torch_internals import (
+    overload_of,
+    size_where_symbols_are,
+    statically_known_true,
+    storage_key,
+)
 
 
 def is_contiguous(x: Tensor) -> bool:
@@ -18,6 +23,22 @@ def is_contiguous(x: Tensor) -> bool:
             return False
         step = step * size
     return True
+
+
+def is_in_order(x: Tensor) -> bool:
+    """Whether `x`, a result and so dense, is contiguous whatever its sizes are."""
+    return _order(x) == list(range(x.dim()))
+
+
+def laid_out_as(replaced: Tensor, x: Any) -> Any:
+    """`x` without gaps and with the order of dimensions in memory of what it replaces: a later `view` counts on it."""
+    order = _order(replaced)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
+def _order(x: Tensor) -> list[int]:
+    """The dimensions of `x`, the outermost in memory first; asking adds no guard."""
+    return sorted(range(x.dim()), key=lambda dim: -size_where_symbols_are(x.stride(dim), 2**10))
 
 
 def views_of(node: fx.Node, part: Tensor) -> list[fx.Node] | fx.Node:

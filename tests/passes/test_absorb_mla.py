@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from mla_compile.passes import pipeline
-from mla_compile.passes.absorb_mla import absorb_mla
-from mla_compile.passes.absorption.cost import AttentionSizes, absorbing_pays
+from mla_compile.passes.absorb_mla import absorb_mla, absorbing_pays
 from mla_compile.passes.effects import erase_dead
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import Capture, nodes_of, ops, shape
@@ -338,10 +337,7 @@ def test_prefill_is_left_expanded(said: Callable[[], list[str]]) -> None:
 
 def test_the_cost_model_knows_decode_from_prefill() -> None:
     def pays(q_len: int, keys: int) -> bool:
-        widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-        return absorbing_pays(
-            AttentionSizes(batch=1, heads=128, q_len=q_len, keys=keys, kv_lora_rank=512, **widths)
-        )
+        return absorbing_pays(q_len, keys, rank=512, nope=128, rope=64, v=128)
 
     assert all(pays(q_len, keys) for q_len in (1, 2, 8) for keys in (16, 1000, 100_000))
     assert pays(64, 4096)

@@ -20,7 +20,7 @@ HIDDEN, HEADS, NOPE, ROPE, RANK, V, KEYS = 20, 3, 6, 4, 16, 5, 40
 CHANGES = [
     *("norm", "cut", "write to keys", "three parts", "same"),
     *("bias", "norm of keys", "roll of heads", "flipped values", "transposed values", "other values"),
-    *("write to latents", "use of values", "weights of each row", "cast of values"),
+    *("write to latents", "use of values", "weights of each row", "cast of values", "flat"),
 ]
 
 
@@ -54,15 +54,15 @@ class RandomMLA(nn.Module):
     def project(self, kv_c: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[batch, heads, keys, features]`."""
         rows = len(kv_c)
+        if self.form.change == "flat":
+            kv = self.kv_up(kv_c.reshape(-1, RANK)).unflatten(0, kv_c.shape[:2]).unflatten(-1, (HEADS, -1))
+            return kv[..., :NOPE].transpose(1, 2), kv[..., NOPE:].transpose(1, 2)
         if self.form.projection == "by head":
             kv = self.kv_up(kv_c).view(rows, -1, HEADS, NOPE + V).transpose(1, 2)
             return kv.split([NOPE, V], -1)
         if self.form.projection == "halves":
             halves = self.kv_up(kv_c).split([HEADS * NOPE, HEADS * V], -1)
             return tuple(x.view(rows, -1, HEADS, x.shape[-1] // HEADS).permute(0, 2, 1, 3) for x in halves)
-        if self.form.projection == "flat":
-            kv = self.kv_up(kv_c.reshape(-1, RANK)).unflatten(0, kv_c.shape[:2]).unflatten(-1, (HEADS, -1))
-            return kv[..., :NOPE].transpose(1, 2), kv[..., NOPE:].transpose(1, 2)
         k_nope = F.linear(kv_c, self.w_uk.flatten(0, 1)).unflatten(-1, (HEADS, NOPE)).transpose(1, 2)
         return k_nope, (kv_c @ self.w_uv).unflatten(-1, (HEADS, V)).transpose(1, 2)
 
@@ -136,7 +136,7 @@ class RandomMLA(nn.Module):
 forms = st.builds(
     Form,
     attention=st.sampled_from(["sdpa", "matmul"]),
-    projection=st.sampled_from(["by head", "halves", "flat", "two weights"]),
+    projection=st.sampled_from(["by head", "halves", "two weights"]),
     join=st.sampled_from(["cat", "repeat", "copy"]),
     rope_first=st.booleans(),
     batch=st.integers(1, 2),

@@ -106,6 +106,13 @@ class KeysFirst(Written):
         return v.mT @ (k @ q.transpose(-1, -2) * 0.3).softmax(-2)
 
 
+class RotaryOfOneColumn(Written):
+    """A part that is repeated along its features, too."""
+
+    def join(self, k_nope: Tensor, k_pe: Tensor) -> Tensor:
+        return torch.cat([k_nope, k_pe[:, None, :, :1].repeat(1, HEADS, 1, ROPE)], dim=-1)
+
+
 class FusedAndAProductAdded(Written):
     """Not a second product of scores."""
 
@@ -125,7 +132,9 @@ class HeadsInRows(Written):
         return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
 
 
-@pytest.mark.parametrize("module", [QueriesOfOneRow, HeadsInRows, NoRows, KeysFirst, FusedAndAProductAdded])
+@pytest.mark.parametrize(
+    "module", [QueriesOfOneRow, HeadsInRows, NoRows, KeysFirst, RotaryOfOneColumn, FusedAndAProductAdded]
+)
 def test_what_the_absorbed_form_cannot_shape_stays_and_is_right(module: type[nn.Module]) -> None:
     assert expanded_tensors(run(module(), *make_inputs()))
 

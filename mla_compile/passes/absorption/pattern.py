@@ -12,11 +12,9 @@ of `[rows, heads, tokens, width]` with anything between them: the pass only move
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from mla_compile.passes.absorption.index_map import Sizes, same
-from mla_compile.passes.absorption.products import KEY, RANK, SUMMED, Product, as_product
-from mla_compile.passes.absorption.trace import Nodes, Part, Reader, parts_of, reader, trace
+from mla_compile.passes.absorption.layout import Nodes, View, parts_of, same, view_of
 from mla_compile.passes.nodes import argument, is_tensor, tensor_of, torch_name
 from mla_compile.passes.rewrite import Refusal
 
@@ -27,55 +25,67 @@ _FUSED = "scaled_dot_product_attention"
 
 @dataclass(frozen=True)
 class Expansion:
-    """`sum over r of latent * weight`, computed by `node`; `[rows, keys, rank]` and `[heads, rank, feature]`."""
+    """The sum over r of latents `[rows, keys, r]` and a weight `[heads, r, width]`, computed by `node`.
+
+    dims: those of the latents' node along which there are rows, keys, nothing, and r.
+    first, step, within: of the weight's columns, a head has `step`, the first head from `first` on; those that count
+        begin at `within` of them.
+    passed: the nodes from `node` to the attention.
+    """
 
     node: fx.Node
-    latent: Reader
-    weight: Reader
-    sizes: dict[str, Any]
+    latents: fx.Node
+    dims: tuple[int, ...]
+    weight: fx.Node
+    heads: int
+    width: int
+    first: int
+    step: int
+    within: int
+    passed: Nodes
 
-    @property
-    def passed(self) -> Nodes:
-        return (*self.latent.passed, *self.weight.passed)
+    def read_latents(self, x: Any) -> Any:
+        return x.permute(self.dims).flatten(1, -2)
+
+    def read_weight(self, w: Any) -> Any:
+        w = w if torch_name(self.node) == "linear" else w.mT
+        w = w.narrow(0, self.first, self.heads * self.step).unflatten(0, (self.heads, self.step))
+        return w.narrow(1, self.within, self.width).mT
 
 
 @dataclass(frozen=True)
 class Attention:
-    """MLA: its two products, which are one node for a fused attention, with keys and values as they come from latents.
+    """MLA: its two products, `scores` and `node`, which are one node for a fused attention.
 
-    nope, rope: the parts of the keys, of each head and shared by all; `shared` reads the latter, `[rows, keys, width]`.
+    nope, rope: where queries meet the part of the keys of each head and the one that is shared, begin and width.
     """
 
-    scores: Product
-    output: Product
-    nope: Part
-    rope: Part
+    node: fx.Node
+    scores: fx.Node
+    query: fx.Node
+    nope: tuple[int, int]
+    rope: tuple[int, int]
     keys: Expansion
-    shared: Reader
+    shared: View
     values: Expansion
 
     @property
-    def node(self) -> fx.Node:
-        return self.output.node
-
-    @property
     def fused(self) -> bool:
-        return self.scores.node is self.node
-
-    @property
-    def readers(self) -> list[Reader]:
-        """What is read in place of keys and values."""
-        return [self.keys.latent, self.keys.weight, self.values.weight, self.shared]
+        return self.scores is self.node
 
     @property
     def passed(self) -> set[fx.Node]:
-        """The nodes between that and the attention."""
+        """The nodes between what is read in place of keys and values, and the attention."""
         return {*self.keys.passed, *self.values.passed, *self.shared.passed}
+
+    def read_shared(self, x: Any) -> Any:
+        """The part of the keys that all heads share, `[rows, keys, width]`."""
+        return x.permute(self.shared.dims).select(1, 0)
 
 
 def may_be_attention(node: fx.Node) -> bool:
     """Whether a node is a fused attention, or a product that may be the second one of an attention."""
-    return torch_name(node) in (_FUSED, "matmul") and is_tensor(node) and tensor_of(node).dim() == 4
+    return torch_name(node) in (_FUSED, "matmul") and _is_by_head(node)
 
 
 def attention_of(node: fx.Node) -> Attention | None:
@@ -85,106 +95,105 @@ def attention_of(node: fx.Node) -> Attention | None:
         Refusal: it looks like it, but cannot be moved to the latents.
     """
     fused = torch_name(node) == _FUSED
-    found = _of_fused(node) if fused else _of_products(node)
-    parts = None if found is None else _parts_of_keys(found[0])
-    if found is None or parts is None:
+    scores = node if fused else _scores_behind(argument(node, 0, "input"))
+    if scores is None:
         return None
-    (scores, output), (nope, rope) = found, parts
-    if fused:
-        _check_arguments(node)
-    query, *others = (tensor_of(x) for x in (*scores.operands, output.operands[1]))
-    if any(x.dtype != query.dtype for x in others):
-        raise Refusal("queries, keys and values differ in dtype")
-    if not all(same(*pair) for x in others for pair in zip(x.shape[:-2], query.shape[:-2])):
-        raise Refusal("keys have fewer heads or rows than queries: expand them to all heads")
-    keys = _expansion(nope, scores.sizes, KEY, SUMMED, "keys of each head: ")
-    shared = reader(rope.view, {**scores.sizes, SUMMED: rope.size}, "a" + KEY + SUMMED)
-    if shared is None:
-        raise Refusal("the keys that all heads share cannot be read as they lie")
-    whole = Part(0, output.sizes["d"], output.right)
-    values = _expansion(whole, output.sizes, SUMMED, "d", "its values are not up-projected from latents: ")
-    if values.latent != keys.latent:
+    names = ("query", "key") if fused else ("input", "other")
+    query, key = (argument(scores, i, name) for i, name in enumerate(names))
+    value = argument(node, 2, "value") if fused else argument(node, 1, "other")
+    if not all(map(_is_by_head, (query, key, value))):
+        return None
+    parts = parts_of(view_of(key, (0, 1, 2, 3) if fused else (0, 1, 3, 2)))
+    by_head = [not same(part.strides[1], 0) for part in parts]
+    if sorted(by_head) != [False, True]:
+        return None
+    if fused and argument(node, 4, "dropout_p", 0.0) != 0.0:
+        raise Refusal("dropout is on: call model.eval(), or pass dropout_p=0.0")
+    if fused and not isinstance(argument(node, 6, "scale"), (int, float, type(None))):
+        raise Refusal("scale is not a number")
+    for x in map(tensor_of, (key, value)):
+        if x.dtype != tensor_of(query).dtype:
+            raise Refusal("queries, keys and values differ in dtype")
+        if not all(map(same, x.shape[:2], tensor_of(query).shape[:2])):
+            raise Refusal("keys have fewer heads or rows than queries: expand them to all heads")
+    first, second = (part.sizes[3] for part in parts)
+    places = [(0, first), (first, second)]
+    nope, rope = parts if by_head[0] else parts[::-1]
+    nope_place, rope_place = places if by_head[0] else places[::-1]
+    keys = _expansion(nope, "keys of each head: ")
+    values = _expansion(view_of(value), "its values are not up-projected from latents: ")
+    if (values.latents, values.dims) != (keys.latents, keys.dims):
         raise Refusal("its values are made of other latents than its keys")
-    return Attention(scores, output, nope, rope, keys, shared, values)
+    return Attention(node, scores, query, nope_place, rope_place, keys, rope, values)
 
 
-def _of_fused(node: fx.Node) -> tuple[Product, Product] | None:
-    """`scaled_dot_product_attention`, taken for its two products.
-
-    The weights have no node of their own: the query stands for their first dimensions, and is not read.
-    """
-    query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
-    if not all(is_tensor(x) and tensor_of(x).dim() == 4 for x in (query, key, value)):
-        return None
-    scores = Product(node, (query, key), ("abcz", "abdz"), "abcd")
-    return scores, Product(node, (query, value), ("abc", "abzd"), "abcd")
+def _is_by_head(node: Any) -> bool:
+    return is_tensor(node) and tensor_of(node).dim() == 4
 
 
-def _of_products(node: fx.Node) -> tuple[Product, Product] | None:
-    """The product of weights and values, and the one before it that the weights are made of."""
-    output = as_product(node)
-    scores = None if output is None else _scores_behind(output.operands[0])
-    if output is None or scores is None:
-        return None
-    four = all(tensor_of(x).dim() == 4 for x in (*scores.operands, *output.operands))
-    return (scores, output) if four else None
-
-
-def _scores_behind(weights: fx.Node) -> Product | None:
+def _scores_behind(weights: fx.Node) -> fx.Node | None:
     """The product that attention weights were made of."""
     pending, seen = [weights], set[fx.Node]()
     while pending and len(seen) < _BETWEEN:
         source = pending.pop(0)
-        product = as_product(source)
-        if product is not None and may_be_attention(source):
-            return product
-        if source not in seen and product is None:
+        if torch_name(source) == "matmul" and _is_by_head(source):
+            return source
+        if source not in seen:
             seen.add(source)
             pending += source.all_input_nodes
     return None
 
 
-def _check_arguments(node: fx.Node) -> None:
-    if argument(node, 4, "dropout_p", 0.0) != 0.0:
-        raise Refusal("dropout is on: call model.eval(), or pass dropout_p=0.0")
-    if not isinstance(argument(node, 6, "scale"), (int, float, type(None))):
-        raise Refusal("scale is not a number")
-
-
-def _parts_of_keys(scores: Product) -> tuple[Part, Part] | None:
-    """The part of each head and the one that all heads share; None where keys have no such parts."""
-    parts = parts_of(scores.right, scores.sizes, SUMMED)
-    if len(parts) != 2:
-        return None
-    first, second = (trace(part.view, scores.sizes).labels for part in parts)
-    if (first ^ second) - {SUMMED, KEY} != {"b"}:
-        return None
-    return (parts[0], parts[1]) if "b" in first else (parts[1], parts[0])
-
-
-def _expansion(part: Part, sizes: Sizes, key: str, feature: str, what: str) -> Expansion:
+def _expansion(part: View, what: str) -> Expansion:
     """The latents and the weight that make up a part.
 
     Raises:
         Refusal: it is no such product of them.
     """
-    sizes = {**sizes, feature: part.size}
-    leaf = trace(part.view, sizes)
-    product, name = as_product(leaf.node), torch_name(leaf.node) or leaf.node.name
-    if product is None:
+    product = part.base
+    name = torch_name(product) or product.name
+    if name not in ("linear", "matmul"):
         reason = "is no matrix product of latents with a weight, so it cannot be moved to the queries"
         raise Refusal(f"{what}`{name}` {reason}")
-    if product.biased:
+    if name == "linear" and argument(product, 2, "bias") is not None:
         reason = "has a bias, which the absorbed form leaves out: use bias=False"
         raise Refusal(f"{what}the up-projection `{name}` {reason}")
-    latent, weight = product.behind(leaf)
-    complete = {key, RANK} <= latent.labels <= {"a", key, RANK}
-    if not complete or weight.labels != {"b", RANK, feature}:
+    latents, weight = (
+        argument(product, 0, "input"),
+        argument(product, 1, "weight" if name == "linear" else "other"),
+    )
+    dims = _dims_of_latents(part, tensor_of(product))
+    if dims is None or tensor_of(weight).dim() != 2:
         reason = "multiplies no latents that all heads share with a weight that all keys share"
         raise Refusal(f"{what}`{name}` {reason}")
-    sizes = {**sizes, RANK: product.sizes[SUMMED]}
-    readers = reader(latent, sizes, "a" + key + RANK), reader(weight, sizes, "b" + RANK + feature)
-    if readers[0] is None or readers[1] is None:
-        reason = "the weight or the latents are laid out in a way that slices and `unflatten` cannot undo"
-        raise Refusal(what + reason)
-    return Expansion(leaf.node, readers[0], readers[1], sizes)
+    columns = _columns(part, tensor_of(product))
+    if columns is None:
+        raise Refusal(f"{what}the weight is laid out in a way that slices and `unflatten` cannot undo")
+    passed = (*part.passed, *part.path)
+    return Expansion(product, latents, dims, weight, part.sizes[1], part.sizes[3], *columns, passed)
+
+
+def _dims_of_latents(part: View, product: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of a product along which a part has rows, keys, and nothing; then the last one."""
+    rows, _, keys, _ = zip(part.sizes, part.strides)
+    found: list[int] = []
+    for size, stride in (rows, keys):
+        for dim in range(product.dim() - 1):
+            n, step = product.shape[dim], product.stride(dim)
+            if dim not in found and (same(n, 1) if same(stride, 0) else same(n, size) and same(step, stride)):
+                found.append(dim)
+                break
+    others = [dim for dim in range(product.dim() - 1) if dim not in found]
+    alone = len(found) == 2 and all(same(product.shape[dim], 1) for dim in others)
+    return (*found, *others, product.dim() - 1) if alone else None
+
+
+def _columns(part: View, product: Tensor) -> tuple[int, int, int] | None:
+    """`first`, `step` and `within` of a part of a product's columns."""
+    (_, heads, _, width), (_, step, _, unit) = part.sizes, part.strides
+    begin, columns = part.begin, product.shape[-1]
+    if not all(isinstance(n, int) for n in (heads, width, step, begin, columns)) or not same(unit, 1):
+        return None
+    within = begin % step if step and begin % step + width <= step else 0
+    first = begin - within
+    return (first, step, within) if width <= step and 0 <= first <= columns - heads * step else None
