@@ -19,7 +19,17 @@ from mla_compile.errors import MLAError, is_request_error, request_error
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving import processes
 from mla_compile.serving.grammars import compiled
-from mla_compile.serving.messages import Abort, Add, Failed, GrammarSource, Progress, Ready, Update
+from mla_compile.serving.messages import (
+    MAX_CHOICES,
+    Abort,
+    Add,
+    Failed,
+    GrammarSource,
+    ModelLimits,
+    Progress,
+    Ready,
+    Update,
+)
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.speculate.drafter import loads_mtp
 
@@ -157,17 +167,16 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
     config, stop_ids = engine.config, served.stop_ids
     gc.collect()
     gc.freeze()  # what compiling has left is millions of objects, in which no step should look for garbage
-    connection.send(
-        Ready(
-            vocab_size=engine.model.vocab_size,
-            max_model_len=config.max_model_len,
-            max_rows=config.max_rows,
-            max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
-            stats=engine.stats,
-            drafter=config.drafter.name,
-            num_speculative_tokens=config.num_speculative_tokens,
-        )
+    limits = ModelLimits(
+        settings.served_model_name,
+        engine.model.vocab_size,
+        config.max_model_len,
+        max_choices=min(MAX_CHOICES, config.max_rows + settings.max_waiting),
+        max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
+        drafter=config.drafter.name,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
+    connection.send(Ready(limits, engine.stats))
     run(connection, served)
 
 

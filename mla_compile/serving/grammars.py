@@ -20,7 +20,7 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
 from mla_compile.serving import processes
-from mla_compile.serving.engine_client import Busy, NotReady
+from mla_compile.serving.failures import Busy, NotReady
 from mla_compile.serving.messages import GrammarSource
 from mla_compile.serving.settings import ServerSettings
 

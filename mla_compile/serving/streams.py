@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mla_compile.serving.openai_requests import BadRequest
+from mla_compile.serving.failures import BadRequest, BodiesFull
 from mla_compile.serving.settings import ServerSettings
 
 T = TypeVar("T")
@@ -22,13 +22,6 @@ _LET_BY = 1.0
 
 class ClientGone(Exception):
     """Nobody reads an answer, or will send the rest of a request."""
-
-
-class BodiesFull(Exception):
-    """The bodies of all requests exceed their bound, and this one is the largest."""
-
-    def __init__(self) -> None:
-        super().__init__("the bodies of all requests together are too large; ask again later")
 
 
 async def gone(receive: Receive) -> None:

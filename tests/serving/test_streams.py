@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mla_compile.serving.app import Server, create_app
-from mla_compile.serving.openai_requests import BadRequest
+from mla_compile.serving.failures import BadRequest, BodiesFull
 from mla_compile.serving.server import _Uvicorn
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import MAX_WHOLE_BODIES, Bodies, BodiesFull, ClientGone, EventStream
+from mla_compile.serving.streams import MAX_WHOLE_BODIES, Bodies, ClientGone, EventStream
 from tests.serving import servers
 from tests.serving.load import num_sockets
 

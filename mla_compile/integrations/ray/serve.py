@@ -29,17 +29,16 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from mla_compile.engine.config import check_positive
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
-from mla_compile.serving.openai_requests import BadRequest
-from mla_compile.serving.openai_responses import bad_request_object, error_object
+from mla_compile.serving.failures import Busy, Failure
 from mla_compile.serving.origins import listening_at
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import Bodies, BodiesFull, ClientGone
+from mla_compile.serving.streams import Bodies, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -181,16 +180,15 @@ class Gateway:
                 if request.url.path == "/metrics":
                     return await self._metrics(forwarded)
                 return await self._answered(forwarded)
-        except BadRequest as error:
-            return JSONResponse(bad_request_object(error), error.status)
+        except Failure as error:
+            return error.response()
         except ClientGone:
             return Response(status_code=499)
-        except BodiesFull as error:
-            return _error(str(error), 503, {"Retry-After": "1"})
         except BackPressureError:
-            return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
+            return Busy().response()
         except (DeploymentUnavailableError, TimeoutError):
-            return _error(f"no replica has answered within {seconds:g} s", 503, {"Retry-After": "5"})
+            why = f"no replica has answered within {seconds:g} s"
+            return Failure(why, status=503, retry_after=5).response()
 
     async def _answered(self, forwarded: Forwarded) -> Response:
         for _ in range(_ATTEMPTS):
@@ -203,7 +201,8 @@ class Gateway:
                 return await _begun(messages)
             except RayActorError as error:
                 log.warning("a replica has ended before it answered; the request goes on: %s", error)
-        return _error(f"{_ATTEMPTS} replicas, one after the other, have ended before they answered", 500)
+        why = f"{_ATTEMPTS} replicas, one after the other, have ended before they answered"
+        return Failure(why, code=_LOST).response()
 
     async def _metrics(self, forwarded: Forwarded) -> Response:
         """The pages of all replicas in one."""
@@ -228,11 +227,6 @@ class _Merged(Collector):
                     sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
                 ]
         return merged.values()
-
-
-def _error(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    code = _LOST if status == 500 else None
-    return JSONResponse(error_object(message, status=status, code=code), status, headers)
 
 
 async def _begun(messages: Any) -> Response:
@@ -267,7 +261,7 @@ async def _rest(bodies: list[Message], messages: Any, start: Message) -> AsyncGe
         if not Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream"):
             raise  # fewer bytes than its headers say: the client sees that
         why = "the replica that answered has ended: what came before is a part of the answer"
-        yield f"data: {json.dumps(error_object(why, status=500, code=_LOST))}\n\n".encode()
+        yield f"data: {json.dumps(Failure(why, code=_LOST).body())}\n\n".encode()
     finally:
         messages.cancel()
 
