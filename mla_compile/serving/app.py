@@ -232,11 +232,7 @@ class Server:
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
             if asked.body.stream:
-                return EventStream(
-                    self._events(answer, response),
-                    stall_seconds=self.settings.stall_seconds,
-                    on_end=lambda: self._client.abort(answer),
-                )
+                return EventStream(self._events(answer, response), on_end=lambda: self._client.abort(answer))
             try:
                 return JSONResponse(await while_connected(request.receive, self._whole(answer, response)))
             finally:
@@ -265,6 +261,7 @@ class Server:
                 yield _line(chunk)
         except BaseException as error:
             yield _line(self._failure(error).body())
+        yield b"data: [DONE]\n\n"
 
     async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update, float]]:
         """An answer's updates, measured.
@@ -322,7 +319,7 @@ def _raising(call: Callable[[], T]) -> T:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    return _to_json(chunk).encode()
+    return b"data: " + _to_json(chunk).encode() + b"\n\n"
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -1,13 +1,13 @@
 """Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mla_compile.serving.failures import BadRequest, BodiesFull
 from mla_compile.serving.settings import ServerSettings
@@ -30,23 +30,22 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Awaitable[T], *ends: Coroutine[Any, Any, None]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """What `work` gives.
 
     Raises:
-        ClientGone: the client has hung up before, or one of `ends` has returned; the work was cancelled.
+        ClientGone: the client has hung up before; the work was cancelled.
     """
-    task = asyncio.ensure_future(work)
-    watchers = [asyncio.create_task(each) for each in (gone(receive), *ends)]
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
     try:
-        await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, *watchers):
-            each.cancel()
-        await asyncio.wait([task, *watchers])
+        task.cancel()
+        watcher.cancel()
+        await asyncio.wait([task, watcher])
 
 
 class Bodies:
@@ -113,59 +112,18 @@ class Bodies:
         return bytes(body)
 
 
-class EventStream(Response):
-    """Server-sent events.
-
-    events: their data, a line each. on_end: called when no more come.
-    stall_seconds: a client that takes nothing for so long is dropped.
-    """
+class EventStream(StreamingResponse):
+    """Server-sent events. on_end: called when no more come, or the client has hung up."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        *,
-        stall_seconds: float,
-        on_end: Callable[[], None],
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._stall_seconds = events, stall_seconds
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._on_end = on_end
-        self._num_begun = 0
-        self._under_way = 0  # which write is; 0 for none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGone):  # nobody is there to be told
-                await while_connected(receive, self._send_all(send), self._stalled())
+                await while_connected(receive, self.stream_response(send))
         finally:
             self._on_end()
-
-    async def _send_all(self, send: Send) -> None:
-        await self._put(
-            send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        async with aclosing(self._events) as events:
-            async for event in events:
-                body = b"data: " + event + b"\n\n"
-                await self._put(send, {"type": "http.response.body", "body": body, "more_body": True})
-        end = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
-        await self._put(send, end)
-
-    async def _put(self, send: Send, message: Message) -> None:
-        self._num_begun += 1
-        self._under_way = self._num_begun
-        await send(message)
-        self._under_way = 0
-
-    async def _stalled(self) -> None:
-        """Return when a write has been under way for `stall_seconds`, twice as long at most.
-
-        One timer looks after many writes: a timeout for each took as long as to make what is written.
-        """
-        before = 0
-        while not before or self._under_way != before:
-            before = self._under_way
-            await asyncio.sleep(self._stall_seconds)
