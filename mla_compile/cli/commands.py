@@ -78,19 +78,19 @@ def generate(
     if prompt is not None and sampling.logprobs is not None and output_file is None:
         expected = "a file that JSON lines go to"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
-    with result_writer(output_file, input_file, streamed=prompt is not None) as write:
-        from mla_compile.cli.generate import complete
+    write = result_writer(output_file, input_file, streamed=prompt is not None)
+    from mla_compile.cli.generate import complete
 
-        complete(
-            prompts,
-            write,
-            streamed=prompt is not None,
-            model=model,
-            checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
-            max_new_tokens=max_new_tokens,
-            grammar=rules,
-            **settings,
-        )
+    complete(
+        prompts,
+        write,
+        streamed=prompt is not None,
+        model=model,
+        checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
+        max_new_tokens=max_new_tokens,
+        grammar=rules,
+        **settings,
+    )
 
 
 def inspect(
