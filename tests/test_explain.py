@@ -38,7 +38,7 @@ def test_a_mixed_batch_is_told_segment_by_segment_with_identical_layers_folded()
     expected = """\
 3 attention calls; passes: split_prefill_decode
 
-layers.0-2: 3 calls, all the same
+layers.0 ... layers.2: 3 calls, all the same
   tokens   10 = 6 decode (2 rows x q_len 3) + 4 prefill (1 chunk)
   before   mla_attention(q_nope [10, 3, 6], q_pe [10, 3, 4], kv_c [10, 16], k_pe [10, 4]) -> [10, 3, 5]
   append   mla_append   kv_c [10, 16], k_pe [10, 4] -> kv_cache [49, 4, 20]

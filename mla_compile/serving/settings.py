@@ -21,11 +21,10 @@ def _default_engine() -> "EngineConfig":
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(CheckpointSettings):
-    """The settings of a server: those of its checkpoint, on the CPU by default, and these.
+    """The settings of a server: those of its checkpoint, on the CPU by default, these, and the ones of flags below.
 
     Args:
         model: a directory in Hugging Face format.
-        served_model_name: what clients call the model; the directory's name by default.
         engine: of the one engine.
         allowed_hosts: names in `Host` that requests may come by; `localhost` is any of this machine, "*" any at all.
             None for no check. The command adds `localhost` where it listens on this machine only.
@@ -36,9 +35,7 @@ class ServerSettings(CheckpointSettings):
         max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room, but for
             those of a client that has less than an equal share.
         max_body_bytes: of a request.
-        request_seconds: a completion takes at most so long.
         stall_seconds: a client that reads nothing, or does not finish its request, for so long is dropped.
-        shutdown_seconds: after SIGTERM running requests have so long to end.
         grammar_seconds, grammar_bytes: compiling a grammar takes at most so much.
 
     Raises:

@@ -270,15 +270,14 @@ def build_app(
     settings: ServerSettings,
     *,
     replicas: int,
-    gpus_per_replica: int | None = None,
     request_router: str | None = None,
 ) -> Any:
     """An application for `serve.run`, at the route prefix "/".
 
     Args:
-        settings: of each replica; `device` has no number, as Ray chooses the GPUs.
+        settings: of each replica; `device` has no number, as Ray chooses the GPUs: as many as processes share its
+            model, on one machine.
         replicas: engines, one each.
-        gpus_per_replica: one by default where the device is a GPU, else none. Those of a replica are on one machine.
         request_router: the path of a class of Ray's, or of one's own, that chooses the replica of a request. By default
             Ray's `PrefixCacheAffinityRouter`, which chooses the one that has seen a prompt's beginning, where it can be
             imported (Ray 2.60 asks for vLLM or SGLang for that), else Ray's default, the shorter of two queues.
@@ -289,11 +288,7 @@ def build_app(
     check_positive("replicas", replicas)
     if settings.device not in ("cpu", "cuda"):
         raise MLAError("device", "cpu or cuda, whose number Ray chooses", repr(settings.device))
-    if gpus_per_replica is None:
-        gpus_per_replica = int(settings.device == "cuda")
-    if type(gpus_per_replica) is not int or gpus_per_replica < (settings.device == "cuda"):
-        expected = f"an integer >= {int(settings.device == 'cuda')} for device {settings.device!r}"
-        raise MLAError("gpus_per_replica", expected, repr(gpus_per_replica))
+    num_gpus = settings.tensor_parallel_size if settings.device == "cuda" else 0
     # The app refuses by itself what is too much; probes come on top.
     ongoing = settings.engine.max_rows + settings.max_waiting + 64
     options: dict[str, Any] = {}
@@ -312,7 +307,7 @@ def build_app(
         max_constructor_retry_count=2,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus_per_replica},
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
         **options,
     )
     gateways = serve.deployment(
