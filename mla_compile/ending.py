@@ -17,8 +17,7 @@ INTERRUPTED = 130
 before_end: list[Callable[[], Any]] = []
 """What is called first: files to delete, children to kill. It may be called by any thread, and by two at once."""
 
-writing = threading.RLock()
-"""Held by threads that write to stderr, so that nothing comes after the last line."""
+_ending = threading.Lock()
 
 
 def end_now(what: str, status: int) -> NoReturn:
@@ -26,11 +25,11 @@ def end_now(what: str, status: int) -> NoReturn:
     for call in tuple(before_end):
         with suppress(Exception):
             call()
-    # Not by `sys.stderr`, which may be in the middle of a line. A terminal shows "^C" or a line of progress.
-    newline = b"\n" if os.isatty(2) else b""
-    writing.acquire(timeout=1)  # and never released
+    # Not by `sys.stderr`, which may be in the middle of a line. A terminal shows "^C", or a bar that hides the cursor.
+    before = b"\x1b[?25h\n" if os.isatty(2) else b""
+    _ending.acquire(timeout=1)  # and never released: one thread says the last line
     with suppress(OSError):
-        os.write(2, newline + f"mla-compile: {what}\n".encode())
+        os.write(2, before + f"mla-compile: {what}\n".encode())
     os._exit(status)
 
 

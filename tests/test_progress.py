@@ -1,4 +1,4 @@
-"""What takes long is told of: by a warning, by the command on stderr."""
+"""What takes long is announced: by one warning, or by a bar on a terminal."""
 
 import io
 import logging
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mla_compile import Engine, progress
-from mla_compile.progress import announce_if_slow, shown_by
+from mla_compile.progress import announce_if_slow
 from tests.models_for_tests import tiny_model
 
 
@@ -39,8 +39,8 @@ def test_what_takes_long_is_one_warning(impatient, caplog):
 
 
 def test_what_is_quick_says_nothing(caplog, capsys):
-    for show in (progress.in_program, progress.in_command):
-        with shown_by(show), announce_if_slow("working"):
+    for num_bytes in (0, 100):
+        with announce_if_slow("working", num_bytes):
             pass
     assert not caplog.records and capsys.readouterr() == ("", "")
 
@@ -61,64 +61,15 @@ def test_a_compile_is_told_of_once(impatient, caplog, monkeypatch):
     ]
 
 
-def test_the_command_shows_lines_of_their_own_where_stderr_is_no_terminal(
-    impatient, monkeypatch, capsys, caplog
-):
-    monkeypatch.setattr(progress, "INTERVAL", 0.05)
-    with shown_by(progress.in_command), announce_if_slow("working"):
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 2 and set(lines) == {"working ... 0 s"}
-    assert not caplog.records
-
-
-def test_a_terminal_gets_one_line_that_counts(monkeypatch):
-    err = Terminal()
-    monkeypatch.setattr("sys.stderr", err)
-    with progress.in_command("working"):
-        wait_for(err.getvalue)
-    text = err.getvalue()
-    assert "working ... 0 s" in text and "\r" in text
-    assert text.endswith("\n") and text.count("\n") == 1
-
-
-def test_a_brief_line_is_for_a_terminal_alone_and_does_not_stay(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "PATIENCE", 0.1)
-    with progress.importing():
-        time.sleep(0.4)
-    assert capsys.readouterr() == ("", "")
-    err = Terminal()
-    monkeypatch.setattr("sys.stderr", err)
-    with progress.importing():
-        pass
-    assert not err.getvalue(), "it was quick"
-    with progress.importing():
-        wait_for(err.getvalue)
-    text = err.getvalue()
-    assert "importing torch ... 0 s" in text and "\n" not in text
-    assert text.endswith("\r\x1b[K"), "erased"
-
-
-@pytest.mark.parametrize("brief", [False, True])
-def test_without_stderr_nothing_is_shown(impatient, monkeypatch, brief):
+@pytest.mark.parametrize("num_bytes", [0, 100])
+def test_without_stderr_nothing_is_shown(impatient, monkeypatch, num_bytes):
     """As where a shell closed it: `2>&-`."""
     monkeypatch.setattr("sys.stderr", None)
-    with progress.in_command("working", brief=brief):
+    with announce_if_slow("working", num_bytes):
         time.sleep(0.1)
 
 
-def test_of_waits_inside_each_other_the_innermost_is_shown(impatient, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "INTERVAL", 0.05)
-    with progress.in_command("all of it"):
-        with progress.in_command("a part"):
-            time.sleep(0.3)
-        within = capsys.readouterr().err
-        time.sleep(0.3)
-    assert {line.split(" ... ")[0] for line in within.splitlines()} == {"a part"}
-    assert {line.split(" ... ")[0] for line in capsys.readouterr().err.splitlines()} == {"all of it"}
-
-
-def test_a_program_on_a_terminal_gets_a_bar_of_bytes_once_it_is_long(impatient, monkeypatch, caplog):
+def test_a_terminal_gets_a_bar_of_bytes_once_it_is_long(impatient, monkeypatch, caplog):
     err = Terminal()
     monkeypatch.setattr("sys.stderr", err)
     with announce_if_slow("loading", 4_000_000_000) as advance:
@@ -138,13 +89,3 @@ def test_of_several_processes_the_others_say_nothing(impatient, monkeypatch, cap
             time.sleep(0.1)
             advance(50)
     assert not err.getvalue() and not caplog.records
-
-
-@pytest.mark.parametrize(("stream", "words"), [(Terminal, "1.0/4.0 GB"), (io.StringIO, "1.0 of 4.0 GB, 0 s")])
-def test_the_command_says_how_many_bytes_are_done(stream, words, impatient, monkeypatch):
-    err = stream()
-    monkeypatch.setattr("sys.stderr", err)
-    with shown_by(progress.in_command), announce_if_slow("loading", 4_000_000_000) as advance:
-        advance(1_000_000_000)
-        wait_for(err.getvalue)
-    assert words in err.getvalue()

@@ -15,7 +15,6 @@ import mla_compile
 from mla_compile.cli import streams
 from mla_compile.cli.commands import demo, env, generate, inspect, plan, serve
 from mla_compile.errors import MLAError
-from mla_compile.progress import in_command, shown_by
 from mla_compile.suggest import did_you_mean
 
 # typer's base class of mistakes in flags, which it exports under no name of its own.
@@ -37,16 +36,16 @@ class OneLineErrors(TyperGroup):
         if not settings.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **settings)
         try:
-            with shown_by(in_command):
-                sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
+            sys.exit(super().main(args, prog_name, standalone_mode=False, **settings))
         except _UsageError as error:
             _fail(f"{error.format_message()} (see --help)")
         except MLAError as error:
             _fail(str(error))
-        except streams.StdoutError as error:
+        except OSError:
             # Not of a pipe whose reader has gone: typer ends that quietly, with exit code 1.
-            streams.drop_stdout()
-            _fail(f"standard output cannot be written: {error.strerror}")
+            if why_not := streams.cannot_write():
+                _fail(f"standard output cannot be written: {why_not}")
+            raise
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -74,10 +73,6 @@ class OneLineErrors(TyperGroup):
             raise
 
 
-_OTHER_NAMES = {"request_seconds": "--request-timeout", "shutdown_seconds": "--shutdown-timeout"}
-"""Flags of arguments that the library calls otherwise."""
-
-
 class InFlags(TyperCommand):
     """A command whose mistakes are named by its flags, where the library names its own arguments."""
 
@@ -101,7 +96,7 @@ class InFlags(TyperCommand):
         except MLAError as error:
             options = (each for each in self.params if each.param_type_name == "option")
             flags = {str(option.name): option.opts[0] for option in options}
-            raise _in_flags(error, flags | _OTHER_NAMES) from error
+            raise _in_flags(error, flags) from error
 
 
 def _names(command: Any, ctx: Any) -> list[str]:

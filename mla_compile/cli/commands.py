@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option
+from typer import Argument, Exit, Option, echo
 
 from mla_compile.cli.flags import flags_of, taken
 from mla_compile.cli.prompts import read_grammar, read_prompts, result_writer
 from mla_compile.defaults import DEFAULT_DRAFTS, DEFAULT_MAX_TOKENS, MAX_DRAFTS, SHIPPED_MODEL
 from mla_compile.engine_settings import CheckpointSettings, EngineFields
 from mla_compile.errors import MLAError
-from mla_compile.progress import importing
 from mla_compile.sampling_params import SamplingParams
+from mla_compile.serving.settings import ServerSettings
 
 Model = Annotated[
     Path,
@@ -78,19 +78,19 @@ def generate(
     if prompt is not None and sampling.logprobs is not None and output_file is None:
         expected = "a file that JSON lines go to"
         raise MLAError("--logprobs", expected, "--prompt without --output", "add --output FILE")
-    with result_writer(output_file, input_file, streamed=prompt is not None) as write:
-        with importing():
-            from mla_compile.cli.generate import complete
-        complete(
-            prompts,
-            write,
-            streamed=prompt is not None,
-            model=model,
-            checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
-            max_new_tokens=max_new_tokens,
-            grammar=rules,
-            **settings,
-        )
+    write = result_writer(output_file, input_file, streamed=prompt is not None)
+    from mla_compile.cli.generate import complete
+
+    complete(
+        prompts,
+        write,
+        streamed=prompt is not None,
+        model=model,
+        checkpoint_settings=CheckpointSettings(**taken(settings, CheckpointSettings)),
+        max_new_tokens=max_new_tokens,
+        grammar=rules,
+        **settings,
+    )
 
 
 def inspect(
@@ -122,16 +122,30 @@ def inspect(
     if output is not None and output.suffix.lower() != ".svg":
         raise MLAError("--output", "a file name that ends in .svg", output)
     _check_directory(model)
-    with importing():
-        from mla_compile.cli.inspect import explain_checkpoint
-    explain_checkpoint(
-        model,
-        num_speculative_tokens=num_speculative_tokens,
-        rows=rows,
-        prefill_tokens=prefill_tokens,
-        step=step,
-        output=output,
-    )
+    import torch
+
+    from mla_compile.explanation.inspect import inspect_forward, inspect_step
+    from mla_compile.models import load_model
+    from mla_compile.models.checkpoint import open_checkpoint
+
+    if step:  # which computes rotary frequencies, and takes no tensors without values
+        explanation = inspect_step(
+            load_model(model), num_speculative_tokens=num_speculative_tokens, rows=rows
+        )
+    else:
+        explanation = inspect_forward(
+            open_checkpoint(model, dtype=torch.float32),
+            num_speculative_tokens=num_speculative_tokens,
+            rows=rows,
+            prefill_tokens=48 if prefill_tokens is None else prefill_tokens,
+        )
+    echo(str(explanation), nl=False)
+    if output is not None:
+        try:
+            explanation.save(output)
+        except OSError as error:
+            raise MLAError("--output", "a file that can be written", output, str(error)) from error
+        echo(f"\npicture: {output}")
 
 
 def env(
@@ -145,8 +159,8 @@ def env(
 
     It is what a bug report needs.
     """
-    with importing():
-        from mla_compile.cli.environment import print_environment
+    from mla_compile.cli.environment import print_environment
+
     print_environment(verbose=verbose)
 
 
@@ -163,12 +177,12 @@ def demo(
     Exit code 1 if the tokens differ.
     """
     _check_directory(model)
-    with importing():
-        from mla_compile.cli.demo import compare
+    from mla_compile.cli.demo import compare
+
     compare(model, max_new_tokens=max_new_tokens, compile=compile)
 
 
-@flags_of(CheckpointSettings, EngineFields, num_speculative_tokens=None)
+@flags_of(ServerSettings, EngineFields, num_speculative_tokens=None, allowed_hosts=None, allowed_origins=None)
 def serve(
     *,
     model: Model = SHIPPED_MODEL,
@@ -178,9 +192,6 @@ def serve(
     port: Annotated[
         int, Option(metavar="NUMBER", min=0, max=65535, help="Where to listen; 0: any that is free.")
     ] = 8000,
-    served_model_name: Annotated[
-        str, Option(metavar="NAME", help="What clients call the model.", show_default="the directory's name")
-    ] = "",
     api_key_file: Annotated[
         Path | None,
         Option(
@@ -189,44 +200,6 @@ def serve(
             show_default="everybody may ask",
         ),
     ] = None,
-    allowed_hosts: Annotated[
-        str | None,
-        Option(
-            metavar="NAME,NAME,...",
-            help="Names that clients may ask by; localhost: any of this machine, *: all.",
-            show_default="all, and localhost where --host is of this machine",
-        ),
-    ] = None,
-    allowed_origins: Annotated[
-        str | None,
-        Option(
-            metavar="URL,URL,...",
-            help="Web pages that may ask, as https://example.com; *: all.",
-            show_default="the server's own page",
-        ),
-    ] = None,
-    max_waiting: Annotated[
-        int,
-        Option(
-            metavar="N",
-            min=1,
-            help="Requests that may wait; further ones of a client with its share get status 429.",
-        ),
-    ] = 256,
-    client_header: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="The header in which a proxy names the client, X-Forwarded-For say; the proxy must set it.",
-            show_default="clients are known by their keys, or addresses",
-        ),
-    ] = None,
-    request_timeout: Annotated[
-        float, Option(metavar="SECONDS", help="A completion that takes longer is ended.")
-    ] = 600.0,
-    shutdown_timeout: Annotated[
-        float, Option(metavar="SECONDS", help="What running requests get to end, after SIGTERM.")
-    ] = 30.0,
     replicas: Annotated[
         int | None,
         Option(
@@ -246,20 +219,13 @@ def serve(
     Needs `pip install 'mla-compile[serve]'`.
     """
     _check_directory(model)
-    with importing():
-        from mla_compile.cli.serve import serve_checkpoint
+    from mla_compile.cli.serve import serve_checkpoint
+
     serve_checkpoint(
         host=host,
         port=port,
         model=model,
-        served_model_name=served_model_name,
         api_key_file=api_key_file,
-        allowed_hosts=() if allowed_hosts is None else tuple(allowed_hosts.split(",")),
-        allowed_origins=() if allowed_origins is None else tuple(allowed_origins.split(",")),
-        max_waiting=max_waiting,
-        client_header=client_header,
-        request_seconds=request_timeout,
-        shutdown_seconds=shutdown_timeout,
         replicas=replicas,
         engine=taken(settings, EngineFields),
         **settings,
@@ -293,8 +259,8 @@ def plan(
     Exit code 1 if it does not fit.
     """
     _check_directory(model, "MODEL_DIR")
-    with importing():
-        from mla_compile.cli.plan import Wish, print_plan
+    from mla_compile.cli.plan import Wish, print_plan
+
     wish = Wish(model=model, gpus=gpus, settings=taken(settings, EngineFields), **settings)
     if not print_plan(wish, gpu_memory):
         raise Exit(1)

@@ -44,10 +44,11 @@ def _flag(setting: "Field[Any]", default: Any) -> inspect.Parameter:
     flag = dict(metadata["flag"])
     if metadata["least"] is not None:
         flag |= {"min": metadata["least"], "max": metadata["most"] if metadata["most"] < 2**31 - 1 else None}
-    if default is not None and default != ():
+    if default not in (None, (), ""):
         flag.pop("show_default", None)
     # typer's own would be --compile/--no-compile, and -n.
     names = [f"--{setting.name.replace('_', '-')}"] if default is False or len(setting.name) == 1 else []
+    names = flag.pop("names", names)
     option = Option(*names, help=metadata["help"], **flag)
     kind: Any = Annotated.__class_getitem__((metadata["kind"] or setting.type, option))  # type: ignore[attr-defined]
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

@@ -15,7 +15,7 @@ from mla_compile.cli.streams import quiet_libraries
 from mla_compile.engine import Checkpoint, Completion, Grammar, TextStream, fitting_engine
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings
 from mla_compile.errors import MLAError
-from mla_compile.progress import in_command
+from mla_compile.progress import announce_if_slow
 from mla_compile.speculate.drafter import loads_mtp
 
 _GRAMMARS = {
@@ -71,7 +71,7 @@ def complete(
     if streamed:
         completions = _show(given[0], updates, checkpoint)
     else:
-        with in_command(f"completing prompts, {len(prompts)} in all"):
+        with announce_if_slow(f"completing prompts, {len(prompts)} in all"):
             *_, completions = updates
     by_prompt: defaultdict[int, list[Completion]] = defaultdict(list)
     for completion in completions:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import torch
 import typer
@@ -23,7 +23,7 @@ from mla_compile.models.sharding import numbers_of_gpus
 _UNITS = {"TB": 10**12, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1}
 _H200 = 141 * 10**9
 _CONTEXTS = (2_048, 8_192, 32_768, 131_072)
-_WORDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_outline = cache(outline)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +49,19 @@ class Wish(CheckpointSettings):
         return longest
 
     def outline(self) -> MLAForCausalLM:
-        without = False if self.config().num_speculative_tokens == 0 else None
-        return _outline(self.model, self.dtype, self.quantize, self.dequantize, without)
+        return _outline(
+            self.model,
+            dtype=getattr(torch, self.dtype),
+            mtp=False if self.config().num_speculative_tokens == 0 else None,
+            quantize=self.quantize,
+            dequantize=self.dequantize,
+        )
 
     def plan(self) -> MemoryPlan:
         """Raises `MLAError` for a setting that the model rules out."""
         config = self.config()
         parallel = self.expert_parallel
         return plan_memory(self.outline(), config, self.gpus, expert_parallel=parallel, argument="--gpus")
-
-
-@cache
-def _outline(
-    path: Path,
-    dtype: Literal["float32", "bfloat16"],
-    quantize: Literal["fp8"] | None,
-    dequantize: bool,
-    mtp: bool | None,
-) -> MLAForCausalLM:
-    return outline(path, dtype=_WORDS[dtype], mtp=mtp, quantize=quantize, dequantize=dequantize)
 
 
 def print_plan(wish: Wish, gpu_memory: str | None) -> bool:

@@ -3,16 +3,13 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mla_compile.ending import before_end
 from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams, check_token_ids
 
@@ -162,54 +159,36 @@ def _result(completion: "Completion") -> dict[str, Any]:
     return result
 
 
-def result_writer(
-    output_file: Path | None, input_file: Path | None, *, streamed: bool
-) -> AbstractContextManager[Write]:
-    """Where the JSON lines go: to the file, else to stdout unless the text itself went there.
+def result_writer(output_file: Path | None, input_file: Path | None, *, streamed: bool) -> Write:
+    """A function to call once, with JSON lines: for the file, else for stdout unless the text itself went there.
+
+    The file gets all of them, or keeps what it held: they go to a file beside it that takes its name then.
 
     Raises:
-        MLAError: a file that cannot be written, or the input's own.
+        MLAError: from here and from the function, a file that cannot be written; from here, the input's own.
     """
     if output_file is None:
-        return nullcontext(lambda lines: None if streamed else typer.echo("\n".join(lines)))
+        return lambda lines: None if streamed else typer.echo("\n".join(lines))
     if input_file not in (None, STDIN) and input_file.resolve() == output_file.resolve():
         raise MLAError("--output", "another file than --input", output_file)
-    return _whole_file(output_file)
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[Write]:
-    """Give a function to call once, with lines; `path` gets all of them, or keeps what it held.
-
-    They go to a file beside it that takes its name then. That file is made at once, so that a directory which cannot
-    be written to is found before the work, not after it.
-    """
-    target = path.resolve()  # through a link, not over it
+    target = output_file.resolve()  # through a link, not over it
     if target.exists() and not target.is_file():
-        raise MLAError(
-            f"--output {path}", "a regular file", "something else", "leave it out to write to stdout"
-        )
+        mend = "leave it out to write to stdout"
+        raise MLAError(f"--output {output_file}", "a regular file", "something else", mend)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
     def write(lines: Iterable[str]) -> None:
-        with _errors_named(path):
+        try:
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             temporary.replace(target)
+        except OSError as error:
+            raise MLAError(f"--output {output_file}", "a file that can be written", error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
 
-    delete = partial(temporary.unlink, missing_ok=True)
-    before_end.append(delete)
-    try:
-        with _errors_named(path):
-            temporary.touch(exist_ok=False)
-        yield write  # what goes wrong in between is not the file's fault
-    finally:
-        delete()
-        before_end.remove(delete)
-
-
-@contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
-    try:
-        yield
+    try:  # a directory that cannot be written to is found before the work
+        temporary.touch(exist_ok=False)
+        temporary.unlink()
     except OSError as error:
-        raise MLAError(f"--output {path}", "a file that can be written", error) from error
+        raise MLAError(f"--output {output_file}", "a file that can be written", error) from error
+    return write

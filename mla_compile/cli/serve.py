@@ -44,6 +44,9 @@ def serve_checkpoint(
     whole = EngineConfig(**engine)
     keys = _read_keys(api_key_file)
     place = str(pick_device(device))
+    for name in ("allowed_hosts", "allowed_origins"):
+        given = settings.pop(name)
+        settings[name] = () if given is None else tuple(given.split(","))
     serve(
         ServerSettings(model=model, device=place, api_keys=keys, engine=whole, **settings),
         host=host,

@@ -1,38 +1,33 @@
-"""Standard output that says when it is it that cannot be written."""
+"""Standard output and error of the command."""
 
 import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-
-
-class StdoutError(OSError):
-    """Standard output cannot be written: its disk is full, or whoever read it has gone."""
-
-
-class _Stdout(io.FileIO):
-    def write(self, data: object) -> int:
-        try:
-            return super().write(data)  # type: ignore[arg-type]
-        except OSError as error:
-            raise StdoutError(error.errno, error.strerror) from error
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def prepare() -> None:
-    """Let errors of stdout be `StdoutError`, and both streams print what their encoding lacks as "?"."""
+    """Let both streams print what their encoding lacks as "?"."""
     if sys.stdout is None:  # the process was started with it closed
-        sys.stdout = io.TextIOWrapper(io.FileIO(os.devnull, "w"), errors="replace")
-    else:
-        sys.stdout.flush()
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(_Stdout(1, "wb", closefd=False)),
-            encoding=sys.stdout.encoding,
-            errors="replace",
-            line_buffering=sys.stdout.isatty(),
-        )
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="replace")
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def cannot_write() -> str | None:
+    """Why standard output cannot be written, its disk being full say; None where it can.
+
+    What is left in its buffer goes nowhere then: Python would try to write it once more at exit.
+    """
+    try:
+        print(flush=True)  # what failed to be written may be gone from the buffer
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return error.strerror
+    return None
 
 
 @contextmanager
@@ -51,9 +46,3 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def drop_stdout() -> None:
-    """What is left in stdout's buffer goes nowhere: Python would try to write it once more at exit."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

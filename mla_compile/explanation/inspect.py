@@ -28,9 +28,10 @@ def inspect_forward(
         prefill_tokens: tokens of one prompt chunk, >= 0; 0 for none.
 
     Raises:
-        MLAError: a negative number, or no token at all.
+        MLAError: no token at all.
     """
-    _check(num_speculative_tokens, rows, prefill_tokens)
+    if rows + prefill_tokens == 0:
+        raise MLAError("rows, prefill_tokens", "a batch of at least one token", "0 and 0")
     q_len = num_speculative_tokens + 1
     pages = -(-max(NUM_CACHED + q_len, prefill_tokens) // PAGE_SIZE)
     chunks = int(prefill_tokens > 0)
@@ -61,9 +62,10 @@ def inspect_step(model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows
         rows: sequences, >= 1.
 
     Raises:
-        MLAError: a number out of range, or drafts of a model without an MTP layer.
+        MLAError: no sequence, or drafts of a model without an MTP layer.
     """
-    _check(num_speculative_tokens, rows, 0)
+    if rows == 0:
+        raise MLAError("rows", "at least one sequence", rows)
     pages = -(-(NUM_CACHED + 2 * num_speculative_tokens + 1) // PAGE_SIZE)
     _allocate(model, rows * pages)
     decoder = SpeculativeDecoder(model, num_speculative_tokens, page_size=PAGE_SIZE)
@@ -73,19 +75,6 @@ def inspect_step(model: MLAForCausalLM, *, num_speculative_tokens: int = 3, rows
 def _allocate(model: MLAForCausalLM, pages: int) -> None:
     """Nothing runs, so the cache's size only shows in the picture: it need not hold a very large batch."""
     allocate(model.cache_specs(), 1 + min(pages, 1000), PAGE_SIZE)
-
-
-def _check(num_speculative_tokens: int, rows: int, prefill_tokens: int) -> None:
-    named = {
-        "num_speculative_tokens": num_speculative_tokens,
-        "rows": rows,
-        "prefill_tokens": prefill_tokens,
-    }
-    for name, value in named.items():
-        if value < 0:
-            raise MLAError(name, "an integer >= 0", value)
-    if rows + prefill_tokens == 0:
-        raise MLAError("rows, prefill_tokens", "a batch of at least one token", "0 and 0")
 
 
 class _NeededLogits(nn.Module):

@@ -1,7 +1,6 @@
 """Find every attention call of a graph before and after the passes, and what became of it."""
 
 import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -71,18 +70,11 @@ class Group:
 
     @property
     def title(self) -> str:
-        """`layers.0-9.self_attn: 10 calls, all the same`."""
+        """`layers.0.self_attn ... layers.9.self_attn: 10 calls, all the same`."""
         first, last, number = self.names[0], self.names[-1], len(self.names)
         if number == 1:
             return first
-        before, after = re.split(r"(\d+)", first), re.split(r"(\d+)", last)
-        differ = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-        if len(before) == len(after) and len(differ) < 2:
-            for i in differ:
-                before[i] = f"{before[i]}-{after[i]}"
-            name = "".join(before)
-        else:
-            name = f"{first} ... {last}"
+        name = first if first == last else f"{first} ... {last}"
         return f"{name}: {number} calls, all the same"
 
 

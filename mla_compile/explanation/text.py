@@ -16,7 +16,7 @@ def describe(graphs: dict[str, fx.GraphModule], layers: Layers) -> str:
 
 def _blocks(graphs: dict[str, fx.GraphModule], layers: Layers) -> Iterator[list[str]]:
     yield [
-        f"{_count(layers.calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
+        f"{counted(layers.calls, 'attention call')}; passes: {', '.join(list(graphs)[1:]) or 'none'}",
         *_symbols(layers),
     ]
     if not layers.groups:
@@ -47,17 +47,17 @@ def _group(group: Group) -> Iterator[str]:
         yield f"           mla_decode   q_latent {decode.q_latent}, q_pe {decode.q_pe} -> {decode.q_latent}"
         yield f"           up-project   {decode.q_latent} @ w_uv {layer.w_uv} -> {decode.out}"
     if prefill:
-        yield f"  prefill  mla_prefill  q {prefill.q}, {_count(prefill.keys, 'key')} read -> {prefill.out}"
+        yield f"  prefill  mla_prefill  q {prefill.q}, {counted(prefill.keys, 'key')} read -> {prefill.out}"
     if decode and prefill:
         yield f"  join     cat          {decode.out} + {prefill.out} -> {layer.out}"
 
 
 def _decode_tokens(decode: Decode) -> str:
-    return f"{decode.tokens} decode ({_count(decode.rows, 'row')} x q_len {decode.q_len})"
+    return f"{decode.tokens} decode ({counted(decode.rows, 'row')} x q_len {decode.q_len})"
 
 
 def _prefill_tokens(prefill: Prefill) -> str:
-    return f"{prefill.tokens} prefill ({_count(prefill.chunks, 'chunk')})"
+    return f"{prefill.tokens} prefill ({counted(prefill.chunks, 'chunk')})"
 
 
 def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:
@@ -79,5 +79,5 @@ def _counts(graphs: dict[str, fx.GraphModule]) -> Iterator[str]:
         yield "  " + "  ".join([name.ljust(widths[0]), *cells])
 
 
-def _count(number: int | str, noun: str) -> str:
+def counted(number: int | str, noun: str) -> str:
     return f"{number} {noun}" + ("" if str(number) == "1" else "s")

@@ -5,7 +5,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -20,31 +20,22 @@ from starlette.routing import Route
 
 from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models import load_tokenizer
-from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
+from mla_compile.serving.engine_client import Answer, EngineClient
+from mla_compile.serving.failures import BadRequest, Failure, NotReady
 from mla_compile.serving.grammars import GrammarCheck
-from mla_compile.serving.messages import Update
+from mla_compile.serving.messages import ModelLimits, Update
 from mla_compile.serving.metrics import Metrics
 from mla_compile.serving.openai_requests import (
-    MAX_CHOICES,
-    BadRequest,
     CompletionsAsked,
-    ModelLimits,
     parse_chat,
     parse_completion,
     parse_tokenize,
 )
-from mla_compile.serving.openai_responses import (
-    CompletionFailed,
-    bad_request_object,
-    error_object,
-    model_object,
-    models_object,
-    tokenize_object,
-)
 from mla_compile.serving.openai_responses import Response as OpenAIResponse
+from mla_compile.serving.openai_responses import model_object, models_object, tokenize_object
 from mla_compile.serving.origins import checks
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import Bodies, BodiesFull, ClientGone, EventStream, while_connected
+from mla_compile.serving.streams import Bodies, ClientGone, EventStream, while_connected
 from mla_compile.serving.token_bytes import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -174,22 +165,21 @@ class Server:
         try:
             self._check_key(request)
             return await handle(request)
-        except BadRequest as error:
-            return JSONResponse(bad_request_object(error), error.status)
-        except Busy:
-            return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
-        except BodiesFull as error:
-            return _error(str(error), 503, {"Retry-After": "1"})
-        except NotReady:
-            return _error("the server is not ready; ask again later", 503, {"Retry-After": "5"})
-        except CompletionFailed as error:
-            return _error(str(error), 500)
-        except TimeoutError:
-            return _error(f"it took longer than {self.settings.request_seconds:g} s", 504)
         except ClientGone:
             return Response(status_code=499)
         except BaseException as error:
-            return JSONResponse(_mistake_object(error), 500)
+            return self._failure(error).response()
+
+    def _failure(self, error: BaseException) -> Failure:
+        """What a client is told of an error; raises what ends more than a request."""
+        if isinstance(error, Failure):
+            return error
+        if isinstance(error, TimeoutError):
+            return Failure(f"it took longer than {self.settings.request_seconds:g} s", status=504)
+        if not is_request_error(error):
+            raise error
+        log.error("a request has failed by a mistake of the server", exc_info=error)
+        return Failure()
 
     def _check_key(self, request: Request) -> int:
         """Which key it has; 0 where none is needed."""
@@ -225,16 +215,7 @@ class Server:
     def _limits(self) -> ModelLimits:
         if self._client.ready is None:
             raise NotReady
-        ready = self._client.ready
-        return ModelLimits(
-            self.settings.served_model_name,
-            ready.vocab_size,
-            ready.max_model_len,
-            max_choices=min(MAX_CHOICES, self._client.capacity),
-            max_stop_token_ids=ready.max_stop_token_ids,
-            drafter=ready.drafter,
-            num_speculative_tokens=ready.num_speculative_tokens,
-        )
+        return self._client.ready.limits
 
     def _completions(self, parse: Callable[..., CompletionsAsked]) -> _Handler:
         async def handle(request: Request) -> Response:
@@ -250,12 +231,8 @@ class Server:
                     raise BadRequest(message, asked.grammar_field, "invalid_grammar")
             response = OpenAIResponse(asked, self._vocabulary)
             answer = self._client.submit(asked.choices(), self._client_of(request))
-            if asked.stream:
-                return EventStream(
-                    self._events(answer, response),
-                    stall_seconds=self.settings.stall_seconds,
-                    on_end=lambda: self._client.abort(answer),
-                )
+            if asked.body.stream:
+                return EventStream(self._events(answer, response), on_end=lambda: self._client.abort(answer))
             try:
                 return JSONResponse(await while_connected(request.receive, self._whole(answer, response)))
             finally:
@@ -282,12 +259,9 @@ class Server:
                         self._metrics.delivery.observe(time.monotonic() - read_at)
             for chunk in response.closing():
                 yield _line(chunk)
-        except (BadRequest, CompletionFailed) as error:
-            yield _line(error_object(str(error), status=400 if isinstance(error, BadRequest) else 500))
-        except TimeoutError:
-            yield _line(error_object(f"it took longer than {self.settings.request_seconds:g} s", status=504))
         except BaseException as error:
-            yield _line(_mistake_object(error))
+            yield _line(self._failure(error).body())
+        yield b"data: [DONE]\n\n"
 
     async def _updates(self, answer: Answer) -> AsyncGenerator[tuple[int, Update, float]]:
         """An answer's updates, measured.
@@ -345,27 +319,17 @@ def _raising(call: Callable[[], T]) -> T:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    return _to_json(chunk).encode()
-
-
-def _error(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(error_object(message, status=status), status, headers)
-
-
-def _mistake_object(error: BaseException) -> dict[str, Any]:
-    """A mistake of the server's own, which the log has; raises what ends more than a request."""
-    if not is_request_error(error):
-        raise error
-    log.error("a request has failed by a mistake of the server", exc_info=error)
-    return error_object("the server has made a mistake", status=500)
+    return b"data: " + _to_json(chunk).encode() + b"\n\n"
 
 
 async def _http_error(_: Request, error: Exception) -> Response:
     """What no route takes."""
     assert isinstance(error, HTTPException)
-    return _error(error.detail, error.status_code, error.headers)
+    response = Failure(error.detail, status=error.status_code).response()
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _own_error(_: Request, __: Exception) -> Response:
-    """As `_mistake_object`, where no key is asked for; uvicorn has it in the log."""
-    return _error("the server has made a mistake", 500)
+    """Where no key is asked for; uvicorn has it in the log."""
+    return Failure().response()

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from mla_compile.engine.stats import EngineStats
 from mla_compile.serving import processes
+from mla_compile.serving.failures import Busy, NotReady
 from mla_compile.serving.messages import (
     Abort,
     Add,
@@ -31,14 +32,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 """Seconds before a process that failed is started again, twice as long each time."""
-
-
-class Busy(Exception):
-    """As many requests as may wait do."""
-
-
-class NotReady(Exception):
-    """What answers a request loads, or has failed and loads again."""
 
 
 class Answer:
@@ -155,7 +148,7 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Completions that one client may have under way at once; 0 while the engine is not ready."""
-        return 0 if self.ready is None else self.ready.max_rows + self._settings.max_waiting
+        return 0 if self.ready is None else self.ready.stats.max_rows + self._settings.max_waiting
 
     @property
     def num_running(self) -> int:

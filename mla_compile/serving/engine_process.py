@@ -7,8 +7,7 @@ import gc
 import logging
 import sys
 import time
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,17 @@ from mla_compile.engine.rows import stop_id_places
 from mla_compile.errors import MLAError, is_request_error, request_error
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving import processes
-from mla_compile.serving.grammars import compiled
-from mla_compile.serving.messages import Abort, Add, Failed, GrammarSource, Progress, Ready, Update
+from mla_compile.serving.grammars import GrammarThread, compiled
+from mla_compile.serving.messages import (
+    MAX_CHOICES,
+    Abort,
+    Add,
+    Failed,
+    ModelLimits,
+    Progress,
+    Ready,
+    Update,
+)
 from mla_compile.serving.settings import ServerSettings
 from mla_compile.speculate.drafter import loads_mtp
 
@@ -31,33 +39,12 @@ log = logging.getLogger(__name__)
 _KEPT_GRAMMARS = 64
 
 
-class _Grammars:
-    """Compiled by a thread beside the steps; the last ones are kept."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1)
-        self._known: OrderedDict[GrammarSource, Future[Grammar]] = OrderedDict()
-
-    def get(self, source: GrammarSource) -> Future[Grammar]:
-        if source not in self._known or _has_failed(self._known[source]):  # it may go well this time
-            self._known[source] = self._thread.submit(compiled, source, self._tokenizer)
-            if len(self._known) > _KEPT_GRAMMARS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(source)
-        return self._known[source]
-
-
-def _has_failed(work: Future[Grammar]) -> bool:
-    return work.done() and work.exception() is not None
-
-
 class _Served:
     """The requests of an engine by key, and how much of each has been told."""
 
     def __init__(self, engine: Engine, tokenizer: "PreTrainedTokenizerBase", stop_ids: list[int]) -> None:
         self.engine, self.stop_ids = engine, stop_ids
-        self._grammars = _Grammars(tokenizer)
+        self._tokenizer, self._grammars = tokenizer, GrammarThread[Grammar](_KEPT_GRAMMARS)
         self._requests: dict[int, Request] = {}
         self._num_told: dict[int, int] = {}
         self._compiling: dict[int, tuple[Add, Future[Grammar]]] = {}
@@ -87,7 +74,8 @@ class _Served:
         key, asked = message.key, message.asked
         try:
             if asked.grammar is not None and grammar is None:
-                self._compiling[key] = message, self._grammars.get(asked.grammar)
+                work = self._grammars.get(asked.grammar, lambda source: compiled(source, self._tokenizer))
+                self._compiling[key] = message, work
                 return
             self._requests[key] = self.engine.add(
                 asked.prompt,
@@ -157,17 +145,16 @@ def serve(connection: Connection, settings: ServerSettings) -> None:
     config, stop_ids = engine.config, served.stop_ids
     gc.collect()
     gc.freeze()  # what compiling has left is millions of objects, in which no step should look for garbage
-    connection.send(
-        Ready(
-            vocab_size=engine.model.vocab_size,
-            max_model_len=config.max_model_len,
-            max_rows=config.max_rows,
-            max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
-            stats=engine.stats,
-            drafter=config.drafter.name,
-            num_speculative_tokens=config.num_speculative_tokens,
-        )
+    limits = ModelLimits(
+        settings.served_model_name,
+        engine.model.vocab_size,
+        config.max_model_len,
+        max_choices=min(MAX_CHOICES, config.max_rows + settings.max_waiting),
+        max_stop_token_ids=stop_id_places(stop_ids) - len(stop_ids),
+        drafter=config.drafter.name,
+        num_speculative_tokens=config.num_speculative_tokens,
     )
+    connection.send(Ready(limits, engine.stats))
     run(connection, served)
 
 

@@ -5,27 +5,31 @@ a compiled grammar cannot be sent.
 """
 
 import asyncio
+import math
 import resource
 import signal
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mla_compile.engine.grammar import Grammar
 from mla_compile.errors import MLAError
 from mla_compile.models import load_tokenizer
 from mla_compile.serving import processes
-from mla_compile.serving.engine_client import Busy, NotReady
+from mla_compile.serving.failures import Busy, NotReady
 from mla_compile.serving.messages import GrammarSource
 from mla_compile.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 _LOADING_SECONDS = 120.0
 _KEPT = 256
@@ -41,16 +45,43 @@ def compiled(source: GrammarSource, tokenizer: "PreTrainedTokenizerBase") -> Gra
     return _KINDS[source.kind](source.text, tokenizer)
 
 
+class GrammarThread(Generic[T]):
+    """Work on grammars, which wait for each other and for nothing else. The last results are kept."""
+
+    def __init__(self, num_kept: int, max_waiting: float = math.inf) -> None:
+        self._num_kept, self._max_waiting = num_kept, max_waiting
+        self._thread = ThreadPoolExecutor(1)
+        self._known: OrderedDict[GrammarSource, Future[T]] = OrderedDict()
+
+    def get(self, source: GrammarSource, work: Callable[[GrammarSource], T]) -> Future[T]:
+        """What comes of it. What has failed is done again: it may go well this time.
+
+        Raises:
+            Busy: as many others as may wait do.
+        """
+        known = self._known.get(source)
+        if known is None or (known.done() and known.exception() is not None):
+            if sum(not other.done() for other in self._known.values()) >= self._max_waiting:
+                raise Busy
+            self._known[source] = known = self._thread.submit(work, source)
+        self._known.move_to_end(source)
+        while len(self._known) > self._num_kept and next(iter(self._known.values())).done():
+            self._known.popitem(last=False)
+        return known
+
+    def stop(self) -> None:
+        """Nothing more is begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class GrammarCheck:
     """Says whether a grammar can be compiled within limits."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        # Not a thread of asyncio's own: grammars that take long wait for each other, and for nobody else.
-        self._thread = ThreadPoolExecutor(1)
+        self._checks = GrammarThread[str | None](_KEPT, settings.max_waiting)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._known: OrderedDict[GrammarSource, Future[str | None]] = OrderedDict()
 
     async def why_not(self, source: GrammarSource) -> str | None:
         """Why the engine is not to compile it; None where it may.
@@ -58,24 +89,15 @@ class GrammarCheck:
         Raises:
             Busy: as many others as may wait do. NotReady: the process that checks was killed, or cannot be started.
         """
-        if source not in self._known:
-            if sum(not check.done() for check in self._known.values()) >= self._settings.max_waiting:
-                raise Busy
-            self._known[source] = self._thread.submit(self._ask, source)
-            while len(self._known) > _KEPT and next(iter(self._known.values())).done():
-                self._known.popitem(last=False)
+        check = self._checks.get(source, self._ask)
         try:
-            # Others may wait for the same one.
-            return await asyncio.shield(asyncio.wrap_future(self._known[source]))
-        except Exception as error:
-            self._known.pop(source, None)  # the next check may end otherwise
-            if isinstance(error, TimeoutError):
-                return str(error)
-            raise
+            return await asyncio.shield(asyncio.wrap_future(check))  # others may wait for the same one
+        except TimeoutError as error:
+            return str(error)
 
     def stop(self) -> None:
         """End the process; nothing is checked any more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._checks.stop()
         self._end()
 
     def _end(self) -> int | None:

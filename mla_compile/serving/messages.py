@@ -9,6 +9,9 @@ from mla_compile.errors import MLAError
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.serving.settings import ServerSettings
 
+MAX_CHOICES = 128
+"""The most choices of a request, where the server takes as many at once."""
+
 
 @dataclass(frozen=True)
 class GrammarSource:
@@ -77,22 +80,31 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """From the engine: it is warm.
+class ModelLimits:
+    """What a request is held to.
 
-    max_model_len: tokens of a request, prompt included.
-    max_stop_token_ids: of a request; with more its step would be compiled anew, and all requests wait.
-    stats: how things stand before the first request.
-    drafter, num_speculative_tokens: what drafts, by its name, and how many tokens a step.
+    max_model_len: its tokens, prompt included.
+    max_choices: its completions, of all prompts together.
+    max_stop_token_ids: more places than the step was compiled with (see `stop_id_places`, less the model's own stop
+        ids) would have it compiled anew, and all requests wait.
+    drafter, num_speculative_tokens: what drafts, and how much; which /v1/models tells.
     """
 
+    model_name: str
     vocab_size: int
     max_model_len: int
-    max_rows: int
-    max_stop_token_ids: int
-    stats: EngineStats
+    max_choices: int = MAX_CHOICES
+    max_stop_token_ids: int = 7
     drafter: str = "mtp"
     num_speculative_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the engine: it is warm. stats: how things stand before the first request."""
+
+    limits: ModelLimits
+    stats: EngineStats
 
 
 @dataclass(frozen=True)

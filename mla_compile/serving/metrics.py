@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -80,8 +79,6 @@ class _OfEngine(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         yield GaugeMetricFamily("mla_ready", "Whether the engine takes requests.", float(self._is_ready()))
-        known = {each.name for each in fields(stats)}
-        assert known >= _GAUGES.keys() | _COUNTERS.keys()
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"mla_{name.removeprefix('num_')}", text, getattr(stats, name))
         for name, text in _COUNTERS.items():

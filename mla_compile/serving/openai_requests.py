@@ -13,7 +13,8 @@ from mla_compile.engine.intake import check_prompt, tokenize
 from mla_compile.errors import MLAError, is_request_error
 from mla_compile.models.files import RepeatedKey, without_repeats
 from mla_compile.sampling_params import SamplingParams
-from mla_compile.serving.messages import Asked, GrammarSource
+from mla_compile.serving.failures import BadRequest
+from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits
 from mla_compile.serving.openai_bodies import (
     IGNORED,
     REFUSED,
@@ -33,41 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_CHOICES = 128
-"""The most choices of a request, where the server takes as many at once."""
-
-
-class BadRequest(Exception):
-    """What is wrong with a request, as OpenAI's errors tell it.
-
-    param: the field. code: OpenAI's word for the mistake, where it has one. status: of HTTP.
-    """
-
-    def __init__(
-        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
-    ) -> None:
-        self.message, self.param, self.code, self.status = message[:500], param and param[:100], code, status
-        super().__init__(self.message)
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What a request is held to.
-
-    max_choices: completions of a request, of all prompts together.
-    max_stop_token_ids: of a request. More places than the step was compiled with (see `stop_id_places`, less the
-        model's own stop ids) would have it compiled anew, and all requests wait.
-    drafter, num_speculative_tokens: what drafts, and how much; which /v1/models tells.
-    """
-
-    model_name: str
-    vocab_size: int
-    max_model_len: int
-    max_choices: int = MAX_CHOICES
-    max_stop_token_ids: int = 7
-    drafter: str = "mtp"
-    num_speculative_tokens: int = 0
-
 
 @dataclass(frozen=True)
 class CompletionsAsked:
@@ -75,24 +41,22 @@ class CompletionsAsked:
 
     prompts: token ids of each; one for a chat.
     params: with `max_tokens`; `n` counts for each prompt.
-    is_seeded: whether the client chose the seed.
     grammar_field: of the body, where the grammar stood.
-    top_logprobs: likely tokens to tell of at each place, besides the chosen one; None for no log-probabilities.
-    draft_positions: whether to tell which draft each token was.
     """
 
+    body: CompletionBody | ChatBody
     prompts: list[list[int]]
     params: SamplingParams
-    is_seeded: bool
-    grammar: GrammarSource | None
-    grammar_field: str | None
-    max_drafts: int | None
-    stream: bool
-    include_usage: bool
-    top_logprobs: int | None
-    draft_positions: bool
-    is_chat: bool
-    model: str
+    grammar: GrammarSource | None = None
+    grammar_field: str | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
 
     def choices(self) -> list[Asked]:
         """The completions to ask the engine for, in the order of the response's choices: by prompt.
@@ -100,9 +64,10 @@ class CompletionsAsked:
         A client's seed is used for each prompt, as by `Engine.generate`; without one no two choices share a seed.
         """
         seed, n = self.params.seed, self.params.n
-        seeds = [seed if self.is_seeded else seed + i * n for i in range(len(self.prompts))]
+        step = 0 if self.body.seed is not None else n
+        seeds = [seed + i * step for i in range(len(self.prompts))]
         return [
-            Asked(prompt, params, self.grammar, self.max_drafts)
+            Asked(prompt, params, self.grammar, self.body.max_drafts)
             for prompt, first in zip(self.prompts, seeds, strict=True)
             for params in self.params.copies(first)
         ]
@@ -128,7 +93,7 @@ def parse_completion(
         _encode(tokenizer, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in asked.prompt
     ]
     wanted = 16 if asked.max_tokens is None else asked.max_tokens
-    return _asked(asked, params, prompts, wanted, limits, is_chat=False)
+    return _asked(asked, params, prompts, wanted, limits)
 
 
 def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> CompletionsAsked:
@@ -148,7 +113,7 @@ def parse_chat(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: Mod
         raise BadRequest(f"n: expected at most {limits.max_choices}, got {params.n}", "n")
     prompt = _encode_chat(tokenizer, asked.messages)
     wanted = asked.max_tokens or asked.max_completion_tokens or limits.max_model_len
-    return _asked(asked, params, [prompt], wanted, limits, is_chat=True)
+    return _asked(asked, params, [prompt], wanted, limits)
 
 
 def parse_tokenize(body: bytes, *, tokenizer: "PreTrainedTokenizerBase", limits: ModelLimits) -> list[int]:
@@ -223,17 +188,15 @@ def _params(asked: SamplingBody, logprobs: int | None, limits: ModelLimits) -> S
 
 
 def _asked(
-    asked: SamplingBody,
+    asked: CompletionBody | ChatBody,
     params: SamplingParams,
     prompts: list[list[int]],
     max_tokens: int,
     limits: ModelLimits,
-    *,
-    is_chat: bool,
 ) -> CompletionsAsked:
     """max_tokens: of which as many count as the shortest prompt leaves places; the engine does so for each."""
     limit = "max_model_len", limits.max_model_len
-    name = "messages" if is_chat else "prompt"
+    name = "messages" if isinstance(asked, ChatBody) else "prompt"
     for prompt in prompts:
         try:
             check_prompt(name, prompt, vocab_size=limits.vocab_size, limit=limit)
@@ -247,20 +210,7 @@ def _asked(
         message = "ignore_eos: expected false, or stop_token_ids, as a grammar's text has to end with some id"
         raise BadRequest(message, "ignore_eos")
     max_tokens = min(max_tokens, limits.max_model_len - min(map(len, prompts)))
-    return CompletionsAsked(
-        prompts=prompts,
-        params=replace(params, max_tokens=max_tokens),
-        is_seeded=asked.seed is not None,
-        grammar=grammar,
-        grammar_field=grammar_field,
-        max_drafts=asked.max_drafts,
-        stream=bool(asked.stream),
-        include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
-        top_logprobs=params.logprobs,
-        draft_positions=bool(asked.draft_positions),
-        is_chat=is_chat,
-        model=asked.model,
-    )
+    return CompletionsAsked(asked, prompts, replace(params, max_tokens=max_tokens), grammar, grammar_field)
 
 
 def _grammar(asked: SamplingBody) -> tuple[GrammarSource, str] | tuple[None, None]:

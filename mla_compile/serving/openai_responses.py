@@ -12,8 +12,9 @@ from mla_compile.engine.completion import Completion
 from mla_compile.engine.detokenizer import Detokenizer, TextStream
 from mla_compile.engine.reports import Logprob
 from mla_compile.errors import is_request_error
-from mla_compile.serving.messages import Update
-from mla_compile.serving.openai_requests import BadRequest, CompletionsAsked, ModelLimits
+from mla_compile.serving.failures import CompletionFailed
+from mla_compile.serving.messages import ModelLimits, Update
+from mla_compile.serving.openai_requests import CompletionsAsked
 from mla_compile.serving.token_bytes import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -21,10 +22,6 @@ T = TypeVar("T")
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's word for a token without any probability: JSON has no infinity."""
-
-
-class CompletionFailed(Exception):
-    """The engine ended a completion for another reason than its text; the message says which."""
 
 
 class Response:
@@ -41,7 +38,7 @@ class Response:
         self._choices = _made(lambda: [Choice(asked, index, vocabulary) for index in range(count)])
         prefix, kind = ("chatcmpl", "chat.completion") if asked.is_chat else ("cmpl", "text_completion")
         self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.model}
+        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": asked.body.model}
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks to begin a stream with: a chat's choices say who speaks."""
@@ -96,11 +93,11 @@ class Choice:
 
     def __init__(self, asked: CompletionsAsked, index: int, vocabulary: Vocabulary) -> None:
         self._asked, self._index, self._vocabulary = asked, index, vocabulary
-        self._completion = Completion(logprobs=None if asked.top_logprobs is None else [])
+        self._completion = Completion(logprobs=None if asked.params.logprobs is None else [])
         self._text = TextStream(vocabulary.tokenizer, asked.params.stop_strings)
         self._pieces = Detokenizer(vocabulary.tokenizer)
         self._num_told = 0
-        self._tells_tokens = asked.draft_positions or asked.top_logprobs is not None
+        self._tells_tokens = asked.body.draft_positions or asked.params.logprobs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +166,7 @@ class Choice:
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
         }
-        if self._asked.draft_positions:
+        if self._asked.body.draft_positions:
             choice["token_ids"] = token_ids
             choice["token_texts"] = pieces
             choice["draft_positions"] = completion.draft_positions[new]
@@ -200,7 +197,7 @@ class Choice:
         content = []
         for token, place in zip(token_ids, places, strict=True):
             # The chosen one comes first, and may be one too many.
-            likely = list(place.items())[len(place) - (self._asked.top_logprobs or 0) :]
+            likely = list(place.items())[len(place) - (self._asked.params.logprobs or 0) :]
             likely.sort(key=lambda item: -item[1].logprob)
             top = [self._told(*item) for item in likely]
             content.append(self._told(token, place[token]) | {"top_logprobs": top})
@@ -255,18 +252,3 @@ def models_object(limits: ModelLimits, created: int) -> dict[str, Any]:
 def tokenize_object(token_ids: list[int], limits: ModelLimits) -> dict[str, Any]:
     """The answer of /tokenize, as vLLM's."""
     return {"count": len(token_ids), "max_model_len": limits.max_model_len, "tokens": token_ids}
-
-
-def error_object(
-    message: str, *, status: int, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """An error of an HTTP status. Its message may come from anywhere, so it may have what UTF-8 has not."""
-    message = message.encode(errors="backslashreplace").decode()
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def bad_request_object(error: BadRequest) -> dict[str, Any]:
-    """The error of a request that was refused."""
-    return error_object(error.message, status=error.status, param=error.param, code=error.code)

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mla_compile.serving.openai_responses import error_object
+from mla_compile.serving.failures import Failure
 from mla_compile.serving.settings import ServerSettings
 
 _PROBES = ("/health", "/ready")
@@ -64,11 +64,11 @@ class _Check:
         if self._hosts and not (len(hosts) == 1 and self._is_host(hosts[0])):
             given = ", ".join(map(repr, hosts))[:100] or "nothing"
             message = f"Host: expected a name that --allowed-hosts has, got {given}"
-            return JSONResponse(error_object(message, status=421), 421)
+            return Failure(message, status=421).response()
         for origin in origins:
             if not self._is_origin(origin, hosts):
                 message = f"Origin: expected one that --allowed-origins has, got {origin[:100]!r}"
-                return JSONResponse(error_object(message, status=403), 403)
+                return Failure(message, status=403).response()
         return None
 
     def _is_host(self, given: str) -> bool:

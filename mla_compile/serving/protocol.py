@@ -6,7 +6,7 @@ from typing import ClassVar, NoReturn
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from mla_compile.serving.openai_responses import error_object
+from mla_compile.serving.failures import Failure
 
 MAX_HEAD_BYTES = 2**16
 """Of a request's line and headers together, of what stands between two parts of a body, and of trailers."""
@@ -134,7 +134,7 @@ class BoundedHttp(HttpToolsProtocol):
         if not can_answer or self.transport.is_closing():
             self.transport.close()
             return
-        body = json.dumps(error_object(message, status=status)).encode()
+        body = json.dumps(Failure(message, status=status).body()).encode()
         length = str(len(body)).encode()
         headers = [
             *self.server_state.default_headers,

@@ -3,23 +3,28 @@
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.engine.config import EngineConfig
+from mla_compile.defaults import SHIPPED_MODEL, setting
 from mla_compile.engine_settings import CheckpointSettings
 from mla_compile.errors import MLAError
+
+if TYPE_CHECKING:
+    from mla_compile.engine.config import EngineConfig
+
+
+def _default_engine() -> "EngineConfig":
+    from mla_compile.engine.config import EngineConfig
+
+    return EngineConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(CheckpointSettings):
-    """The settings of a server.
+    """The settings of a server: those of its checkpoint, on the CPU by default, these, and the ones of flags below.
 
     Args:
-        model: a directory in Hugging Face format. tokenizer: another one to take the tokenizer from.
-        served_model_name: what clients call the model; the directory's name by default.
-        dtype: "float32" or "bfloat16", of weights and caches. device: "cpu", "cuda", "cuda:1", ....
-        quantize: "fp8" to quantise weights as they are loaded. dequantize: not to keep those that are FP8.
-        tensor_parallel_size, expert_parallel: see `Checkpoint.load`.
+        model: a directory in Hugging Face format.
         engine: of the one engine.
         allowed_hosts: names in `Host` that requests may come by; `localhost` is any of this machine, "*" any at all.
             None for no check. The command adds `localhost` where it listens on this machine only.
@@ -30,9 +35,7 @@ class ServerSettings(CheckpointSettings):
         max_waiting: requests beyond the `max_rows` that run; further ones are refused until there is room, but for
             those of a client that has less than an equal share.
         max_body_bytes: of a request.
-        request_seconds: a completion takes at most so long.
         stall_seconds: a client that reads nothing, or does not finish its request, for so long is dropped.
-        shutdown_seconds: after SIGTERM running requests have so long to end.
         grammar_seconds, grammar_bytes: compiling a grammar takes at most so much.
 
     Raises:
@@ -40,22 +43,62 @@ class ServerSettings(CheckpointSettings):
     """
 
     model: Path = SHIPPED_MODEL
-    served_model_name: str = ""
-    device: str = "cpu"
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
+    engine: "EngineConfig" = field(default_factory=_default_engine)
     api_keys: tuple[str, ...] = ()
-    client_header: str | None = None
-    max_waiting: int = 256
     max_body_bytes: int = 4 * 2**20
-    request_seconds: float = 600.0
     stall_seconds: float = 30.0
-    shutdown_seconds: float = 30.0
     grammar_seconds: float = 5.0
     grammar_bytes: int = 2**31
+    served_model_name: str = setting(
+        "", "serve", "What clients call the model.", metavar="NAME", show_default="the directory's name"
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "serve",
+        "Names that clients may ask by; localhost: any of this machine, *: all.",
+        kind=str | None,
+        metavar="NAME,NAME,...",
+        show_default="all, and localhost where --host is of this machine",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "serve",
+        "Web pages that may ask, as https://example.com; *: all.",
+        kind=str | None,
+        metavar="URL,URL,...",
+        show_default="the server's own page",
+    )
+    max_waiting: int = setting(
+        256,
+        "serve",
+        "Requests that may wait; further ones of a client with its share get status 429.",
+        least=1,
+        metavar="N",
+    )
+    client_header: str | None = setting(
+        None,
+        "serve",
+        "The header in which a proxy names the client, X-Forwarded-For say; the proxy must set it.",
+        metavar="NAME",
+        show_default="clients are known by their keys, or addresses",
+    )
+    request_seconds: float = setting(
+        600.0,
+        "serve",
+        "A completion that takes longer is ended.",
+        names=["--request-timeout"],
+        metavar="SECONDS",
+    )
+    shutdown_seconds: float = setting(
+        30.0,
+        "serve",
+        "What running requests get to end, after SIGTERM.",
+        names=["--shutdown-timeout"],
+        metavar="SECONDS",
+    )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", self.device or "cpu")
         if not self.served_model_name:
             object.__setattr__(self, "served_model_name", self.model.resolve().name)
         if not self.served_model_name.isprintable():  # it stands in the log

@@ -1,34 +1,25 @@
 """Answers that do not outlive their readers: a client that vanishes or stalls ends what it asked for."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from mla_compile.serving.openai_requests import BadRequest
+from mla_compile.serving.failures import BadRequest, BodiesFull
 from mla_compile.serving.settings import ServerSettings
 
 T = TypeVar("T")
 
 MAX_WHOLE_BODIES = 16
 """What the bodies of all requests take together, in bodies of the size that one may have."""
-_LET_BY = 1.0
-"""Seconds that the next part of a body that is too long is waited for."""
 
 
 class ClientGone(Exception):
     """Nobody reads an answer, or will send the rest of a request."""
-
-
-class BodiesFull(Exception):
-    """The bodies of all requests exceed their bound, and this one is the largest."""
-
-    def __init__(self) -> None:
-        super().__init__("the bodies of all requests together are too large; ask again later")
 
 
 async def gone(receive: Receive) -> None:
@@ -37,23 +28,22 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Awaitable[T], *ends: Coroutine[Any, Any, None]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """What `work` gives.
 
     Raises:
-        ClientGone: the client has hung up before, or one of `ends` has returned; the work was cancelled.
+        ClientGone: the client has hung up before; the work was cancelled.
     """
-    task = asyncio.ensure_future(work)
-    watchers = [asyncio.create_task(each) for each in (gone(receive), *ends)]
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(gone(receive))
     try:
-        await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, *watchers):
-            each.cancel()
-        await asyncio.wait([task, *watchers])
+        task.cancel()
+        watcher.cancel()
+        await asyncio.wait([task, watcher])
 
 
 class Bodies:
@@ -96,83 +86,35 @@ class Bodies:
             largest.reschedule(0)
 
     async def _whole(self, request: Request, timeout: asyncio.Timeout) -> bytes:
-        body, most, is_too_long = bytearray(), self._settings.max_body_bytes, False
-        now = asyncio.get_running_loop().time
-        end = now() + self._settings.stall_seconds
+        body, most = bytearray(), self._settings.max_body_bytes
         try:
-            async with asyncio.timeout_at(end) as limit:
+            async with asyncio.timeout(self._settings.stall_seconds):
                 async for part in request.stream():
-                    is_too_long = is_too_long or len(body) + len(part) > most
-                    if is_too_long:
-                        # What follows is let by while it comes: many a client reads no answer before it has sent all.
-                        body.clear()
-                        limit.reschedule(min(end, now() + _LET_BY))
-                    else:
-                        body += part
+                    if len(body) + len(part) > most:  # uvicorn reads the rest, and drops it
+                        raise BadRequest(
+                            f"the body has more than {most} bytes", None, "request_too_large", 413
+                        )
+                    body += part
                     self._count(timeout, len(body))
         except TimeoutError:
-            if not is_too_long:
-                raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
         except ClientDisconnect:
             raise ClientGone from None
-        if is_too_long:
-            raise BadRequest(f"the body has more than {most} bytes", None, "request_too_large", 413)
         return bytes(body)
 
 
-class EventStream(Response):
-    """Server-sent events.
-
-    events: their data, a line each. on_end: called when no more come.
-    stall_seconds: a client that takes nothing for so long is dropped.
-    """
+class EventStream(StreamingResponse):
+    """Server-sent events. on_end: called when no more come, or the client has hung up."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes],
-        *,
-        stall_seconds: float,
-        on_end: Callable[[], None],
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._stall_seconds = events, stall_seconds
+    def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._on_end = on_end
-        self._num_begun = 0
-        self._under_way = 0  # which write is; 0 for none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGone):  # nobody is there to be told
-                await while_connected(receive, self._send_all(send), self._stalled())
+                await while_connected(receive, self.stream_response(send))
         finally:
             self._on_end()
-
-    async def _send_all(self, send: Send) -> None:
-        await self._put(
-            send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        async with aclosing(self._events) as events:
-            async for event in events:
-                body = b"data: " + event + b"\n\n"
-                await self._put(send, {"type": "http.response.body", "body": body, "more_body": True})
-        end = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
-        await self._put(send, end)
-
-    async def _put(self, send: Send, message: Message) -> None:
-        self._num_begun += 1
-        self._under_way = self._num_begun
-        await send(message)
-        self._under_way = 0
-
-    async def _stalled(self) -> None:
-        """Return when a write has been under way for `stall_seconds`, twice as long at most.
-
-        One timer looks after many writes: a timeout for each took as long as to make what is written.
-        """
-        before = 0
-        while not before or self._under_way != before:
-            before = self._under_way
-            await asyncio.sleep(self._stall_seconds)

@@ -1,8 +1,9 @@
 """What single tokens stand for. Text may split a character's bytes over several."""
 
-import functools
 import re
 from typing import TYPE_CHECKING
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ class Vocabulary:
             token: added.content for token, added in self._backend.get_added_tokens_decoder().items()
         }
         decoder = self._backend.decoder
+        self._bytes = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def bytes_of(self, token: int) -> bytes:
@@ -29,7 +31,7 @@ class Vocabulary:
             return self._added[token].encode()
         name: str = self._backend.id_to_token(token) or ""  # a model may have more ids than its tokenizer
         if self._is_byte_level:
-            return b"".join(_byte_alphabet().get(char, char.encode()) for char in name)
+            return b"".join(self._bytes.get(char, char.encode()) for char in name)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):
             return bytes.fromhex(byte[1])
         return name.replace("▁", " ").encode()
@@ -41,12 +43,3 @@ class Vocabulary:
             return given.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's: bytes that print in Latin-1 stand for themselves, the others for the characters from 256 on."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    named = [(chr(byte), byte) for byte in printed] + [(chr(256 + i), byte) for i, byte in enumerate(others)]
-    return {char: bytes([byte]) for char, byte in named}

@@ -70,7 +70,7 @@ def test_experts_that_nobody_shares_are_one_line(model: Path, tmp_path: Path) ->
     *before, last = said.stderr.splitlines()
     assert said.returncode == 2
     assert last.startswith("mla-compile: --expert-parallel: expected more than one process, got 1")
-    assert all(" ... " in line for line in before)  # a slow machine tells what it is doing
+    assert all(line.endswith(" ...") for line in before)  # a slow machine tells what it is doing
 
 
 def is_gone(pid: int) -> bool:
@@ -261,4 +261,4 @@ def test_a_load_that_fails_is_one_line(model: Path, tmp_path: Path) -> None:
     said = run(cut, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2")
     *before, last = said.stderr.splitlines()
     assert said.returncode == 2 and "mtp.safetensors: expected a readable" in last
-    assert all(" ... " in line for line in before)
+    assert all(line.endswith(" ...") for line in before)

@@ -18,7 +18,7 @@ from mla_compile.errors import MLAError
 from mla_compile.serving import streams
 from mla_compile.serving.app import Server, create_app
 from mla_compile.serving.engine_client import Answer, EngineClient
-from mla_compile.serving.messages import Asked, GrammarSource, Ready, Update
+from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits, Ready, Update
 from mla_compile.serving.settings import ServerSettings
 
 BODY = {"model": "shipped", "prompt": [5, 6, 7]}
@@ -29,9 +29,9 @@ class Engine(EngineClient):
 
     def __init__(self, settings: ServerSettings, plays: Callable[[Answer], None]) -> None:
         super().__init__(settings)
-        self.ready = Ready(
-            vocab_size=3072, max_model_len=64, max_rows=2, max_stop_token_ids=7, stats=EngineStats()
-        )
+        choices = 2 + settings.max_waiting
+        limits = ModelLimits("shipped", vocab_size=3072, max_model_len=64, max_choices=min(128, choices))
+        self.ready = Ready(limits, EngineStats(max_rows=2))
         self.plays = plays
 
     def submit(self, asked: Sequence[Asked], client: str | None = None) -> Answer:

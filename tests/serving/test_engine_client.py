@@ -20,9 +20,10 @@ from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.stats import EngineStats
 from mla_compile.errors import MLAError
 from mla_compile.serving import engine_client, processes
-from mla_compile.serving.engine_client import Answer, Busy, EngineClient, NotReady
+from mla_compile.serving.engine_client import Answer, EngineClient
+from mla_compile.serving.failures import Busy, NotReady
 from mla_compile.serving.grammars import GrammarCheck
-from mla_compile.serving.messages import Asked, GrammarSource, Ready, Update
+from mla_compile.serving.messages import Asked, GrammarSource, ModelLimits, Ready, Update
 from mla_compile.serving.settings import ServerSettings
 
 SETTINGS = ServerSettings(
@@ -136,7 +137,7 @@ def test_a_client_finds_places_though_others_fill_the_room() -> None:
         draw = random.Random(seed)
         rows, waiting = draw.randint(1, 9), draw.randint(1, 60)
         client = EngineClient(replace(SETTINGS, max_waiting=waiting))
-        client.ready = Ready(99, 64, rows, 7, EngineStats())
+        client.ready = Ready(ModelLimits("shipped", 99, 64), EngineStats(max_rows=rows))
         room, held, answers = rows + waiting, Counter[str](), []
         for _ in range(300):
             name = draw.choice("abcdefghij"[: draw.randint(1, 10)])

@@ -297,7 +297,7 @@ def test_what_ends_more_than_a_request_is_let_through(error: type[BaseException]
     with pytest.raises(error):
         openai_requests._encode(fails, "a", "prompt")  # type: ignore[arg-type]
     with pytest.raises(error):
-        app_module._mistake_object(error())
+        app_of()[1]._failure(error())
 
 
 def test_a_regex_that_gives_up_ends_its_own_request_on_a_real_server(tmp_path: Path) -> None:

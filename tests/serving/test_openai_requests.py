@@ -19,7 +19,8 @@ from tokenizers.processors import TemplateProcessing
 from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.grammar import Grammar
-from mla_compile.serving.messages import GrammarSource
+from mla_compile.serving.failures import BadRequest
+from mla_compile.serving.messages import GrammarSource, ModelLimits
 from mla_compile.serving.openai_bodies import (
     IGNORED,
     REFUSED,
@@ -29,9 +30,7 @@ from mla_compile.serving.openai_bodies import (
     SamplingBody,
 )
 from mla_compile.serving.openai_requests import (
-    BadRequest,
     CompletionsAsked,
-    ModelLimits,
     parse_chat,
     parse_completion,
     parse_tokenize,
@@ -75,10 +74,8 @@ def test_what_is_left_out_or_null_is_openais_default() -> None:
     nulls = dict.fromkeys(CompletionBody.model_fields.keys() - {"model", "prompt"})
     for asked in (completion(), completion(**nulls)):
         defaults = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=16, seed=asked.params.seed)
-        assert asked == CompletionsAsked(
-            prompts=[HELLO], params=defaults, is_seeded=False, grammar=None, grammar_field=None, max_drafts=None,
-            stream=False, include_usage=False, top_logprobs=None, draft_positions=False, is_chat=False, model="shipped",
-        )  # fmt: skip
+        assert asked == CompletionsAsked(asked.body, [HELLO], defaults)
+        assert not (asked.body.stream or asked.body.draft_positions or asked.include_usage or asked.is_chat)
     nulls = dict.fromkeys(ChatBody.model_fields.keys() - {"model", "messages"})
     for asked in (chat(), chat(**nulls)):
         assert text_of(asked) == "user: Hi\nassistant:" and asked.is_chat
@@ -99,11 +96,11 @@ def test_every_field_arrives() -> None:
     ):
         asked = parse(**sampling, **rest, **options, **logprobs)
         assert asked.params == SamplingParams(**sampling, logprobs=4)
-        assert asked.is_seeded and asked.stream and asked.include_usage and asked.draft_positions
-        assert asked.max_drafts == 0 and asked.top_logprobs == 4
+        assert asked.body.stream and asked.body.draft_positions and asked.include_usage
+        assert {choice.max_drafts for choice in asked.choices()} == {0}
     assert chat(max_completion_tokens=9).params.max_tokens == 9
-    assert chat(logprobs=True).top_logprobs == completion(logprobs=0).top_logprobs == 0
-    assert chat(logprobs=False).top_logprobs is None
+    assert chat(logprobs=True).params.logprobs == completion(logprobs=0).params.logprobs == 0
+    assert chat(logprobs=False).params.logprobs is None
     assert completion(stop="ab").params.stop_strings == ["ab"]
     assert completion(top_k=-1).params.top_k == 0
     assert completion(max_tokens=10**30).params.max_tokens == LIMITS.max_model_len - len(HELLO)

@@ -19,16 +19,11 @@ from mla_compile import SamplingParams, load_tokenizer
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.reports import Logprob
-from mla_compile.serving.messages import Update
-from mla_compile.serving.openai_requests import BadRequest, CompletionsAsked, ModelLimits
-from mla_compile.serving.openai_responses import (
-    CompletionFailed,
-    Response,
-    bad_request_object,
-    error_object,
-    models_object,
-    tokenize_object,
-)
+from mla_compile.serving.failures import BadRequest, CompletionFailed, Failure
+from mla_compile.serving.messages import ModelLimits, Update
+from mla_compile.serving.openai_bodies import ChatBody, CompletionBody
+from mla_compile.serving.openai_requests import CompletionsAsked
+from mla_compile.serving.openai_responses import Response, models_object, tokenize_object
 from mla_compile.serving.token_bytes import Vocabulary
 from tests.engine.tokenizers_of_every_kind import text_of
 
@@ -49,11 +44,15 @@ def asked_for(
     include_usage: bool = False,
     draft_positions: bool = False,
 ) -> CompletionsAsked:
-    return CompletionsAsked(
-        prompts=[[1, 2, 3]] * num_prompts, params=SamplingParams(n=n, stop=stop, max_tokens=50), is_seeded=True,
-        grammar=None, grammar_field=None, max_drafts=None, stream=True, include_usage=include_usage,
-        top_logprobs=top_logprobs, draft_positions=draft_positions, is_chat=is_chat, model="shipped",
-    )  # fmt: skip
+    kind, what = (
+        (ChatBody, {"messages": [{"role": "user", "content": "Hi"}]})
+        if is_chat
+        else (CompletionBody, {"prompt": "Hi"})
+    )
+    options = {"include_usage": include_usage}
+    body = kind(model="shipped", stream_options=options, draft_positions=draft_positions, **what)
+    params = SamplingParams(n=n, stop=stop, max_tokens=50, logprobs=top_logprobs)
+    return CompletionsAsked(body, [[1, 2, 3]] * num_prompts, params)
 
 
 def updates_of(
@@ -280,7 +279,7 @@ def test_the_servers_other_objects() -> None:
     (drafted,) = models_object(replace(LIMITS, drafter="ngram", num_speculative_tokens=2), created=5)["data"]
     assert (drafted["drafter"], drafted["num_speculative_tokens"]) == ("ngram", 2)
     assert tokenize_object([3, 4], LIMITS) == {"count": 2, "max_model_len": 256, "tokens": [3, 4]}
-    assert bad_request_object(BadRequest("no such model", "model", "model_not_found", 404)) == {
+    assert BadRequest("no such model", "model", "model_not_found", 404).body() == {
         "error": {
             "message": "no such model", "type": "invalid_request_error", "param": "model", "code": "model_not_found",
         }
@@ -292,7 +291,7 @@ def test_the_servers_other_objects() -> None:
         500: "server_error",
     }
     for status, kind in kinds.items():
-        assert error_object("x", status=status)["error"] == {
+        assert Failure("x", status=status).body()["error"] == {
             "message": "x",
             "type": kind,
             "param": None,

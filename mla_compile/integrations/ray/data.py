@@ -34,7 +34,7 @@ _RESULTS = pa.schema(
         ("token_logprobs", pa.list_(pa.list_(_LOGPROB))),
     ]
 )
-"""The columns that a completion adds to its prompt's."""
+"""The columns that a completion adds to its prompt's: its own fields but for the first and the last."""
 
 
 class EngineActor:
@@ -173,15 +173,8 @@ def _check_columns(batch: object) -> None:
 
 
 def _result(index: int, completion: Completion) -> dict[str, Any]:
-    return {
-        "index": index,
-        "token_ids": completion.token_ids,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "error": completion.error,
-        "acceptance_length": completion.acceptance_length,
-        "token_logprobs": _logprobs(completion),
-    }
+    own = {"index": index, "token_logprobs": _logprobs(completion)}
+    return {name: getattr(completion, name) for name in _RESULTS.names if name not in own} | own
 
 
 def _logprobs(completion: Completion) -> list[list[dict[str, Any]]] | None:

@@ -29,17 +29,16 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from mla_compile.engine.config import check_positive
 from mla_compile.errors import MLAError
 from mla_compile.serving.app import Server, create_app
-from mla_compile.serving.openai_requests import BadRequest
-from mla_compile.serving.openai_responses import bad_request_object, error_object
+from mla_compile.serving.failures import Busy, Failure
 from mla_compile.serving.origins import listening_at
 from mla_compile.serving.settings import ServerSettings
-from mla_compile.serving.streams import Bodies, BodiesFull, ClientGone
+from mla_compile.serving.streams import Bodies, ClientGone
 
 log = logging.getLogger(__name__)
 
@@ -181,16 +180,15 @@ class Gateway:
                 if request.url.path == "/metrics":
                     return await self._metrics(forwarded)
                 return await self._answered(forwarded)
-        except BadRequest as error:
-            return JSONResponse(bad_request_object(error), error.status)
+        except Failure as error:
+            return error.response()
         except ClientGone:
             return Response(status_code=499)
-        except BodiesFull as error:
-            return _error(str(error), 503, {"Retry-After": "1"})
         except BackPressureError:
-            return _error("as many requests wait as may; ask again later", 429, {"Retry-After": "1"})
+            return Busy().response()
         except (DeploymentUnavailableError, TimeoutError):
-            return _error(f"no replica has answered within {seconds:g} s", 503, {"Retry-After": "5"})
+            why = f"no replica has answered within {seconds:g} s"
+            return Failure(why, status=503, retry_after=5).response()
 
     async def _answered(self, forwarded: Forwarded) -> Response:
         for _ in range(_ATTEMPTS):
@@ -203,7 +201,8 @@ class Gateway:
                 return await _begun(messages)
             except RayActorError as error:
                 log.warning("a replica has ended before it answered; the request goes on: %s", error)
-        return _error(f"{_ATTEMPTS} replicas, one after the other, have ended before they answered", 500)
+        why = f"{_ATTEMPTS} replicas, one after the other, have ended before they answered"
+        return Failure(why, code=_LOST).response()
 
     async def _metrics(self, forwarded: Forwarded) -> Response:
         """The pages of all replicas in one."""
@@ -228,11 +227,6 @@ class _Merged(Collector):
                     sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
                 ]
         return merged.values()
-
-
-def _error(message: str, status: int, headers: dict[str, str] | None = None) -> Response:
-    code = _LOST if status == 500 else None
-    return JSONResponse(error_object(message, status=status, code=code), status, headers)
 
 
 async def _begun(messages: Any) -> Response:
@@ -267,7 +261,7 @@ async def _rest(bodies: list[Message], messages: Any, start: Message) -> AsyncGe
         if not Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream"):
             raise  # fewer bytes than its headers say: the client sees that
         why = "the replica that answered has ended: what came before is a part of the answer"
-        yield f"data: {json.dumps(error_object(why, status=500, code=_LOST))}\n\n".encode()
+        yield f"data: {json.dumps(Failure(why, code=_LOST).body())}\n\n".encode()
     finally:
         messages.cancel()
 
@@ -276,15 +270,14 @@ def build_app(
     settings: ServerSettings,
     *,
     replicas: int,
-    gpus_per_replica: int | None = None,
     request_router: str | None = None,
 ) -> Any:
     """An application for `serve.run`, at the route prefix "/".
 
     Args:
-        settings: of each replica; `device` has no number, as Ray chooses the GPUs.
+        settings: of each replica; `device` has no number, as Ray chooses the GPUs: as many as processes share its
+            model, on one machine.
         replicas: engines, one each.
-        gpus_per_replica: one by default where the device is a GPU, else none. Those of a replica are on one machine.
         request_router: the path of a class of Ray's, or of one's own, that chooses the replica of a request. By default
             Ray's `PrefixCacheAffinityRouter`, which chooses the one that has seen a prompt's beginning, where it can be
             imported (Ray 2.60 asks for vLLM or SGLang for that), else Ray's default, the shorter of two queues.
@@ -295,11 +288,7 @@ def build_app(
     check_positive("replicas", replicas)
     if settings.device not in ("cpu", "cuda"):
         raise MLAError("device", "cpu or cuda, whose number Ray chooses", repr(settings.device))
-    if gpus_per_replica is None:
-        gpus_per_replica = int(settings.device == "cuda")
-    if type(gpus_per_replica) is not int or gpus_per_replica < (settings.device == "cuda"):
-        expected = f"an integer >= {int(settings.device == 'cuda')} for device {settings.device!r}"
-        raise MLAError("gpus_per_replica", expected, repr(gpus_per_replica))
+    num_gpus = settings.tensor_parallel_size if settings.device == "cuda" else 0
     # The app refuses by itself what is too much; probes come on top.
     ongoing = settings.engine.max_rows + settings.max_waiting + 64
     options: dict[str, Any] = {}
@@ -318,7 +307,7 @@ def build_app(
         max_constructor_retry_count=2,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus_per_replica},
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
         **options,
     )
     gateways = serve.deployment(

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
 """How to mend what we refuse and stock transformers does."""
-_COMPILED = (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-)
-"""What the compiled step does, in transformers' order."""
+_COMPILED = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+"""What the compiled step does, in transformers' order: our name of the parameter, and theirs."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ def _is_compiled(processors: LogitsProcessorList, *, is_padded: bool) -> bool:
         return False  # transformers' processor penalises the padding's id too
     if TopPLogitsWarper in kinds and MinPLogitsWarper in kinds:
         return False  # the step applies min-p first, which changes what top-p keeps (not what top-k keeps)
-    order = [_COMPILED.index(kind) for kind in kinds]
+    order = [list(_COMPILED).index(kind) for kind in kinds]
     plain = all(
         getattr(processor, "min_tokens_to_keep", 1) == 1
         and not getattr(processor, "prompt_ignore_length", None)
@@ -148,16 +148,9 @@ def _sampling(processors: LogitsProcessorList, rows: int, *, do_sample: bool) ->
     """
     values: dict[str, Any] = {"temperature": 1.0}
     for processor in processors:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-            values["repetition_penalty"] = float(processor.penalty)
-        elif isinstance(processor, MinPLogitsWarper):
-            values["min_p"] = float(processor.min_p)
-        elif isinstance(processor, TemperatureLogitsWarper):
-            values["temperature"] = float(processor.temperature)
-        elif isinstance(processor, TopKLogitsWarper):
-            values["top_k"] = int(processor.top_k)
-        elif isinstance(processor, TopPLogitsWarper):
-            values["top_p"] = float(processor.top_p)
+        for kind, (ours, theirs) in _COMPILED.items():
+            if isinstance(processor, kind):
+                values[ours] = getattr(processor, theirs)
     if not do_sample:
         values["temperature"] = 0.0
         return [SamplingParams(**values)] * rows

@@ -43,7 +43,8 @@ class AcceleratedGeneration(GenerationMixin):
         call = GenerateCall.of(
             input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
-        return _run(self.mla, call)
+        with _TURN:
+            return _generate(self.mla, call)
 
     def _assisted_decoding(  # type: ignore[override]
         self,
@@ -68,14 +69,9 @@ _TURN = threading.RLock()
 """Shared by all accelerated models: `generate` is called from threads, for streamers, which share CUDA graphs."""
 
 
-def _run(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
-    with _TURN:
-        if accelerated.target.device.type == "cuda":
-            share_cuda_graphs()
-        return _generate(accelerated, call)
-
-
 def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOnlyOutput | Tensor:
+    if accelerated.target.device.type == "cuda":
+        share_cuda_graphs()
     engine = accelerated.engine_for(call)
     choice = None if call.processors is None else _ProcessedChoice(call)
     columns = _Columns(call, choice)
@@ -89,7 +85,9 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
             choose=choice,
         ):
             accelerated.completions = completions
-            _check_logits(completions)
+            for row, completion in enumerate(completions):
+                if completion.error is not None:
+                    raise MLAError("logits", "numbers", f"row {row}: {completion.error}")
             if columns.extend(completions):
                 break
     if call.streamer is not None:
@@ -104,12 +102,6 @@ def _generate(accelerated: Accelerated, call: GenerateCall) -> GenerateDecoderOn
         scores=recorded.get("scores") if config.output_scores else None,
         logits=recorded.get("logits") if config.output_logits else None,
     )
-
-
-def _check_logits(completions: Sequence[Completion]) -> None:
-    for row, completion in enumerate(completions):
-        if completion.error is not None:
-            raise MLAError("logits", "numbers", f"row {row}: {completion.error}")
 
 
 class _Columns:

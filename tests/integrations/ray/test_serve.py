@@ -291,9 +291,7 @@ def test_conversations_are_routed_by_their_first_messages_and_probes_by_nothing(
     [
         ({}, {"replicas": 0}, "replicas"),
         ({}, {"replicas": True}, "replicas"),
-        ({}, {"gpus_per_replica": -1}, "gpus_per_replica"),
         ({"device": "cuda:1"}, {}, "device"),
-        ({"device": "cuda"}, {"gpus_per_replica": 0}, "gpus_per_replica"),
     ],
     ids=str,
 )
