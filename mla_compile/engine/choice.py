@@ -75,7 +75,7 @@ class HostChoice:
                 index = torch.tensor(asked, device=logits.device)
                 has_token = targets[index, :n] != NO_TOKEN
                 try:
-                    completions = [sampled[row].row_output for row in asked]
+                    completions = [sampled[row].completion for row in asked]
                     chosen = choose(logits[index, :n], drafts[index, : n - 1], completions)
                     _check_chosen(chosen, has_token, self._vocab_size)
                     targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)

@@ -168,10 +168,6 @@ class GrammarRow:
             self._matcher = self.grammar.matcher()
         return self._matcher
 
-    def restart(self) -> None:
-        """The row begins again at its prompt."""
-        self._matcher, self._dead_end, self._num_read = None, None, 0
-
     def read(self) -> None:
         """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
         emitted = self._completion.token_ids

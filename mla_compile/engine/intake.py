@@ -132,12 +132,12 @@ class Intake:
             hint = "give the engine the model's tokenizer"
             raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings, hint)
         ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
-        completion, row_output = (Completion(prompt_index=place[0], index=place[1]) for _ in range(2))
+        completion = Completion(prompt_index=place[0], index=place[1])
         row = None
         if grammar is not None:
             name = f"grammars[{place[0]}]" if progress is not None else "grammar"
             check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
-            row = GrammarRow(grammar, row_output, ends, name)
+            row = GrammarRow(grammar, completion, ends, name)
         return Request(
             prompt=list(prompt),
             max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
@@ -145,7 +145,6 @@ class Intake:
             params=params,
             stop_ids=ends,
             completion=completion,
-            row_output=row_output,
             grammar=row,
             choose=choose,
             reader=None if self._tokenizer is None else TextReader(self._tokenizer, params.stop_strings),

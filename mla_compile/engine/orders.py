@@ -75,7 +75,7 @@ def written(request: Request) -> dict[str, Any]:
         "max_drafts": request.max_drafts,
         "stop_ids": sorted(request.stop_ids),
         "params": params | {"logprobs": request.params.logprobs},
-        "row_output": request.row_output.token_ids,
+        "emitted": request.completion.token_ids,
         "is_chosen_on_host": request.is_chosen_on_host,
     }
 
@@ -86,7 +86,7 @@ def _read(content: dict[str, Any]) -> Request:
         content["max_len"],
         params=SamplingParams(**content["params"]),
         stop_ids=frozenset(content["stop_ids"]),
-        row_output=Completion(token_ids=content["row_output"]),
+        completion=Completion(token_ids=content["emitted"]),
         choose=_chosen_by_rank_0 if content["is_chosen_on_host"] else None,
         max_drafts=content["max_drafts"],
     )

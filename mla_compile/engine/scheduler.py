@@ -102,9 +102,9 @@ class Scheduler:
     - When a decode row needs a page and none is free, the lowest-ranking running request gives all of its pages back
       and waits again at its rank, to prefill its prompt and what it has emitted. The highest-ranking one never does,
       so there is always progress. A waiting request takes nothing from running ones.
-    - Where latents must be `batch_invariant`, it prefills its prompt alone and says again what it has emitted, once
-      there are pages for all of that; and what was emitted is never shared. A latent that decode has made is not
-      bitwise the one that prefill makes of the same text, and must not stand for it.
+    - Where latents must be `batch_invariant`, a request waits for pages for its longest text, so none is preempted; and
+      what was emitted is never shared. A latent that decode has made is not bitwise the one that prefill makes of the
+      same text, and must not stand for it.
 
     Args:
         pages: what its requests' pages come from; nobody else takes any.
@@ -330,12 +330,10 @@ class Scheduler:
             return False
         if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
-        if self._batch_invariant and request.row_output.token_ids:
-            request.restart_from_prompt()
         num_free = self.pool.num_free
         pages = self.pool.match(request.tokens)
-        num_known = request.num_tokens + request.num_to_replay
-        more = self.pool.allocate(self._pages_needed(request, num_known) - len(pages))
+        num_cached = request.max_len if self._batch_invariant else request.num_tokens
+        more = self.pool.allocate(self._pages_needed(request, num_cached) - len(pages))
         if more is None:
             self.pool.release(pages)
             self._misfit = request, num_free

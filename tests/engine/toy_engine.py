@@ -134,7 +134,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def batch_invariant_traces() -> st.SearchStrategy[Trace]:
-    """With few pages, so that requests are preempted."""
+    """With few pages, so that requests wait for them."""
 
     def short_of_pages(trace: Trace) -> Trace:
         arrivals = tuple(replace(a, abort_step=None) for a in trace.arrivals)
@@ -320,7 +320,6 @@ class Outcome:
     num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_reused_tokens: int = 0
-    num_repeated_tokens: int = 0
     num_late_reports: int = 0
     num_aborted: int = 0
     tokens: list[list[int]] = field(default_factory=list)
@@ -357,8 +356,7 @@ class ToyEngine:
         limit = (
             idle_until
             + 50
-            + (100 if self.trace.batch_invariant else 20)
-            * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
+            + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
         )
         while clock <= idle_until or self.scheduler.has_work() or self.reports:
             assert clock < limit, "no end"
@@ -410,7 +408,6 @@ class ToyEngine:
             ended = [request.has_ended for request in launched.sampled]
             self.outcome.num_late_reports += sum(ended)
             before = [request.num_tokens for request in launched.sampled]
-            self.outcome.num_repeated_tokens += sum(request.num_to_replay for request in launched.sampled)
             self.scheduler.update(launched, reports)
             for request, report, late, count in zip(launched.sampled, reports, ended, before):
                 grown = request.num_tokens - count
