@@ -103,7 +103,7 @@ class Captures:
         others = sum(bucket.num_bytes for bucket in self._buckets.values() if not bucket.prompt_tokens)
         is_spent = others + min(prompts, self._budget / 2) >= self._budget
         is_spent |= of_prompts and 2 * prompts >= self._budget
-        return is_spent if self._ranks is None else bool(self._ranks.agree([is_spent])[0])
+        return is_spent if self._ranks is None else bool(self._ranks.agree(is_spent))
 
     def bucket(self, step: str, shape: _Shape) -> Bucket:
         rows, num_stop_ids, tokens, chunks, keys = shape

@@ -1,6 +1,6 @@
 """Tokens that the host chooses between a step's halves: by grammars and `TokenChooser`s, on rank 0 for all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -44,7 +44,7 @@ class HostChoice:
         choose = partial(self._choose, plan, rows, state, logits, choose_targets)
         if self._ranks is None:
             return choose()
-        numbers: Sequence[int] = ()
+        numbers: list[int] = []
         try:
             if self._ranks.rank == 0:
                 numbers = choose().flatten().tolist()

@@ -99,6 +99,10 @@ class Launcher:
             num_logprobs = [request.params.logprobs for request in sampled]
         return Launch(plan, StepReport(state, rows.of(sampled), num_logprobs), on_host)
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        self.rows.clear()
+
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
         """Compile the step, and record it for all numbers of rows, largest first.
 
