@@ -21,7 +21,7 @@ from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.leader import LeadingLauncher
-from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
+from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Plan, Scheduler
 from mla_compile.engine.stats import EngineStats
@@ -73,8 +73,7 @@ class Engine:
         self.config = config_of(config, settings).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.report_lag = int(self.device.type == "cuda")
-        self._calls = EngineCalls(self.abort, self.leave, self.turn)
-        self._intake = Intake(model, self.config, tokenizer, self._calls)
+        self._intake = Intake(model.vocab_size, self.config.max_model_len, tokenizer)
         drafter = self.config.build_drafter(model)
         self._caches = EngineCaches(model, drafter)
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
@@ -126,16 +125,15 @@ class Engine:
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
         """
-        request = self._intake.request(
-            prompt,
-            sampling,
-            max_new_tokens,
-            stop_ids,
-            grammar,
-            priority=priority,
-            max_drafts=max_drafts,
-            client=client,
-        )
+        if type(priority) is not int:
+            raise MLAError("priority", "an integer", repr(priority))
+        if max_drafts is not None and (type(max_drafts) is not int or max_drafts < 0):
+            raise MLAError("max_drafts", "an integer >= 0 or None", repr(max_drafts))
+        if client is not None and not isinstance(client, str):
+            raise MLAError("client", "a str or None", repr(client))
+        request = self._intake.request(prompt, sampling, max_new_tokens, stop_ids, grammar)
+        request.priority, request.max_drafts, request.client = priority, max_drafts, client
+        request.engine = self
         self._take_on(request)
         return request
 
@@ -148,7 +146,7 @@ class Engine:
         Raises:
             MLAError: anything else.
         """
-        if not getattr(request, "has_ended", False) and getattr(request, "calls", None) is not self._calls:
+        if not getattr(request, "has_ended", False) and getattr(request, "engine", None) is not self:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
         with self._turn:
             self._scheduler.abort(request)
@@ -296,6 +294,8 @@ class Engine:
                 the model's caches.
         """
         requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids, grammars, choose)
+        for request in requests:
+            request.engine = self
         return self._stream(requests)
 
     def _stream(self, requests: list[Request]) -> Iterator[list[Completion]]:

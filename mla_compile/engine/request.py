@@ -1,8 +1,8 @@
 """A request: what was asked for, what has come of it, and where it stands."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -39,15 +39,6 @@ class Progress:
     has_grown: bool = False
 
 
-@dataclass(frozen=True)
-class EngineCalls:
-    """What a request asks of its engine: see `Engine.abort`, `Engine.leave` and `Engine.turn`."""
-
-    abort: "Callable[[Request], None]"
-    leave: "Callable[[Request], None]"
-    turn: Callable[[], Awaitable[None]]
-
-
 @dataclass(eq=False)
 class Request:
     """One completion under way, as `Engine.add` returns it.
@@ -65,7 +56,7 @@ class Request:
     max_drafts: of a step, at most so many; None for as many as the engine makes.
     grammar, choose: what has a say in its tokens on the host.
     reader: reads its text, up to a stop string; None in an engine without a tokenizer.
-    calls: of the engine that has made it; None once it has ended, so that it keeps no engine alive.
+    engine: the `Engine` that serves it; None once it has ended, so that it keeps none alive.
 
     What has come of it:
 
@@ -99,7 +90,7 @@ class Request:
     max_drafts: int | None = None
     client: str | None = None
     reader: TextReader | None = None
-    calls: EngineCalls | None = None
+    engine: Any = field(default=None, repr=False)
     progress: Progress = field(default_factory=Progress)
 
     failure: BaseException | None = None
@@ -190,12 +181,12 @@ class Request:
         if self.reader is not None and completion.text is None:
             completion.text = self.reader.text
         self.progress.has_grown = True
-        self.calls = None
+        self.engine = None
 
     def abort(self) -> None:
         """End it now; see `Engine.abort`."""
         if not self.has_ended:
-            self._engine().abort(self)
+            self._served_by().abort(self)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         seen = 0
@@ -208,12 +199,12 @@ class Request:
                 if not new:
                     if self.has_ended:
                         return
-                    await self._engine().turn()
+                    await self._served_by().turn()
         finally:
-            if self.calls is not None:
-                self.calls.leave(self)
+            if self.engine is not None:
+                self.engine.leave(self)
 
-    def _engine(self) -> EngineCalls:
-        if self.calls is None:
+    def _served_by(self) -> Any:
+        if self.engine is None:
             raise MLAError("request", "one that an engine's `add` returned", "one that nobody serves")
-        return self.calls
+        return self.engine
