@@ -113,6 +113,32 @@ def open_checkpoint(
     return _open(directory_of(path), dtype, mtp, quantize, dequantize, None)[0]
 
 
+def outline(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    mtp: bool | None = None,
+    quantize: Literal["fp8"] | None = None,
+    dequantize: bool = False,
+) -> MLAForCausalLM:
+    """The model that `load_model` makes, on the meta device; of the directory only config.json is read.
+
+    Of FP8 checkpoints the same weights are taken to be FP8 as of all published ones.
+
+    path, dtype, quantize, dequantize: see `load_model`. mtp: None: where the config names an MTP layer.
+
+    Raises:
+        MLAError: what `load_model` says of a config and of these arguments.
+    """
+    config, block = read_config(Path(path))
+    _check_quantize(quantize, dequantize, block)
+    with torch.device("meta"):
+        model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp).to(dtype)
+    if quantize is not None or (block == (BLOCK, BLOCK) and not dequantize):
+        fp8.put_fp8_layers(model, lambda name: "eh_proj" not in name)
+    return model
+
+
 def _open(
     directory: Path,
     dtype: torch.dtype,
@@ -126,7 +152,7 @@ def _open(
     All that `load_model` refuses is refused here.
     """
     config, block = read_config(directory)
-    check_quantize(quantize, dequantize, block)
+    _check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
@@ -240,7 +266,7 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
-def check_quantize(quantize: object, dequantize: object, block: tuple[int, int] | None) -> None:
+def _check_quantize(quantize: object, dequantize: object, block: tuple[int, int] | None) -> None:
     if quantize not in (None, "fp8"):
         raise MLAError("quantize", "'fp8' or None", f"{quantize!r:.80}")
     if type(dequantize) is not bool:
@@ -293,9 +319,7 @@ def _check(
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
-    required = {
-        name: tuple(destination.shape) for name, destination in destinations(model, files.entries).items()
-    }
+    required = {name: tuple(place.shape) for name, (place, _) in destinations(model, files.entries).items()}
     quantized = [
         name
         for name, shape in required.items()

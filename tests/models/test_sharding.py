@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM
+from mla_compile.models.checkpoint import outline
 from mla_compile.models.fp8 import put_fp8_layers
 from mla_compile.models.layers import MLP
 from mla_compile.models.moe import Experts
-from mla_compile.models.outline import outline
 from mla_compile.models.sharding import check_divisible, division, numbers_of_gpus
 from mla_compile.ops.attention import up_projections
 from mla_compile.ops.fp8 import dequantize, quantize
