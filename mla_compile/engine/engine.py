@@ -175,7 +175,7 @@ class Engine:
             except BaseException as error:
                 for request in self._scheduler.requests():
                     request.end("error", str(error))
-                if self._is_launching and not self._launcher.choice.has_failed:
+                if self._is_launching and not self._launcher.has_not_chosen:
                     self._fail_with_others()
                 self._begin_anew()
                 raise

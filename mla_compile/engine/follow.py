@@ -123,5 +123,5 @@ def _read(content: dict[str, Any]) -> Request:
 
 
 def _chosen_by_rank_0(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
-    """Stands for what chooses on the host: `HostChoice` takes over what rank 0 has chosen."""
+    """Stands for what chooses on the host: launchers take over what rank 0 has chosen."""
     raise AssertionError("rank 0 chooses")
