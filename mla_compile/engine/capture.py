@@ -77,8 +77,8 @@ class Captures:
 
         It is called with a `DecodeState` and what else `step` takes, a mixed step's `PackedChunks` first. Once a
         bucket's graph is recorded, and it is the whole of a call, a call with the same arguments replays it without the
-        compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` one call
-        passes them for all buckets of its step. What the model does on the host is not repeated in a replay.
+        compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` each bucket's
+        next call passes them. What the model does on the host is not repeated in a replay.
         """
         self._steps.append(_MeasuredStep(self, name, step))
         return self._steps[-1]
@@ -114,8 +114,7 @@ class Captures:
 class _MeasuredStep:
     """See `Captures.measured`.
 
-    _known: by shape, how to call the step without measuring it. _checked: those of them that have passed Dynamo's
-    guards and torch's checks since `check_again`.
+    _checked: by shape, how to call the step, once it has passed Dynamo's guards and torch's checks.
     _graphs: by shape, what a call replays, where that is all that it does.
     """
 
@@ -123,9 +122,8 @@ class _MeasuredStep:
         self._captures, self._name, self._step = captures, name, step
         self._uncaptured, self._captured = captures.uncaptured(step), _recording(step, True)
         self._num_calls: Counter[_Shape] = Counter()
-        self._known: dict[_Shape, Callable[..., Any]] = {}
         self._checked: dict[_Shape, Callable[..., Any]] = {}
-        self._graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Shape, torch.cuda.CUDAGraph | None] = {}
 
     def __call__(self, state: DecodeState, *args: Any) -> Any:
         sizes = (0, 0, 0)
@@ -136,7 +134,7 @@ class _MeasuredStep:
         return self._check(shape, state, *args) if call is None else call(state, *args)
 
     def check_again(self) -> None:
-        self._checked = {}
+        self._checked.clear()
 
     def _check(self, shape: _Shape, *args: Any) -> Any:
         """Call the compiled step itself, and learn how to call it from now on."""
@@ -154,27 +152,16 @@ class _MeasuredStep:
         # What was compiled anew is recorded anew, by the next call.
         self._num_calls[shape] = 1 if compile_seconds() > seconds else num_calls + 1
         if bucket.why_not:
-            self._learn(shape, self._uncaptured, None)
+            self._checked[shape] = self._uncaptured
         elif self._num_calls[shape] >= CALLS_TO_RECORD:
             graph = last_cuda_graph(captures.device)
             # What torch refused to record leaves the graph of another call behind.
             if graph is not self._graphs.get(shape) and self._num_graphs() == num_graphs:
                 graph = None
-            self._learn(shape, self._step if graph is None else _replaying(graph, self._step, *args), graph)
+            self._graphs[shape] = graph
+            self._checked[shape] = self._step if graph is None else _replaying(graph, self._step, *args)
             bucket.why_not = None if bucket.num_graphs else REFUSED
         return result
-
-    def _learn(self, shape: _Shape, call: Callable[..., Any], graph: torch.cuda.CUDAGraph | None) -> None:
-        """Take in how to call a shape that has just passed all checks, with the graph that it replayed or recorded."""
-        before = self._graphs.get(shape)
-        if before is not None and before is graph:
-            # One code serves all shapes, with the same weights: one of them speaks for all.
-            self._checked = self._known
-        elif before is not None:  # something has moved: the others must see for themselves
-            self._known, self._checked, self._graphs = {}, {}, {}
-        self._known[shape] = self._checked[shape] = call
-        if graph is not None:
-            self._graphs[shape] = graph
 
     def _num_graphs(self) -> int:
         return 0 if self._captures.why_not else num_cuda_graphs(self._captures.device)
