@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, row_sizes
+from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
@@ -37,28 +38,24 @@ class Captures:
     """Runs compiled steps; the bucket of each state that they are called with is captured while the budget lasts.
 
     Args:
-        max_rows: of the largest bucket.
-        q_len: query tokens of a row.
+        config: of the engine. `capture_budget`: once recordings hold so many bytes no further one is begun, and other
+            buckets run the same compiled code uncaptured. Those with prompts, which come first, take no more than half
+            of it. None for no limit.
         device: of the states.
-        budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
-            code uncaptured. Those with prompts, which come first, take no more than half of it. None for no limit.
         why_not: why nothing can be captured here; None where it can.
         ranks: of processes that share the model: each has a memory of its own, and rank 0 says whether it is spent.
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        *,
-        q_len: int,
-        device: torch.device,
-        budget: int | None,
-        why_not: str | None,
-        ranks: Ranks | None = None,
+        self, config: FittedConfig, device: torch.device, why_not: str | None, ranks: Ranks | None = None
     ) -> None:
-        self.sizes = row_sizes(max_rows)
+        self.sizes = row_sizes(config.max_rows)
         self.device, self.why_not = device, why_not
-        self._q_len, self._budget, self._ranks = q_len, budget, ranks
+        self._q_len, self._budget, self._ranks = (
+            1 + config.num_speculative_tokens,
+            config.capture_budget,
+            ranks,
+        )
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._steps: list[_MeasuredStep] = []
 

@@ -90,7 +90,7 @@ class Engine:
 
     def _begin_anew(self) -> None:
         """With no request, and nothing known of what the caches hold, on the other ranks too."""
-        self._scheduler = Scheduler.of(self.config, self._caches.lookahead)
+        self._scheduler = Scheduler(self.config, self._caches.lookahead)
         self._under_way: deque[Launch] = deque()
         self._is_launching = False  # so other ranks may wait for this one
         if not self._is_closed:

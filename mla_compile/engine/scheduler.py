@@ -107,31 +107,23 @@ class Scheduler:
       same text, and must not stand for it.
 
     Args:
-        pages: what its requests' pages come from; nobody else takes any.
-        num_speculative_tokens: drafts per step, k >= 0.
-        max_rows: requests that run at once.
-        max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`, which `EngineConfig` sees to.
-        max_keys_per_step: that prompts see in the part of their texts that a step reads in one piece, and where texts
-            are cut (see `prefill_segment`); None for prompts that run in one piece.
-        batch_invariant: whether a request's latents have the same bits whatever becomes of others.
+        config: of the engine. `max_keys_per_step`: keys that prompts see in the part of their texts that a step reads
+            in one piece, and where texts are cut (see `prefill_segment`); None for prompts that run in one piece.
+        lookahead: see `PagePool`.
     """
 
-    def __init__(
-        self,
-        pages: PagePool,
-        *,
-        num_speculative_tokens: int,
-        max_rows: int,
-        max_tokens_per_step: int,
-        max_keys_per_step: int | None = None,
-        batch_invariant: bool = False,
-    ) -> None:
-        k = num_speculative_tokens
-        self.q_len, self.max_rows = 1 + k, max_rows
-        self.max_tokens_per_step = max_tokens_per_step
-        self._max_keys = max_keys_per_step
-        self._batch_invariant = batch_invariant
-        self.pool = pages
+    def __init__(self, config: FittedConfig, lookahead: int) -> None:
+        k, grant = config.num_speculative_tokens, config.pages_per_grant
+        self.pool = PagePool(
+            1 + (config.num_pages - 1) // grant,
+            config.page_size * grant,
+            lookahead=lookahead,
+            keeps_prefixes=config.prefix_caching,
+        )
+        self.q_len, self.max_rows = 1 + k, config.max_rows
+        self.max_tokens_per_step = config.max_tokens_per_step
+        self._max_keys = config.max_keys_per_step
+        self._batch_invariant = config.batch_invariant
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
         self._numbers = itertools.count()  # of arrivals and admissions
@@ -139,25 +131,6 @@ class Scheduler:
         self._running: list[Request] = []  # by rank
         self._removed: list[Request] = []  # since the last plan
         self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
-
-    @classmethod
-    def of(cls, config: FittedConfig, lookahead: int) -> "Scheduler":
-        """With a pool of its own, for an engine of these settings. lookahead: see `PagePool`."""
-        k, grant = config.num_speculative_tokens, config.pages_per_grant
-        pool = PagePool(
-            1 + (config.num_pages - 1) // grant,
-            config.page_size * grant,
-            lookahead=lookahead,
-            keeps_prefixes=config.prefix_caching,
-        )
-        return cls(
-            pool,
-            num_speculative_tokens=k,
-            max_rows=config.max_rows,
-            max_tokens_per_step=config.max_tokens_per_step,
-            max_keys_per_step=config.max_keys_per_step,
-            batch_invariant=config.batch_invariant,
-        )
 
     @property
     def num_pages_in_use(self) -> int:

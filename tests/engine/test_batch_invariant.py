@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
-from mla_compile.engine.pages import PagePool
-from mla_compile.engine.scheduler import Scheduler
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops import backends
 from mla_compile.speculate import SpeculativeDecoder
@@ -21,6 +19,7 @@ from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, pool_of, with_lag
 from tests.engine.test_requests import MIXED, PROMPTS, alone, tokenizer
 from tests.engine.test_scheduler import Driven, goes_on
+from tests.engine.toy_engine import scheduler_of
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import caches_of, one_layer_model
 
@@ -146,11 +145,8 @@ def test_tokens_chosen_on_the_host_go_through_compiled_code() -> None:
 
 
 def scheduler(k: int = 1, *, num_pages: int = 101, page_size: int = 4, max_rows: int = 4) -> Driven:
-    pool = PagePool(num_pages, page_size, lookahead=int(k > 0))
-    of = Scheduler(
-        pool, num_speculative_tokens=k, max_rows=max_rows, max_tokens_per_step=64, batch_invariant=True
-    )
-    return Driven(of)
+    settings = {"num_speculative_tokens": k, "max_rows": max_rows, "max_tokens_per_step": 64}
+    return Driven(scheduler_of(num_pages, page_size, lookahead=int(k > 0), batch_invariant=True, **settings))
 
 
 @pytest.mark.parametrize("k", [0, 1])

@@ -9,11 +9,14 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_compile.defaults import DrafterName
+from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
@@ -142,6 +145,18 @@ def batch_invariant_traces() -> st.SearchStrategy[Trace]:
         return replace(trace, arrivals=arrivals, spare_pages=spare, max_rows=4, batch_invariant=True)
 
     return st.builds(short_of_pages, traces())
+
+
+def scheduler_of(num_pages: int, page_size: int, *, lookahead: int, **settings: Any) -> Scheduler:
+    """One with few pages, say, as no engine's settings have them."""
+    defaults = {
+        "pages_per_grant": 1,
+        "prefix_caching": True,
+        "max_keys_per_step": None,
+        "batch_invariant": False,
+    }
+    given = defaults | {"num_pages": num_pages, "page_size": page_size} | settings
+    return Scheduler(cast("FittedConfig", SimpleNamespace(**given)), lookahead)
 
 
 @dataclass
@@ -330,15 +345,17 @@ class ToyEngine:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.pool = PagePool(trace.num_pages(), trace.page_size, lookahead=trace.has_mtp)
         q_len = 1 + trace.k
-        self.scheduler = Scheduler(
-            self.pool,
+        self.scheduler = scheduler_of(
+            trace.num_pages(),
+            trace.page_size,
+            lookahead=int(trace.has_mtp),
             num_speculative_tokens=trace.k,
             max_rows=trace.max_rows,
             max_tokens_per_step=trace.max_rows * q_len + trace.spare_tokens,
             batch_invariant=trace.batch_invariant,
         )
+        self.pool = self.scheduler.pool
         self.texts = Texts(trace.vocab_size)
         self.device = ToyDevice(trace, self.pool, self.texts)
         self.outcome = Outcome()
