@@ -42,7 +42,7 @@ from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
-from mla_compile.speculate.history import record
+from mla_compile.speculate.ngram import record
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
