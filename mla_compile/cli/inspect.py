@@ -27,7 +27,7 @@ def explain_checkpoint(
         )
     else:
         explanation = inspect_forward(
-            open_checkpoint(model, dtype=torch.float32),
+            open_checkpoint(model, dtype=torch.float32)[0],
             num_speculative_tokens=num_speculative_tokens,
             rows=rows,
             prefill_tokens=48 if prefill_tokens is None else prefill_tokens,

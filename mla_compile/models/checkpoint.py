@@ -1,7 +1,6 @@
 """Loading Hugging Face checkpoints. transformers is imported here, when a checkpoint is loaded, and not before."""
 
 from contextlib import nullcontext
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,7 +83,9 @@ def load_model(
     with together():
         _check_target(dtype, device)
     with announce_if_slow("opening the checkpoint", is_shown=is_shown), together():
-        model, files, block = _open(directory_of(path), dtype, mtp, quantize, dequantize, parallel)
+        model, files, block = open_checkpoint(
+            path, dtype=dtype, mtp=mtp, quantize=quantize, dequantize=dequantize, parallel=parallel
+        )
     with together():
         model.to_empty(device=device)
         lay_side_by_side(model)  # before they have values
@@ -98,18 +99,6 @@ def load_model(
             parallel.ranks.fail()  # the others may wait for this one in there
             raise
     return model.eval()
-
-
-def open_checkpoint(
-    path: str | Path,
-    *,
-    dtype: torch.dtype,
-    mtp: bool | None = None,
-    quantize: Literal["fp8"] | None = None,
-    dequantize: bool = False,
-) -> MLAForCausalLM:
-    """The model that `load_model` would fill, on the meta device; it refuses whatever that would refuse of a file."""
-    return _open(directory_of(path), dtype, mtp, quantize, dequantize, None)[0]
 
 
 def outline(
@@ -138,18 +127,20 @@ def outline(
     return model
 
 
-def _open(
-    directory: Path,
+def open_checkpoint(
+    path: str | Path,
+    *,
     dtype: torch.dtype,
-    mtp: bool | None,
-    quantize: str | None,
-    dequantize: bool,
-    parallel: Parallel | None,
+    mtp: bool | None = None,
+    quantize: Literal["fp8"] | None = None,
+    dequantize: bool = False,
+    parallel: Parallel | None = None,
 ) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
-    """The model on the meta device, or the process's part of it, files that fit it, and the block of their weights.
+    """The model that `load_model` would fill, on the meta device, its files, and the FP8 block of their weights.
 
-    All that `load_model` refuses is refused here.
+    All that `load_model` refuses of a file is refused here.
     """
+    directory = directory_of(path)
     config, block = read_config(directory)
     _check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
@@ -161,28 +152,23 @@ def _open(
     with torch.device("meta"):
         model = MLAForCausalLM(config, mtp=mtp).to(dtype)
     _check(model, files, directory, block)
+
+    def is_fp8(name: str) -> bool:
+        """Whether a parameter is FP8 in the checkpoint, in a form that ops take, or becomes it."""
+        read = parts(name, model.get_parameter(name), model.arch.num_layers)
+        in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
+        if not any(in_fp8):
+            return quantize is not None and "eh_proj" not in name
+        return block == (BLOCK, BLOCK) and all(in_fp8)
+
     if not dequantize:
-        fp8.put_fp8_layers(model, partial(_is_fp8, model, files, block, quantize is not None))
+        fp8.put_fp8_layers(model, is_fp8)
     if parallel is not None:
         check_divisible(
             model, parallel.size, expert_parallel=parallel.expert_parallel, argument="parallel.size"
         )
         divide(model, parallel)
     return model, files, block
-
-
-def _is_fp8(
-    model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int] | None, quantize: bool, name: str
-) -> bool:
-    """Whether a parameter of the model, by its name, is FP8 in the checkpoint, in a form that ops take, or becomes it.
-
-    block: of the checkpoint's FP8 weights, if it has any.
-    """
-    parameter = model.get_parameter(name)
-    in_fp8 = [files.entries[part].dtype == FLOAT8 for part in parts(name, parameter, model.arch.num_layers)]
-    if not any(in_fp8):
-        return quantize and "eh_proj" not in name
-    return block == (BLOCK, BLOCK) and all(in_fp8)
 
 
 def directory_of(path: object) -> Path:
