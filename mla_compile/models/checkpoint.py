@@ -19,6 +19,7 @@ from mla_compile.models.names import (
     is_past_trunk,
     layers_of,
     layers_past_trunk,
+    num_separate_experts,
     parts,
     shared_copies,
 )
@@ -155,11 +156,15 @@ def open_checkpoint(
 
     def is_fp8(name: str) -> bool:
         """Whether a parameter is FP8 in the checkpoint, in a form that ops take, or becomes it."""
-        read = parts(name, model.get_parameter(name), model.arch.num_layers)
+        parameter = model.get_parameter(name)
+        read = parts(name, parameter, model.arch.num_layers, files.entries)
         in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
         if not any(in_fp8):
             return quantize is not None and "eh_proj" not in name
-        return block == (BLOCK, BLOCK) and all(in_fp8)
+        if block != (BLOCK, BLOCK) or not all(in_fp8):
+            return False
+        # Of gate and up in one tensor a block may have rows of both.
+        return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
 
     if not dequantize:
         fp8.put_fp8_layers(model, is_fp8)
@@ -293,12 +298,14 @@ def _check(
     model: MLAForCausalLM, files: SafetensorFiles, directory: Path, block: tuple[int, int] | None
 ) -> None:
     """Compare a checkpoint's headers with what the model (on the meta device) wants."""
-    experts = model.arch.routing.num_experts * (sum(model.arch.is_moe) + model.has_mtp)
-    if experts > len(files.entries):  # listing their tensors would take as long as a config likes
+    experts = num_separate_experts(model, files.entries)
+    if experts > len(
+        files.entries
+    ):  # each has three tensors: listing those would take as long as a config likes
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
-    required = {name: tuple(place.shape) for name, (place, _) in destinations(model).items()}
+    required = {name: tuple(place.shape) for name, (place, _) in destinations(model, files.entries).items()}
     quantized = [
         name
         for name, shape in required.items()

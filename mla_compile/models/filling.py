@@ -1,5 +1,7 @@
 """Reading a checkpoint's tensors, or a process's part of each, into their places in a model."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class Filling:
         """block: of the checkpoint's FP8 weights, if it has any. device: of the parameters."""
         self._files, self._block, self._device = files, block, device
         self._parallel = model.parallel
-        self._places = destinations(model)
+        self._places = destinations(model, files.entries)
         # Quantising makes scales that the files lack.
         self._names = [name for name in self._places if name in files.entries]
 
@@ -59,30 +61,41 @@ class Filling:
         _, how = self._places[name]
         if how is None or self._parallel is None:
             return self._files.read(name)
-        return self._files.read_range(name, *self._part(name))
-
-    def _part(self, name: str) -> tuple[int, int, int]:
-        """What this process has of a tensor of the files: along a dimension, the places from one to another."""
-        _, how = self._places[name]
-        shape = self._files.entries[name].shape
-        if how is None or self._parallel is None:
-            return 0, 0, shape[0]
-        width, rank, size = shape[how.dim], self._parallel.rank, self._parallel.size
-        return how.dim, width * rank // size, width * (rank + 1) // size
+        return self._files.read_part(name, how, self._parallel.rank, self._parallel.size)
 
     def _quantize(self, name: str) -> None:
-        places = (self._places[each][0] for each in (name, name + SCALE_SUFFIX))
-        for place, result in zip(places, quantize_weight(self._read(name).to(self._device)), strict=True):
-            place.copy_(result)
+        place, scale_place = (self._places[each][0] for each in (name, name + SCALE_SUFFIX))
+        for source, *to in _matrices(self._read(name), place, scale_place):
+            # Gate and up, where they are one tensor, have blocks of their own.
+            halves = source.to(self._device).unflatten(0, (2 if name.endswith("gate_up_proj") else 1, -1))
+            for destination, result in zip(to, quantize_weight(halves), strict=True):
+                destination.copy_(result.flatten(0, 1))
 
     def _dequantize(self, name: str) -> None:
         """Of the weight, the blocks are read that the part lies in: they need not end where it does."""
-        place, _ = self._places[name]
-        dim, begin, end = self._part(name)
-        assert self._block is not None  # or a weight in FP8 would have been refused
-        step, width = self._block[dim], self._files.entries[name].shape[dim]
-        first, last = begin // step, -(-end // step)
-        weight = self._files.read_range(name, dim, first * step, min(last * step, width))
-        scale = self._files.read_range(name + SCALE_SUFFIX, dim, first, last)
-        value = dequantize_weight(weight.to(self._device), scale.to(self._device), self._block)
-        place.copy_(value.narrow(dim, begin - first * step, end - begin))
+        place, how = self._places[name]
+        shape, block = self._files.entries[name].shape, self._block
+        assert block is not None  # or a weight in FP8 would have been refused
+        dim, ranges = 0, [(0, shape[0])]
+        if how is not None and self._parallel is not None:
+            dim = how.dim
+            ranges = how.ranges(shape[dim], self._parallel.rank, self._parallel.size)
+        in_matrix = dim - len(shape)  # -2: along rows; -1: along columns; -3: whole matrices
+        step = block[in_matrix] if in_matrix >= -2 else 1
+        at = 0
+        for begin, end in ranges:
+            first, last = begin // step, -(-end // step)
+            weight = self._files.read_range(name, dim, first * step, min(last * step, shape[dim]))
+            scale = self._files.read_range(name + SCALE_SUFFIX, dim, first, last)
+            into = place.narrow(dim, at, end - begin)
+            for one, its_scale, destination in _matrices(weight, scale, into):
+                value = dequantize_weight(one.to(self._device), its_scale.to(self._device), block)
+                if in_matrix >= -2:
+                    value = value.narrow(in_matrix, begin - first * step, end - begin)
+                destination.copy_(value)
+            at += end - begin
+
+
+def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Those of stacks, one after another: converting takes several times the memory of what is converted."""
+    return zip(*tensors, strict=True) if tensors[0].dim() > 2 else iter([tensors])

@@ -1,7 +1,7 @@
 """Hugging Face's names of our tensors."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import Tensor
 
@@ -12,11 +12,15 @@ from mla_compile.models.sharding import EXPERTS, Division, division
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
-def destinations(model: MLAForCausalLM) -> dict[str, tuple[Tensor, Division | None]]:
+def destinations(
+    model: MLAForCausalLM, checkpoint: Container[str]
+) -> dict[str, tuple[Tensor, Division | None]]:
     """Where the tensors of a checkpoint go: each name, with the parameter or the part of one that it fills.
 
-    And how the tensor is divided, where this process takes only a part of it. Experts are published one by one
-    (`mlp.experts.3.gate_proj.weight`).
+    And how the tensor is divided, where this process takes only a part of it.
+
+    checkpoint: the names that it holds. Experts are published one by one (`mlp.experts.3.gate_proj.weight`); where
+        it holds `mlp.experts.gate_up_proj` instead, they are stacked, as transformers 5 has them in memory.
     """
     found: dict[str, tuple[Tensor, Division | None]] = {}
     parallel = model.parallel
@@ -24,7 +28,7 @@ def destinations(model: MLAForCausalLM) -> dict[str, tuple[Tensor, Division | No
         how = None if parallel is None else division(ours, expert_parallel=parallel.expert_parallel)
         is_by_expert = how is not None and how.of == EXPERTS
         first = parallel.rank * len(tensor) if parallel is not None and is_by_expert else 0
-        for name, place in parts(ours, tensor, model.arch.num_layers, first).items():
+        for name, place in parts(ours, tensor, model.arch.num_layers, checkpoint, first).items():
             part = how
             if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
                 part = None if is_by_expert else Division(how.dim - 1, how.of)
@@ -32,7 +36,9 @@ def destinations(model: MLAForCausalLM) -> dict[str, tuple[Tensor, Division | No
     return found
 
 
-def parts(ours: str, tensor: Tensor, num_layers: int, first_expert: int = 0) -> dict[str, Tensor]:
+def parts(
+    ours: str, tensor: Tensor, num_layers: int, checkpoint: Container[str], first_expert: int = 0
+) -> dict[str, Tensor]:
     """`destinations` of one of our tensors. Scales of FP8 weights are divided as the weights are.
 
     first_expert: that a stack of experts begins with.
@@ -42,6 +48,8 @@ def parts(ours: str, tensor: Tensor, num_layers: int, first_expert: int = 0) -> 
     kind, scale, _ = kind.partition(SCALE_SUFFIX)
     if kind not in ("w_gate_up", "w_down"):
         return {name: tensor}
+    if (stacked := f"{prefix}.{kind.removeprefix('w_')}_proj") in checkpoint:
+        return {stacked + scale: tensor}
     experts = enumerate(tensor, start=first_expert)
     if kind == "w_down":
         return {f"{prefix}.{expert}.down_proj.weight{scale}": part for expert, part in experts}
@@ -72,6 +80,19 @@ def shared_copies(model: MLAForCausalLM) -> dict[str, tuple[int, ...]]:
     if model.lm_head is None:
         names.append("lm_head.weight")
     return dict.fromkeys(names, (model.arch.vocab_size, model.arch.hidden_size))
+
+
+def num_separate_experts(model: MLAForCausalLM, checkpoint: Container[str]) -> int:
+    """How many experts `destinations` names one by one, all layers together."""
+    num_layers = model.arch.num_layers
+    stacks = [
+        (hugging_face_name(ours, num_layers), tensor.shape[0])
+        for ours, tensor in model.state_dict().items()
+        if ours.endswith(".w_down")
+    ]
+    return sum(
+        experts for name, experts in stacks if f"{name.removesuffix('w_down')}down_proj" not in checkpoint
+    )
 
 
 def layers_of(checkpoint: Iterable[str]) -> set[int]:

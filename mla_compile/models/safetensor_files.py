@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mla_compile.errors import MLAError
 from mla_compile.models.files import parse_object, plain_file, read_object
+from mla_compile.models.sharding import Division
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -73,6 +75,12 @@ class SafetensorFiles:
         whole = self.entries[name].file.get_slice(name)
         part: Tensor = whole[(*(slice(None),) * dim, slice(begin, end))]
         return part
+
+    def read_part(self, name: str, how: Division, rank: int, size: int) -> Tensor:
+        """`how.part` of the tensor, as `read_range` gives it; where matrices are stacked, a copy of their parts."""
+        ranges = how.ranges(self.entries[name].shape[how.dim], rank, size)
+        pieces = [self.read_range(name, how.dim, *each) for each in ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, how.dim)
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -38,6 +38,12 @@ class Division:
     of: str
     stacked: int = 1
 
+    def ranges(self, width: int, rank: int, size: int) -> list[tuple[int, int]]:
+        """Where the GPU's part lies along `dim`, of so many places: begin and end in each matrix stacked there."""
+        each = width // self.stacked
+        edges = each * rank // size, each * (rank + 1) // size
+        return [(stack * each + edges[0], stack * each + edges[1]) for stack in range(self.stacked)]
+
     def part(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """What the GPU `rank` of `size` has of a tensor that can be divided so: a view of it if nothing is stacked."""
         pieces = tensor.unflatten(self.dim, (self.stacked, size, -1))

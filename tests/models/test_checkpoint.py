@@ -43,6 +43,13 @@ def test_a_kimi_k2_checkpoint_loads_as_a_deepseek_v3_one(checkpoint, tmp_path):
     assert_same_weights(load_model(tmp_path), load_model(checkpoint))
 
 
+def test_stacked_experts_load_like_separate_ones(checkpoint, tmp_path):
+    model = reference_model(v3_config())
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "model.safetensors")
+    assert_same_weights(load_model(tmp_path), load_model(checkpoint, mtp=False))
+
+
 def test_the_mtp_layer_is_where_transformers_looks_for_it(checkpoint):
     main = type(reference_model(v3_config())).from_pretrained(checkpoint)
     # transformers knows DeepSeek-V3's MTP layer by its number in the published checkpoint, 61.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mla_compile import MLAError, Parallel, load_model
@@ -14,7 +15,7 @@ from mla_compile.models import MLAForCausalLM
 from mla_compile.models.safetensor_files import SafetensorFiles
 from mla_compile.models.sharding import division
 from mla_compile.ops import fp8
-from tests.models.small import reference_model, reference_mtp_layer, save, to_fp8, v3_config
+from tests.models.small import reference_model, reference_mtp_layer, save, set_quantization, to_fp8, v3_config
 from tests.models.test_fp8 import BLOCK, quantize
 
 CONFIG = v3_config(vocab_size=96)
@@ -31,6 +32,27 @@ def in_fp8(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In blocks that end where few parts do."""
     path = shutil.copytree(plain, tmp_path_factory.mktemp("fp8") / "checkpoint")
     to_fp8(path, quantize, BLOCK)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stacked_in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts as transformers 5 has them in memory. One block in three has rows of both gate and up."""
+    path = tmp_path_factory.mktemp("stacked")
+    reference_model(CONFIG).save_pretrained(path, save_original_format=False)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        values, scales = zip(*map(quantize, tensors[name]), strict=True)
+        tensors |= {name: torch.stack(values), f"{name}_scale_inv": torch.stack(scales)}
+    save_file(tensors, path / "model.safetensors")
+    set_quantization(path, quant_method="fp8", fmt="e4m3", weight_block_size=list(BLOCK))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stacked")
+    reference_model(CONFIG).save_pretrained(path, save_original_format=False)
     return path
 
 
@@ -65,7 +87,7 @@ def load_part(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "in_fp8"])
+@pytest.mark.parametrize("kind", ["plain", "in_fp8", "stacked", "stacked_in_fp8"])
 def test_each_process_has_its_part_of_every_weight(
     kind: str, expert_parallel: bool, load_part: Any, read: dict[str, int], request: pytest.FixtureRequest
 ) -> None:
@@ -120,7 +142,7 @@ def test_parts_that_are_quantised_are_those_of_the_quantised_model(
         widths | {"topk_group": 1, "q_lora_rank": 128, "qk_nope_head_dim": 120, "kv_lora_rank": 120}
     )
     path = tmp_path / "checkpoint"
-    reference_model(config).save_pretrained(path)
+    reference_model(config).save_pretrained(path, save_original_format=False)
     whole = load_model(path, quantize="fp8")
     for rank in range(2):
         part = load_part(path, rank, 2, expert_parallel=expert_parallel, quantize="fp8").state_dict()
@@ -143,3 +165,12 @@ def test_blocks_of_fp8_that_a_number_of_processes_would_cut_are_named(
     assert str(caught.value).startswith("parallel.size: expected one of 1, got 2; it does not divide ")
     assert "intermediate_size in FP8, as 64 is no multiple of 128" in str(caught.value)
     load_part(path, 0, 2, expert_parallel=False, dequantize=True)
+
+
+def test_stacks_in_fp8_are_dequantised_whole(stacked_in_fp8: Path) -> None:
+    files = load_file(stacked_in_fp8 / "model.safetensors")
+    experts = load_model(stacked_in_fp8).layers[1].mlp.experts
+    for ours, theirs in (("w_gate_up", "gate_up_proj"), ("w_down", "down_proj")):
+        name = f"model.layers.1.mlp.experts.{theirs}"
+        expected = fp8.dequantize(files[name], files[f"{name}_scale_inv"], BLOCK)
+        assert torch.equal(getattr(experts, ours), expected)

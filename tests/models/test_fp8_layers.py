@@ -12,9 +12,11 @@ from torch import Tensor
 
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.models import MLAForCausalLM, load_model
+from mla_compile.models.fp8 import FP8Experts, FP8Linear
 from mla_compile.ops.fp8 import quantize
 from mla_compile.ops.side_by_side import lies_before
 from tests.engine.test_batch_invariance import Unfused
+from tests.fp8_cases import values_of
 from tests.models.small import (
     Session,
     reference_model,
@@ -121,6 +123,41 @@ def test_a_plain_checkpoint_is_quantised_as_it_is_loaded(plain: Path, checkpoint
     assert relative_error(logits(made), logits(load_model(plain))) < 2**-3
     again = load_model(checkpoint, quantize="fp8").state_dict()
     assert all(torch.equal(again[name].float(), value.float()) for name, value in others.items())
+
+
+@pytest.mark.parametrize("intermediate", [128, 40])
+def test_stacked_experts_stay_in_fp8_unless_a_block_has_rows_of_gate_and_up(
+    intermediate: int, tmp_path: Path
+) -> None:
+    config = v3_config(num_hidden_layers=1, first_k_dense_replace=0, moe_intermediate_size=intermediate)
+    model = reference_model(config)
+    path = save(model, tmp_path)
+    to_fp8(path, quantize, (128, 128))
+    tensors = load_file(path / "weights.safetensors")
+    scales = load_file(path / "scales.safetensors")
+    name = "model.layers.0.mlp.experts."
+    for table in (tensors, scales):
+        for key in [key for key in table if key.startswith(name)]:
+            del table[key]
+    experts = model.model.layers[0].mlp.experts
+    for kind in ("gate_up_proj", "down_proj"):
+        tensors[name + kind], scales[f"{name}{kind}_scale_inv"] = quantize(getattr(experts, kind).data)
+    save_file(tensors, path / "weights.safetensors")
+    save_file(scales, path / "scales.safetensors")
+
+    kept, dequantised = load_model(path), load_model(path, dequantize=True)
+    assert type(kept.layers[0].mlp.experts) is (
+        FP8Experts if intermediate == 128 else type(dequantised.layers[0].mlp.experts)
+    )
+    assert type(kept.layers[0].self_attn.o_proj) is FP8Linear
+    found = dequantised.layers[0].mlp.experts.w_gate_up
+    expected = values_of(
+        tensors[name + "gate_up_proj"], scales[name + "gate_up_proj_scale_inv"], torch.float32
+    )
+    assert torch.equal(found.double(), expected)
+    session = Session(kept, 1), Session(dequantised, 1)
+    (batch, positions), _ = (each.prefill([7], [0]) for each in session)
+    torch.testing.assert_close(kept(positions, positions, batch), dequantised(positions, positions, batch))
 
 
 @pytest.fixture
