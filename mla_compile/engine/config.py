@@ -188,7 +188,16 @@ def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineCo
 
 
 def _check_model(model: object) -> None:
-    if not isinstance(model, ServedModel):
+    needed = (
+        "logits",
+        "cache_specs",
+        "prepare",
+        "vocab_size",
+        "device",
+        "has_mtp",
+        "is_recurrent",
+    )
+    if not callable(model) or not all(hasattr(model, name) for name in needed):
         mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
         raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)
 

@@ -1,7 +1,7 @@
 """What speculative decoding asks of a model, and the engine of one that it serves."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ class Target(Protocol):
         """What the caches of its layers hold of each token; those of the MTP layer have the owner "drafter"."""
 
 
-@runtime_checkable
 class ServedModel(Target, Protocol):
     """A `Target` that an engine can serve.
 
