@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from mla_compile.models import MLAForCausalLM
+from mla_compile.models.checkpoint import outline
 from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.layout import lay_side_by_side
-from mla_compile.models.outline import outline
 from mla_compile.models.parallel import Parallel
 from mla_compile.models.sharding import check_divisible, divide, division
 from mla_compile.ops.fp8 import DTYPE

@@ -32,7 +32,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ from benchmarks.reporting import add_row
 from benchmarks.transformers_generate import DEVICE, Marks, random_model
 from mla_compile.defaults import SHIPPED_MODEL
 from mla_compile.engine import Engine
+from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.launch import Launcher
-from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Scheduler
@@ -68,8 +69,18 @@ WARM_UP, STEPS = 20, 100
 
 def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
     """Median host time of a step's `plan` and `update`, in which requests take in two tokens each; all rows decode."""
-    pool = PagePool(1 + rows * 64, 16, lookahead=True, keeps_prefixes=True)
-    scheduler = Scheduler(pool, num_speculative_tokens=k, max_rows=rows, max_tokens_per_step=rows * (2 + k))
+    settings = SimpleNamespace(
+        num_speculative_tokens=k,
+        max_rows=rows,
+        max_tokens_per_step=rows * (2 + k),
+        max_keys_per_step=None,
+        page_size=16,
+        num_pages=1 + rows * 64,
+        pages_per_grant=1,
+        prefix_caching=True,
+        batch_invariant=False,
+    )
+    scheduler = Scheduler(cast("FittedConfig", settings), lookahead=1)
     for i in range(rows):
         scheduler.add(Request([i] * 4, max_len=1000))
     times = []

@@ -116,7 +116,7 @@ class EngineFields:
         page_size: tokens per cache page.
         num_pages: of the caches, the dummy page 0 included. By default enough for `max_rows` requests of
             `max_model_len` tokens. With fewer, requests that find no page run again later, what they have said becoming
-            part of their prompt (see `batch_invariant`); at least as many as one request needs.
+            part of their prompt (but see `batch_invariant`); at least as many as one request needs.
         max_tokens_per_step: query tokens of a step at most; a longer prompt takes several. By default 2048, at least
             512 more than `max_rows` decode rows take.
         prefix_caching: whether prompts reuse cached pages of others that begin alike.
@@ -135,10 +135,10 @@ class EngineFields:
             share memory.
         batch_invariant: a request's tokens, log-probabilities and the target's latents have the same bits alone and
             beside any others, in every dtype: whatever `max_rows`, the drafts and `max_tokens_per_step` are, with
-            pages of others or without, preempted or not, in every process on the same model of GPU with the same
-            versions. All steps are compiled then, those with prompts too; prompts share only pages that prompts have
-            filled, not what others have said; and requests that find no page say all that they have said again, from
-            their prompts on. Not for `compile=False` or models with recurrent layers.
+            pages of others or without, in every process on the same model of GPU with the same versions. All steps are
+            compiled then, those with prompts too; prompts share only pages that prompts have filled, not what others
+            have said; and requests begin once there are pages for their longest text. Not for `compile=False` or models
+            with recurrent layers.
 
     Raises:
         MLAError: a bad argument, named.

@@ -1,15 +1,14 @@
 """The processes that share a model, beside the collectives of their steps: what rank 0 tells the others, who is there.
 
-Numbers travel between CPUs, through gloo. So they wait for no GPU, and no GPU waits for them.
+Bytes travel between CPUs, through gloo. So they wait for no GPU, and no GPU waits for them.
 """
 
 import atexit
+import json
 import threading
 import time
-from array import array
-from collections.abc import Iterable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ PATIENCE = 14.0
 """A rank that rank 0 has not heard for so many seconds is gone. The others wait longer for rank 0, which may be waiting
 for another."""
 
-_FRAME = 1024
-"""Numbers of a message that travel with its length; one that is longer takes a second broadcast."""
+_LENGTH, _FRAME = 8, 8192
+"""Bytes of a message's length, and of it with what travels beside it; a longer message takes a second broadcast."""
 _MOST_SAID = 4096
 """Bytes of what each rank says to all."""
 _FOREVER = timedelta(days=3650)
@@ -68,50 +67,45 @@ class Ranks:
 
     # --- what rank 0 tells
 
-    def say(self, numbers: "array[int]") -> None:
-        """Rank 0 tells the others integers of 64 bits.
+    def say(self, content: Any) -> None:
+        """Rank 0 tells the others what JSON can hold, but for None.
 
         Raises:
             MLAError: one of them has ended.
         """
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        told = torch.frombuffer(numbers, dtype=torch.int64) if numbers else none
-        frame = torch.zeros(_FRAME, dtype=torch.int64, device="cpu")
-        first, rest = told[: _FRAME - 1], told[_FRAME - 1 :]
-        frame[0] = len(told)
-        frame[1 : 1 + len(first)] = first
+        text = json.dumps(content).encode()
+        frame = (len(text).to_bytes(_LENGTH, "little") + text).ljust(_FRAME, b"\0")
+        told = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         try:
-            for part in (frame, rest) if len(rest) else (frame,):
+            for part in (told[:_FRAME], told[_FRAME:]) if len(told) > _FRAME else (told,):
                 self._told.broadcast(part, 0).wait()
         except RuntimeError as error:
             self._wait_for_verdict()
             raise MLAError("ranks", "processes that hear rank 0", "one that has ended") from error
 
-    def hear(self) -> "array[int] | None":
+    def hear(self) -> Any:
         """What rank 0 says next; None where its program has ended in peace."""
-        frame = torch.empty(_FRAME, dtype=torch.int64, device="cpu")
+        frame = torch.empty(_FRAME, dtype=torch.uint8, device="cpu")
         try:
             self._told.broadcast(frame, 0).wait()
-            length = int(frame[0])
-            first, num_left = frame[1 : 1 + length], max(0, length - (_FRAME - 1))
-            rest = torch.empty(num_left, dtype=torch.int64, device="cpu")
-            if num_left:
+            end = _LENGTH + int(frame[:_LENGTH].view(torch.int64))
+            rest = torch.empty(max(0, end - _FRAME), dtype=torch.uint8, device="cpu")
+            if len(rest):
                 self._told.broadcast(rest, 0).wait()
         except RuntimeError:
             self._wait_for_verdict()
             return None
-        return array("q", torch.cat([first, rest]).numpy().tobytes())
+        return json.loads(torch.cat([frame, rest])[_LENGTH:end].numpy().tobytes())
 
-    def agree(self, numbers: Iterable[int]) -> "array[int]":
+    def agree(self, content: Any) -> Any:
         """What rank 0 gives here, on every rank, which all call this at the same point of their work.
 
         Raises:
             MLAError: a rank has ended.
         """
         if self.rank == 0:
-            said = array("q", numbers)
-            self.say(said)
-            return said
+            self.say(content)
+            return content
         heard = self.hear()
         if heard is None:
             raise MLAError("rank 0", "a process that goes on", "one that has ended")

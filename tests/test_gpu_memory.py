@@ -9,7 +9,7 @@ import torch
 from mla_compile import Engine, load_model
 from mla_compile.engine import EngineConfig
 from mla_compile.engine.memory import plan_memory
-from mla_compile.models.outline import outline
+from mla_compile.models.checkpoint import outline
 from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
 
 pytestmark = pytest.mark.gpu

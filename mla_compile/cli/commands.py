@@ -134,7 +134,7 @@ def inspect(
         )
     else:
         explanation = inspect_forward(
-            open_checkpoint(model, dtype=torch.float32),
+            open_checkpoint(model, dtype=torch.float32)[0],
             num_speculative_tokens=num_speculative_tokens,
             rows=rows,
             prefill_tokens=48 if prefill_tokens is None else prefill_tokens,

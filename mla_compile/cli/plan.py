@@ -14,10 +14,9 @@ from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings, with_drafts
 from mla_compile.errors import MLAError
-from mla_compile.models.checkpoint import names_mtp, read_config
+from mla_compile.models.checkpoint import names_mtp, outline, read_config
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
-from mla_compile.models.outline import outline
 from mla_compile.models.sharding import numbers_of_gpus
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1}

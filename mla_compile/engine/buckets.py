@@ -76,7 +76,7 @@ class CaptureReport:
     def __str__(self) -> str:
         width = max(18, *(len(bucket.step) + 1 for bucket in self.buckets), 0)
         form = f"{{:<{width}}}" + "{:>5}{:>7}{:>8}{:>8}{:>8}{:>10}{:>11}{:>11}{:>8}{:>10}  {}"
-        names = (
+        names = [
             "step",
             "rows",
             "q_len",
@@ -89,7 +89,7 @@ class CaptureReport:
             "graphs",
             "MiB",
             "outcome",
-        )
+        ]
         lines = [form.format(*names)]
         for bucket in self.buckets:
             shape = bucket.step, bucket.rows, bucket.q_len

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, row_sizes
+from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
@@ -37,28 +38,24 @@ class Captures:
     """Runs compiled steps; the bucket of each state that they are called with is captured while the budget lasts.
 
     Args:
-        max_rows: of the largest bucket.
-        q_len: query tokens of a row.
+        config: of the engine. `capture_budget`: once recordings hold so many bytes no further one is begun, and other
+            buckets run the same compiled code uncaptured. Those with prompts, which come first, take no more than half
+            of it. None for no limit.
         device: of the states.
-        budget: once recordings hold so many bytes no further one is begun, and other buckets run the same compiled
-            code uncaptured. Those with prompts, which come first, take no more than half of it. None for no limit.
         why_not: why nothing can be captured here; None where it can.
         ranks: of processes that share the model: each has a memory of its own, and rank 0 says whether it is spent.
     """
 
     def __init__(
-        self,
-        max_rows: int,
-        *,
-        q_len: int,
-        device: torch.device,
-        budget: int | None,
-        why_not: str | None,
-        ranks: Ranks | None = None,
+        self, config: FittedConfig, device: torch.device, why_not: str | None, ranks: Ranks | None = None
     ) -> None:
-        self.sizes = row_sizes(max_rows)
+        self.sizes = row_sizes(config.max_rows)
         self.device, self.why_not = device, why_not
-        self._q_len, self._budget, self._ranks = q_len, budget, ranks
+        self._q_len, self._budget, self._ranks = (
+            1 + config.num_speculative_tokens,
+            config.capture_budget,
+            ranks,
+        )
         self._buckets: dict[tuple[str, *_Shape], Bucket] = {}
         self._steps: list[_MeasuredStep] = []
 
@@ -77,8 +74,8 @@ class Captures:
 
         It is called with a `DecodeState` and what else `step` takes, a mixed step's `PackedChunks` first. Once a
         bucket's graph is recorded, and it is the whole of a call, a call with the same arguments replays it without the
-        compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` one call
-        passes them for all buckets of its step. What the model does on the host is not repeated in a replay.
+        compiled step: Dynamo's guards and torch's checks take longer than the launch. After `check_again` each bucket's
+        next call passes them. What the model does on the host is not repeated in a replay.
         """
         self._steps.append(_MeasuredStep(self, name, step))
         return self._steps[-1]
@@ -103,7 +100,7 @@ class Captures:
         others = sum(bucket.num_bytes for bucket in self._buckets.values() if not bucket.prompt_tokens)
         is_spent = others + min(prompts, self._budget / 2) >= self._budget
         is_spent |= of_prompts and 2 * prompts >= self._budget
-        return is_spent if self._ranks is None else bool(self._ranks.agree([is_spent])[0])
+        return is_spent if self._ranks is None else bool(self._ranks.agree(is_spent))
 
     def bucket(self, step: str, shape: _Shape) -> Bucket:
         rows, num_stop_ids, tokens, chunks, keys = shape
@@ -114,8 +111,7 @@ class Captures:
 class _MeasuredStep:
     """See `Captures.measured`.
 
-    _known: by shape, how to call the step without measuring it. _checked: those of them that have passed Dynamo's
-    guards and torch's checks since `check_again`.
+    _checked: by shape, how to call the step, once it has passed Dynamo's guards and torch's checks.
     _graphs: by shape, what a call replays, where that is all that it does.
     """
 
@@ -123,9 +119,8 @@ class _MeasuredStep:
         self._captures, self._name, self._step = captures, name, step
         self._uncaptured, self._captured = captures.uncaptured(step), _recording(step, True)
         self._num_calls: Counter[_Shape] = Counter()
-        self._known: dict[_Shape, Callable[..., Any]] = {}
         self._checked: dict[_Shape, Callable[..., Any]] = {}
-        self._graphs: dict[_Shape, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Shape, torch.cuda.CUDAGraph | None] = {}
 
     def __call__(self, state: DecodeState, *args: Any) -> Any:
         sizes = (0, 0, 0)
@@ -136,7 +131,7 @@ class _MeasuredStep:
         return self._check(shape, state, *args) if call is None else call(state, *args)
 
     def check_again(self) -> None:
-        self._checked = {}
+        self._checked.clear()
 
     def _check(self, shape: _Shape, *args: Any) -> Any:
         """Call the compiled step itself, and learn how to call it from now on."""
@@ -154,27 +149,16 @@ class _MeasuredStep:
         # What was compiled anew is recorded anew, by the next call.
         self._num_calls[shape] = 1 if compile_seconds() > seconds else num_calls + 1
         if bucket.why_not:
-            self._learn(shape, self._uncaptured, None)
+            self._checked[shape] = self._uncaptured
         elif self._num_calls[shape] >= CALLS_TO_RECORD:
             graph = last_cuda_graph(captures.device)
             # What torch refused to record leaves the graph of another call behind.
             if graph is not self._graphs.get(shape) and self._num_graphs() == num_graphs:
                 graph = None
-            self._learn(shape, self._step if graph is None else _replaying(graph, self._step, *args), graph)
+            self._graphs[shape] = graph
+            self._checked[shape] = self._step if graph is None else _replaying(graph, self._step, *args)
             bucket.why_not = None if bucket.num_graphs else REFUSED
         return result
-
-    def _learn(self, shape: _Shape, call: Callable[..., Any], graph: torch.cuda.CUDAGraph | None) -> None:
-        """Take in how to call a shape that has just passed all checks, with the graph that it replayed or recorded."""
-        before = self._graphs.get(shape)
-        if before is not None and before is graph:
-            # One code serves all shapes, with the same weights: one of them speaks for all.
-            self._checked = self._known
-        elif before is not None:  # something has moved: the others must see for themselves
-            self._known, self._checked, self._graphs = {}, {}, {}
-        self._known[shape] = self._checked[shape] = call
-        if graph is not None:
-            self._graphs[shape] = graph
 
     def _num_graphs(self) -> int:
         return 0 if self._captures.why_not else num_cuda_graphs(self._captures.device)

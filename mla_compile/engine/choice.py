@@ -1,7 +1,6 @@
-"""Tokens that the host chooses between a step's halves: by grammars and `TokenChooser`s, on rank 0 for all ranks."""
+"""Tokens that the host chooses between a step's halves: by grammars and `TokenChooser`s."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +9,6 @@ from mla_compile.engine.grammar import allowed_tokens
 from mla_compile.engine.rows import Rows
 from mla_compile.engine.scheduler import Plan
 from mla_compile.errors import MLAError, is_request_error
-from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState
 from mla_compile.speculate.choice import NO_TOKEN
 
@@ -22,69 +20,38 @@ class RankZeroFailed(Exception):
     """Rank 0 could not choose tokens: there is no step."""
 
 
-class HostChoice:
-    """Chooses the tokens of one step after another.
-
-    vocab_size: of the model. ranks: of the processes that share it; None for one that has all of it.
-    has_failed: whether the last launch ended, on all ranks, as its tokens could not be chosen.
-    """
-
-    def __init__(self, vocab_size: int, ranks: Ranks | None) -> None:
-        self._vocab_size, self._ranks = vocab_size, ranks
-        self.has_failed = False
-
-    def targets(
-        self, plan: Plan, rows: Rows, state: DecodeState, logits: Tensor, choose_targets: ChooseTargets
-    ) -> Tensor:
-        """The target's tokens, int64 `[rows, k + 1]`, from the logits of a step's first half.
-
-        Raises:
-            RankZeroFailed: on a rank above 0.
-        """
-        choose = partial(self._choose, plan, rows, state, logits, choose_targets)
-        if self._ranks is None:
-            return choose()
-        numbers: Sequence[int] = ()
-        try:
-            if self._ranks.rank == 0:
-                numbers = choose().flatten().tolist()
-        finally:
-            self.has_failed = not numbers
-            numbers = self._ranks.agree(numbers)  # none, where choosing has failed
-        if not numbers:
-            raise RankZeroFailed
-        return torch.tensor(numbers, device=logits.device).view(logits.shape[:2])
-
-    def _choose(
-        self, plan: Plan, rows: Rows, state: DecodeState, logits: Tensor, choose_targets: ChooseTargets
-    ) -> Tensor:
-        sampled = {rows[request]: request for request in plan.sampled}
-        first, drafts = set(rows.of(plan.first_sampled)), state.drafts
-        grammars = {row: request.grammar for row, request in sampled.items() if request.grammar is not None}
-        allowed = None
-        if grammars:
-            allowed = allowed_tokens(grammars, drafts, vocab_size=self._vocab_size, first=first)
-        targets = choose_targets(state, logits, allowed).clone()
-        choosers = dict.fromkeys(request.choose for request in plan.sampled if request.choose is not None)
-        for choose in choosers:
-            mine = {row for row, request in sampled.items() if request.choose is choose}
-            # A first token follows no drafts.
-            for n, asked in ((1, sorted(mine & first)), (targets.shape[1], sorted(mine - first))):
-                if not asked:
-                    continue
-                index = torch.tensor(asked, device=logits.device)
-                has_token = targets[index, :n] != NO_TOKEN
-                try:
-                    completions = [sampled[row].row_output for row in asked]
-                    chosen = choose(logits[index, :n], drafts[index, : n - 1], completions)
-                    _check_chosen(chosen, has_token, self._vocab_size)
-                    targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)
-                except BaseException as error:
-                    if not is_request_error(error):
-                        raise
-                    for row in asked:
-                        sampled[row].failure = error
-        return targets
+def choose_on_host(
+    plan: Plan, rows: Rows, state: DecodeState, logits: Tensor, choose_targets: ChooseTargets
+) -> Tensor:
+    """The target's tokens, int64 `[rows, k + 1]`, from the logits of a step's first half."""
+    vocab_size = logits.shape[-1]
+    sampled = {rows[request]: request for request in plan.sampled}
+    first, drafts = set(rows.of(plan.first_sampled)), state.drafts
+    grammars = {row: request.grammar for row, request in sampled.items() if request.grammar is not None}
+    allowed = None
+    if grammars:
+        allowed = allowed_tokens(grammars, drafts, vocab_size=vocab_size, first=first)
+    targets = choose_targets(state, logits, allowed).clone()
+    choosers = dict.fromkeys(request.choose for request in plan.sampled if request.choose is not None)
+    for choose in choosers:
+        mine = {row for row, request in sampled.items() if request.choose is choose}
+        # A first token follows no drafts.
+        for n, asked in ((1, sorted(mine & first)), (targets.shape[1], sorted(mine - first))):
+            if not asked:
+                continue
+            index = torch.tensor(asked, device=logits.device)
+            has_token = targets[index, :n] != NO_TOKEN
+            try:
+                completions = [sampled[row].completion for row in asked]
+                chosen = choose(logits[index, :n], drafts[index, : n - 1], completions)
+                _check_chosen(chosen, has_token, vocab_size)
+                targets[index, :n] = torch.where(has_token, chosen, NO_TOKEN)
+            except BaseException as error:
+                if not is_request_error(error):
+                    raise
+                for row in asked:
+                    sampled[row].failure = error
+    return targets
 
 
 def _check_chosen(chosen: object, counts: Tensor, vocab_size: int) -> None:

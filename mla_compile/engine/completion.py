@@ -13,8 +13,7 @@ class Completion:
     finish_reason: "stop" (a stop id or a stop string), "length" (max_tokens or the model's length), "abort", "error"
         (see `error`), None while it runs.
     num_steps: verify steps that the row took part in.
-    num_prefills: tokens that came of the prompt instead: the first one and, where engines are not `batch_invariant`,
-        one after each preemption.
+    num_prefills: tokens that came of the prompt instead: the first one, and one after each preemption.
     text: of the tokens, special ones left out, up to a stop string; it is what the pieces of a `TextStream` join to.
         None while it runs, and in an engine without a tokenizer.
     logprobs: for each token, the log-probabilities of the chosen one and of the `SamplingParams.logprobs` most likely

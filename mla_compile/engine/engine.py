@@ -20,8 +20,8 @@ from mla_compile.engine.config import EngineConfig, check_boolean, config_of
 from mla_compile.engine.grammar import Grammar
 from mla_compile.engine.intake import Intake, checked_sampling
 from mla_compile.engine.launch import Launch, Launcher
-from mla_compile.engine.leader import Leader
-from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
+from mla_compile.engine.leader import LeadingLauncher
+from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.engine.rows import stop_id_places
 from mla_compile.engine.scheduler import Plan, Scheduler
 from mla_compile.engine.stats import EngineStats
@@ -69,43 +69,32 @@ class Engine:
         Raises:
             MLAError: a bad argument, named; a rank above 0.
         """
-        ranks = _ranks_of(model)
+        self._ranks = ranks = _ranks_of(model)
         self.config = config_of(config, settings).fitted_to(model)
         self.model, self.device, self.tokenizer = model, model.device, tokenizer
         self.report_lag = int(self.device.type == "cuda")
-        self._calls = EngineCalls(self.abort, self.leave, self.turn)
-        self._intake = Intake(model, self.config, tokenizer, self._calls)
+        self._intake = Intake(model.vocab_size, self.config.max_model_len, tokenizer)
         drafter = self.config.build_drafter(model)
         self._caches = EngineCaches(model, drafter)
-        self._leader: Leader | None = None
         self._counts = EngineStats(max_rows=self.config.max_rows, num_pages=self.config.num_pages - 1)
         self._turn = Turn()
         self._is_closed = False
-        if ranks is not None:  # nothing is refused any more
-            self._leader = Leader(ranks, self.config)
         self._caches.allocate(self.config)
-        self._launcher = Launcher(model, drafter, self.config, ranks)
-        self._forget_all()
+        self._launcher = (
+            Launcher(model, drafter, self.config)
+            if ranks is None
+            else LeadingLauncher(model, drafter, self.config, ranks)
+        )
+        self._begin_anew()
         self._weights = Weights(model if self.config.prefix_caching else None)
 
     def _begin_anew(self) -> None:
         """With no request, and nothing known of what the caches hold, on the other ranks too."""
-        self._forget_all()
-        if self._leader is not None:
-            self._leader.begin_anew()
-
-    def _fail(self) -> None:
-        """After an error that the other ranks need not have: they end, and this engine is closed."""
-        self._forget_all()
-        self._is_closed = True
-        if self._leader is not None:
-            self._leader.fail()
-
-    def _forget_all(self) -> None:
-        self._scheduler = Scheduler.of(self.config, self._caches.lookahead)
-        self._launcher.rows.clear()
+        self._scheduler = Scheduler(self.config, self._caches.lookahead)
         self._under_way: deque[Launch] = deque()
         self._is_launching = False  # so other ranks may wait for this one
+        if not self._is_closed:
+            self._launcher.clear()
 
     # --- requests, one by one
 
@@ -136,16 +125,15 @@ class Engine:
         Raises:
             MLAError: a bad request, by what is wrong with it; the others go on.
         """
-        request = self._intake.request(
-            prompt,
-            sampling,
-            max_new_tokens,
-            stop_ids,
-            grammar,
-            priority=priority,
-            max_drafts=max_drafts,
-            client=client,
-        )
+        if type(priority) is not int:
+            raise MLAError("priority", "an integer", repr(priority))
+        if max_drafts is not None and (type(max_drafts) is not int or max_drafts < 0):
+            raise MLAError("max_drafts", "an integer >= 0 or None", repr(max_drafts))
+        if client is not None and not isinstance(client, str):
+            raise MLAError("client", "a str or None", repr(client))
+        request = self._intake.request(prompt, sampling, max_new_tokens, stop_ids, grammar)
+        request.priority, request.max_drafts, request.client = priority, max_drafts, client
+        request.engine = self
         self._take_on(request)
         return request
 
@@ -158,7 +146,7 @@ class Engine:
         Raises:
             MLAError: anything else.
         """
-        if not getattr(request, "has_ended", False) and getattr(request, "calls", None) is not self._calls:
+        if not getattr(request, "has_ended", False) and getattr(request, "engine", None) is not self:
             raise MLAError("request", "what this engine's `add` returned", repr(request))
         with self._turn:
             self._scheduler.abort(request)
@@ -187,11 +175,16 @@ class Engine:
             except BaseException as error:
                 for request in self._scheduler.requests():
                     request.end("error", str(error))
-                if self._is_launching and self._leader is not None and not self._launcher.choice.has_failed:
-                    self._fail()
-                else:
-                    self._begin_anew()
+                if self._is_launching and not self._launcher.has_not_chosen:
+                    self._fail_with_others()
+                self._begin_anew()
                 raise
+
+    def _fail_with_others(self) -> None:
+        """After an error that the other ranks of the model need not have: they end, and this engine is closed."""
+        if self._ranks is not None:
+            self._is_closed = True
+            self._ranks.fail()
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -210,8 +203,6 @@ class Engine:
 
     def _launch(self, plan: Plan) -> Launch:
         self._is_launching = True
-        if self._leader is not None:
-            self._leader.launch(plan)
         launch = self._launcher.launch(plan)
         self._is_launching = False
         self._under_way.append(launch)
@@ -303,6 +294,8 @@ class Engine:
                 the model's caches.
         """
         requests = self._intake.requests(prompts, sampling, max_new_tokens, stop_ids, grammars, choose)
+        for request in requests:
+            request.engine = self
         return self._stream(requests)
 
     def _stream(self, requests: list[Request]) -> Iterator[list[Completion]]:
@@ -361,13 +354,10 @@ class Engine:
             if self.model.is_recurrent:  # its states get their sizes from a prompt
                 self.generate([[0]], max_new_tokens=1)
             variant, places = Variant.of([params]), stop_id_places({*stop_ids, *params.stop_token_ids})
-            if self._leader is not None:
-                self._leader.warm_up(variant, places, prompts)
             try:
                 self._launcher.warm_up(variant, places, prompts)
             except BaseException:
-                if self._leader is not None:
-                    self._fail()
+                self._fail_with_others()
                 raise
             return self.capture_report()
 
@@ -396,8 +386,8 @@ class Engine:
             for request in self._scheduler.requests():
                 self.abort(request)
             self._under_way.clear()
-            if self._leader is not None and self._caches.are_in_place() and not self._is_closed:
-                self._leader.close()
+            if self._ranks is not None and self._caches.are_in_place() and not self._is_closed:
+                self._ranks.say(["close"])
             self._is_closed = True
 
     def _take_on(self, request: Request) -> None:

@@ -5,18 +5,21 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mla_compile.engine.buckets import CaptureReport
 from mla_compile.engine.caches import EngineCaches
 from mla_compile.engine.choice import RankZeroFailed
+from mla_compile.engine.completion import Completion
 from mla_compile.engine.config import EngineConfig
 from mla_compile.engine.launch import Launcher
-from mla_compile.engine.orders import Order, content_of, plan_of
 from mla_compile.engine.request import Request
+from mla_compile.engine.scheduler import Chunk, Grant, Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ranks import Ranks
+from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DrafterKind
 from mla_compile.speculate.drafter import DRAFTERS
 
@@ -50,41 +53,27 @@ def follow(model: MLAForCausalLM, *, drafters: Sequence[DrafterKind] = ()) -> Ca
         raise
     finally:
         ranks.follows = False
-    return None if follower.launcher is None else follower.launcher.steps.report()
+    return follower.launcher.steps.report() if hasattr(follower, "launcher") else None
 
 
 class _Follower:
-    """launcher: of rank 0's newest engine."""
+    """launcher: of rank 0's newest engine. What rank 0 says is the name of a method here and its arguments."""
 
     def __init__(self, model: MLAForCausalLM, ranks: Ranks, drafters: Sequence[DrafterKind]) -> None:
         self._model, self._ranks, self._drafters = model, ranks, drafters
-        self._requests: dict[int, Request] = {}
-        self.launcher: Launcher | None = None
+        self._requests: dict[int, Request] = {}  # those that run, which stand for rank 0's
+        self.launcher: Launcher
 
     def run_next_order(self) -> bool:
         """False: it was the last one, or rank 0 has shut down cleanly."""
-        numbers = self._ranks.hear()
-        order = Order.CLOSE if numbers is None else Order(numbers[0])
-        if order == Order.CLOSE or numbers is None:
+        name, *content = self._ranks.hear() or ["close"]
+        if name == "close":
             return False
-        if order == Order.ENGINE:
-            self._make_launcher(content_of(numbers))
-            return True
-        launcher = self.launcher
-        assert launcher is not None, "an engine comes first"
-        if order == Order.LAUNCH:
-            with suppress(RankZeroFailed):  # it says next to begin anew
-                launcher.launch(plan_of(numbers, self._requests))
-        elif order == Order.WARM_UP:
-            settings = content_of(numbers)
-            num_stop_ids, prompts = settings.pop("num_stop_ids"), settings.pop("prompts")
-            launcher.warm_up(Variant(**settings), num_stop_ids, prompts)
-        else:
-            self._requests.clear()
-            launcher.rows.clear()
+        getattr(self, name)(*content)
         return True
 
-    def _make_launcher(self, settings: dict[str, Any]) -> None:
+    def begin(self, settings: dict[str, Any]) -> None:
+        """An engine of these settings."""
         name = settings["drafter"]
         kind = next((kind for kind in self._drafters if kind.name == name), None)
         if kind is None:
@@ -95,3 +84,44 @@ class _Follower:
         EngineCaches(self._model, drafter).allocate(config)
         self.launcher = Launcher(self._model, drafter, config, self._ranks)
         self._requests.clear()
+
+    def launch(self, removed: list[int], admitted: Any, grants: Any, decodes: list[int], chunks: Any) -> None:
+        """A plan; see `Plan`."""
+        requests = self._requests
+        ended = [requests.pop(number) for number in removed]
+        requests |= {number: _read(content) for number, content in admitted}
+        plan = Plan(
+            ended,
+            [requests[number] for number, _ in admitted],
+            [Grant(requests[number], *grant) for number, *grant in grants],
+            [requests[number] for number in decodes],
+            [Chunk(requests[number], *chunk) for number, *chunk in chunks],
+        )
+        with suppress(RankZeroFailed):  # it says next to begin anew
+            self.launcher.launch(plan)
+
+    def warm_up(self, variant: dict[str, Any], num_stop_ids: int, prompts: bool) -> None:
+        """See `Launcher.warm_up`."""
+        self.launcher.warm_up(Variant(**variant), num_stop_ids, prompts)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._requests.clear()
+        self.launcher.clear()
+
+
+def _read(content: dict[str, Any]) -> Request:
+    return Request(
+        content["prompt"],
+        content["max_len"],
+        params=SamplingParams(**content["params"]),
+        stop_ids=frozenset(content["stop_ids"]),
+        completion=Completion(token_ids=content["emitted"]),
+        choose=_chosen_by_rank_0 if content["is_chosen_on_host"] else None,
+        max_drafts=content["max_drafts"],
+    )
+
+
+def _chosen_by_rank_0(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
+    """Stands for what chooses on the host: launchers take over what rank 0 has chosen."""
+    raise AssertionError("rank 0 chooses")

@@ -9,8 +9,7 @@ import json
 import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,13 +50,11 @@ class Grammar:
     """
 
     def __init__(self, source: str, tokenizer: "PreTrainedTokenizerBase", name: str = "grammar") -> None:
-        known = _known_tokenizer(tokenizer)
-        from llguidance import LLMatcher, LLParserLimits
-
+        known, lib = _known_tokenizer(tokenizer), _llguidance()
         if len(source) > MAX_SOURCE:
             raise MLAError(name, f"at most {MAX_SOURCE} characters", len(source))
-        limits = LLParserLimits(verbose_errors=False, **_LIMITS)
-        self._matcher: LLMatcher = LLMatcher(known, source, log_level=0, limits=limits)
+        limits = lib.LLParserLimits(verbose_errors=False, **_LIMITS)
+        self._matcher: LLMatcher = lib.LLMatcher(known, source, log_level=0, limits=limits)
         self._matcher.compute_bitmask()  # the first mask tells whether there is anything to say
         if self._matcher.is_error():
             raise MLAError(name, "a grammar that llguidance takes", _message(self._matcher))
@@ -73,16 +70,14 @@ class Grammar:
         One space at most stands between its words, as small models go on with spaces for ever; a schema's own
         "x-guidance" (llguidance's options) decides otherwise.
         """
-        _require_llguidance()
-        from llguidance import LLMatcher
-
+        lib = _llguidance()
         try:
             parsed = (
                 json.loads(schema, object_pairs_hook=without_repeats) if isinstance(schema, str) else schema
             )
             if isinstance(parsed, dict):
                 parsed = {"x-guidance": {"whitespace_pattern": " ?"}, **parsed}
-            source = LLMatcher.grammar_from_json_schema(json.dumps(parsed))
+            source = lib.LLMatcher.grammar_from_json_schema(json.dumps(parsed))
         except (TypeError, ValueError, RecursionError) as error:
             raise MLAError("json_schema", "a JSON schema", error) from error
         return cls(source, tokenizer, "json_schema")
@@ -90,18 +85,14 @@ class Grammar:
     @classmethod
     def from_regex(cls, regex: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allows the texts that a regular expression matches as a whole, in the syntax of Rust's regex crate."""
-        _require_llguidance()
-        from llguidance import LLMatcher
-
-        return cls(LLMatcher.grammar_from_regex(_checked_text("regex", regex)), tokenizer, "regex")
+        source = _llguidance().LLMatcher.grammar_from_regex(_checked_text("regex", regex))
+        return cls(source, tokenizer, "regex")
 
     @classmethod
     def from_ebnf(cls, rules: str, tokenizer: "PreTrainedTokenizerBase") -> "Grammar":
         """Allows the texts that `start` derives, in llguidance's dialect of Lark: `start: "yes" | "no" ("!")*`."""
-        _require_llguidance()
-        from llguidance import LLMatcher
-
-        return cls(LLMatcher.grammar_from_lark(_checked_text("ebnf", rules)), tokenizer, "ebnf")
+        source = _llguidance().LLMatcher.grammar_from_lark(_checked_text("ebnf", rules))
+        return cls(source, tokenizer, "ebnf")
 
     def matcher(self, token_ids: Sequence[int] = ()) -> "LLMatcher":
         """A matcher of a row's own that has read these tokens."""
@@ -127,15 +118,6 @@ def check_grammar(grammar: object, name: str, *, vocab_size: int, stop_ids: Coll
     return grammar
 
 
-@dataclass(frozen=True)
-class _DeadEnd:
-    """Where a grammar allows no token, or llguidance gives up: after so many of a row's drafts. The row comes there
-    only if they are accepted, as plain decoding would."""
-
-    num_drafts: int
-    message: str
-
-
 class GrammarRow:
     """A row with a grammar: a matcher that has read what the row has emitted, and where the last masks ended.
 
@@ -155,7 +137,9 @@ class GrammarRow:
         self._completion = completion
         self._name = name
         self._num_read = 0
-        self._dead_end: _DeadEnd | None = None
+        self._dead_end: tuple[int, str] | None = None
+        """Where the grammar allows no token, or llguidance gives up: after so many of the row's drafts; and why. The
+        row comes there only if they are accepted, as plain decoding would."""
         self.has_failed = False
         """Whether the row has ended because its grammar did not go on."""
         self.error: RequestError | None = None
@@ -167,10 +151,6 @@ class GrammarRow:
         if self._matcher is None:
             self._matcher = self.grammar.matcher()
         return self._matcher
-
-    def restart(self) -> None:
-        """The row begins again at its prompt."""
-        self._matcher, self._dead_end, self._num_read = None, None, 0
 
     def read(self) -> None:
         """Take in what was emitted since the last time. No stop id comes here: it ends the row."""
@@ -188,7 +168,7 @@ class GrammarRow:
 
     def give_up(self, num_drafts: int) -> None:
         """After so many drafts the matcher is in an error: note it, and begin anew."""
-        self._dead_end = _DeadEnd(num_drafts, _message(self.matcher))
+        self._dead_end = num_drafts, _message(self.matcher)
         self._matcher = self.grammar.matcher(self._completion.token_ids)
 
     def fail(self, error: BaseException) -> None:
@@ -205,11 +185,11 @@ class GrammarRow:
         if self.error is not None:
             raise self.error
         end, self._dead_end = self._dead_end, None
-        if end is None or len(report.tokens) <= end.num_drafts:
+        if end is None or len(report.tokens) <= end[0]:
             return report
         self.has_failed = True
-        n = end.num_drafts
-        error = MLAError(self._name, "a grammar that goes on here", end.message)
+        n, message = end
+        error = MLAError(self._name, "a grammar that goes on here", message)
         logprobs = None if report.logprobs is None else report.logprobs[:n]
         return RowReport(report.tokens[:n], False, report.num_verified, logprobs, str(error))
 
@@ -319,7 +299,7 @@ _tokenizers: WeakKeyDictionary["PreTrainedTokenizerBase", "LLTokenizer"] = WeakK
 
 def _known_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> "LLTokenizer":
     """llguidance's view of a tokenizer, made once: it takes some 0.02 s for 3,000 ids, a second for 100,000."""
-    _require_llguidance()
+    _llguidance()
     from llguidance.hf import from_tokenizer
 
     if getattr(tokenizer, "eos_token_id", None) is None:
@@ -339,20 +319,19 @@ def _checked_text(name: str, given: object) -> str:
     return given
 
 
-def _require_llguidance() -> None:
+def _llguidance() -> Any:
     try:
-        import llguidance  # noqa: F401
+        import llguidance
     except ImportError as error:
         mend = "pip install 'mla-compile[grammar]'"
         raise MLAError("llguidance", "the package, which matches grammars", "none", mend) from error
+    return llguidance
 
 
 @functools.cache
 def _executor() -> "LLExecutor":
     """The threads that fill masks."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()
+    return cast("LLExecutor", _llguidance().LLExecutor())
 
 
 def _message(matcher: "LLMatcher") -> str:

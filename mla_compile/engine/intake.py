@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_compile.engine.completion import Completion
-from mla_compile.engine.config import FittedConfig, check_positive
+from mla_compile.engine.config import check_positive
 from mla_compile.engine.detokenizer import TextReader
 from mla_compile.engine.grammar import Grammar, GrammarRow, check_grammar
-from mla_compile.engine.request import EngineCalls, Progress, Request, TokenChooser
+from mla_compile.engine.request import Progress, Request, TokenChooser
 from mla_compile.errors import MLAError, first_line, is_request_error
 from mla_compile.sampling_params import SamplingParams, check_token_ids
-from mla_compile.speculate import ServedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,46 +22,11 @@ class Intake:
     """
 
     def __init__(
-        self,
-        model: ServedModel,
-        config: FittedConfig,
-        tokenizer: "PreTrainedTokenizerBase | None",
-        calls: EngineCalls,
+        self, vocab_size: int, max_model_len: int, tokenizer: "PreTrainedTokenizerBase | None"
     ) -> None:
         if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise MLAError("tokenizer", "a tokenizer of transformers or None", type(tokenizer).__name__)
-        self._vocab_size, self._config, self._tokenizer, self._calls = (
-            model.vocab_size,
-            config,
-            tokenizer,
-            calls,
-        )
-
-    def request(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams | None,
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        grammar: Grammar | None = None,
-        *,
-        priority: int = 0,
-        max_drafts: int | None = None,
-        client: str | None = None,
-    ) -> Request:
-        """A single one."""
-        sampling = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
-        if type(priority) is not int:
-            raise MLAError("priority", "an integer", repr(priority))
-        if max_drafts is not None and (type(max_drafts) is not int or max_drafts < 0):
-            raise MLAError("max_drafts", "an integer >= 0 or None", repr(max_drafts))
-        if client is not None and not isinstance(client, str):
-            raise MLAError("client", "a str or None", repr(client))
-        if sampling.n != 1:
-            raise MLAError("n", "1", sampling.n, "add a request for each of `SamplingParams.copies()`")
-        request = self._request(prompt, sampling, max_new_tokens, stop_ids, grammar, priority=priority)
-        request.max_drafts, request.client = max_drafts, client
-        return request
+        self._vocab_size, self._longest, self._tokenizer = vocab_size, max_model_len, tokenizer
 
     def requests(
         self,
@@ -91,39 +54,32 @@ class Intake:
             if len(given) != len(prompts):
                 raise MLAError(name, f"one entry per prompt ({len(prompts)})", len(given))
         progress = Progress()
-        return [
-            self._request(
-                prompt,
-                params,
-                max_new_tokens,
-                stop_ids,
-                grammar,
-                choose=choose,
-                place=(i, j),
-                progress=progress,
-            )
-            for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True))
-            for j, params in enumerate(checked_sampling(f"sampling[{i}]", asked).copies())
-        ]
+        found = []
+        for i, (prompt, asked, grammar) in enumerate(zip(prompts, sampling, grammars, strict=True)):
+            for j, params in enumerate(checked_sampling(f"sampling[{i}]", asked).copies()):
+                request = self.request(prompt, params, max_new_tokens, stop_ids, grammar, choose, f"s[{i}]")
+                request.completion.prompt_index, request.completion.index = i, j
+                request.progress = progress
+                found.append(request)
+        return found
 
-    def _request(
+    def request(
         self,
         prompt: Sequence[int],
-        params: SamplingParams,
+        sampling: SamplingParams | None,
         max_new_tokens: int,
         stop_ids: Sequence[int],
         grammar: Grammar | None,
-        *,
         choose: TokenChooser | None = None,
-        priority: int = 0,
-        place: tuple[int, int] = (0, 0),
-        progress: Progress | None = None,
+        place: str = "",
     ) -> Request:
-        """place, progress: of one of a list; errors then say at which place of it an argument stands."""
+        """A single one. place: of a list, follows the names of `prompt` and `grammar` in errors."""
+        params = SamplingParams() if sampling is None else checked_sampling("sampling", sampling)
+        if params.n != 1:
+            raise MLAError("n", "1", params.n, "add a request for each of `SamplingParams.copies()`")
         check_positive("max_new_tokens", max_new_tokens)
-        vocab_size, longest = self._vocab_size, self._config.max_model_len
-        name = f"prompts[{place[0]}]" if progress is not None else "prompt"
-        check_prompt(name, prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
+        vocab_size, longest = self._vocab_size, self._longest
+        check_prompt(f"prompt{place}", prompt, vocab_size=vocab_size, limit=("max_model_len", longest))
         check_token_ids("stop_ids", stop_ids, vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         if choose is not None and params.logprobs is not None:
@@ -131,27 +87,19 @@ class Intake:
         if params.stop_strings and self._tokenizer is None:
             hint = "give the engine the model's tokenizer"
             raise MLAError("stop", "none in an engine without a tokenizer", params.stop_strings, hint)
-        ends = frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids})
-        completion, row_output = (Completion(prompt_index=place[0], index=place[1]) for _ in range(2))
-        row = None
-        if grammar is not None:
-            name = f"grammars[{place[0]}]" if progress is not None else "grammar"
-            check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
-            row = GrammarRow(grammar, row_output, ends, name)
-        return Request(
-            prompt=list(prompt),
-            max_len=min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
-            priority=priority,
+        request = Request(
+            list(prompt),
+            min(len(prompt) + (params.max_tokens or max_new_tokens), longest),
             params=params,
-            stop_ids=ends,
-            completion=completion,
-            row_output=row_output,
-            grammar=row,
+            stop_ids=frozenset({*(() if params.ignore_eos else stop_ids), *params.stop_token_ids}),
             choose=choose,
             reader=None if self._tokenizer is None else TextReader(self._tokenizer, params.stop_strings),
-            calls=self._calls,
-            progress=progress or Progress(),
         )
+        if grammar is not None:
+            name, ends = f"grammar{place}", request.stop_ids
+            check_grammar(grammar, name, vocab_size=vocab_size, stop_ids=ends)
+            request.grammar = GrammarRow(grammar, request.completion, ends, name)
+        return request
 
 
 def checked_sampling(name: str, given: object) -> SamplingParams:

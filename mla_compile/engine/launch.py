@@ -1,11 +1,14 @@
 """From a plan to a launched step: the rows' state is prepared, and the step that serves them runs on it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from mla_compile.engine.capture import CALLS_TO_RECORD
-from mla_compile.engine.choice import HostChoice
+from mla_compile.engine.choice import RankZeroFailed, choose_on_host
 from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.reports import StepReport
 from mla_compile.engine.rows import Rows
@@ -46,13 +49,14 @@ class Launcher:
         model, drafter: with allocated caches.
         ranks: of those processes; None for a process that has all of the model.
 
-    rows: of the requests that run. steps: what is launched. choice: of tokens, on the host.
+    rows: of the requests that run. steps: what is launched.
+    has_not_chosen: whether the last launch ended, on all ranks, as its tokens could not be chosen.
     """
 
     def __init__(
         self, model: ServedModel, drafter: Drafter | None, config: FittedConfig, ranks: Ranks | None = None
     ) -> None:
-        self._config = config
+        self._config, self._ranks = config, ranks
         decoders = {
             sampled: SpeculativeDecoder(
                 model,
@@ -65,7 +69,7 @@ class Launcher:
             for sampled in (False, True)
         }
         self.steps = Steps(model, config, decoders, ranks)
-        self.choice = HostChoice(model.vocab_size, ranks)
+        self.has_not_chosen = False
         self.rows = Rows(self.steps.state_for, pages_per_grant=config.pages_per_grant, device=model.device)
         self._chunks: dict[tuple[int, ...], PackedChunks] = {}
 
@@ -76,7 +80,7 @@ class Launcher:
             RankZeroFailed: on a rank above 0, in the middle of a step whose tokens rank 0 chooses.
         """
         steps, rows, sampled = self.steps, self.rows, plan.sampled
-        self.choice.has_failed = False
+        self.has_not_chosen = False
         if plan.admitted:
             steps.check_again()
         steps.num_mixed += bool(plan.decodes and plan.chunks)
@@ -92,12 +96,30 @@ class Launcher:
         else:
             logits, output = steps.verify(rows.variant, prompts=bool(chunks))(*inputs)
             choose_targets = partial(steps.choose_targets, rows.variant)
-            targets = self.choice.targets(plan, rows, state, logits, choose_targets)
+            choose = partial(choose_on_host, plan, rows, state, logits, choose_targets)
+            targets = choose() if self._ranks is None else self._chosen_by_rank_0(choose, logits)
             steps.advance(rows.variant, targets, output, *inputs)
         num_logprobs = None
         if rows.variant.num_logprobs is not None:
             num_logprobs = [request.params.logprobs for request in sampled]
         return Launch(plan, StepReport(state, rows.of(sampled), num_logprobs), on_host)
+
+    def _chosen_by_rank_0(self, choose: Callable[[], Tensor], logits: Tensor) -> Tensor:
+        assert self._ranks is not None
+        numbers: list[int] = []
+        try:
+            if self._ranks.rank == 0:
+                numbers = choose().flatten().tolist()
+        finally:
+            self.has_not_chosen = not numbers
+            numbers = self._ranks.agree(numbers)  # none, where choosing has failed
+        if not numbers:
+            raise RankZeroFailed
+        return torch.tensor(numbers, device=logits.device).view(logits.shape[:2])
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self.rows.clear()
 
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
         """Compile the step, and record it for all numbers of rows, largest first.

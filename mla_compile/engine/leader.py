@@ -1,61 +1,62 @@
-"""Rank 0's engine tells the other ranks what it does, before it does it."""
+"""Rank 0's launcher, where processes share a model: it tells the others what it does, before it does it."""
 
-from array import array
 from dataclasses import fields
 
 from mla_compile.engine.config import EngineConfig, FittedConfig
-from mla_compile.engine.orders import Order, order_with, written
+from mla_compile.engine.launch import Launch, Launcher
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Plan
 from mla_compile.engine.variants import Variant
 from mla_compile.ranks import Ranks
+from mla_compile.sampling_params import SamplingParams
+from mla_compile.speculate import Drafter, ServedModel
+
+_TYPES = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
+"""The sampling parameters that are numbers; of the others a step reads `logprobs` alone."""
 
 
-class Leader:
-    """Gives the orders of one engine, which `follow` carries out.
+class LeadingLauncher(Launcher):
+    """A `Launcher` whose calls `follow` repeats on the other ranks. A request is known there by its id."""
 
-    Args:
-        ranks: this process is rank 0 of them.
-        config: of the engine; the others make launchers of the same settings.
-    """
-
-    def __init__(self, ranks: Ranks, config: FittedConfig) -> None:
-        self._ranks = ranks
-        self._number_of: dict[Request, int] = {}  # of each from its admission until it is removed
-        self._next = 0
+    def __init__(
+        self, model: ServedModel, drafter: Drafter | None, config: FittedConfig, ranks: Ranks
+    ) -> None:
+        super().__init__(model, drafter, config, ranks)
+        self._say = ranks.say
         settings = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-        ranks.say(order_with(Order.ENGINE, settings | {"drafter": config.drafter.name}))
+        self._say(["begin", settings | {"drafter": config.drafter.name}])
 
-    def launch(self, plan: Plan) -> None:
-        """Launch a plan."""
-        number_of = self._number_of
-        removed = [number_of.pop(request) for request in plan.removed]
-        for request in plan.admitted:
-            number_of[request] = self._next
-            self._next += 1
-        content = (
-            removed,
-            [(number_of[request], written(request)) for request in plan.admitted],
-            [(number_of[grant.request], grant.first, grant.pages) for grant in plan.grants],
-            [number_of[request] for request in plan.decodes],
-            [(number_of[c.request], c.start, c.length, c.is_last) for c in plan.chunks],
+    def launch(self, plan: Plan) -> Launch:
+        self._say(
+            [
+                "launch",
+                [id(request) for request in plan.removed],
+                [(id(request), _written(request)) for request in plan.admitted],
+                [(id(grant.request), grant.first, grant.pages) for grant in plan.grants],
+                [id(request) for request in plan.decodes],
+                [(id(c.request), c.start, c.length, c.is_last) for c in plan.chunks],
+            ]
         )
-        self._ranks.say(order_with(Order.LAUNCH, content))
+        return super().launch(plan)
 
     def warm_up(self, variant: Variant, num_stop_ids: int, prompts: bool) -> None:
-        """See `Launcher.warm_up`."""
-        others = {"num_stop_ids": num_stop_ids, "prompts": prompts}
-        self._ranks.say(order_with(Order.WARM_UP, vars(variant) | others))
+        self._say(["warm_up", vars(variant), num_stop_ids, prompts])
+        super().warm_up(variant, num_stop_ids, prompts)
 
-    def begin_anew(self) -> None:
-        """Forget all requests."""
-        self._number_of.clear()
-        self._ranks.say(array("q", [Order.BEGIN_ANEW]))
+    def clear(self) -> None:
+        self._say(["clear"])
+        super().clear()
 
-    def fail(self) -> None:
-        """This rank could not do what it has told the others to do, who may wait for it in a collective: they end."""
-        self._ranks.fail()
 
-    def close(self) -> None:
-        """Follow no longer."""
-        self._ranks.say(array("q", [Order.CLOSE]))
+def _written(request: Request) -> dict[str, object]:
+    """What a step reads of a request."""
+    params = {name: kind(getattr(request.params, name)) for name, kind in _TYPES.items()}
+    return {
+        "prompt": request.prompt,
+        "max_len": request.max_len,
+        "max_drafts": request.max_drafts,
+        "stop_ids": sorted(request.stop_ids),
+        "params": params | {"logprobs": request.params.logprobs},
+        "emitted": request.completion.token_ids,
+        "is_chosen_on_host": request.is_chosen_on_host,
+    }

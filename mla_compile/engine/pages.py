@@ -36,18 +36,11 @@ class PagePool:
         page_size: tokens per page, >= 1.
         lookahead: tokens after a page on which the latents in it depend.
         keeps_prefixes: False registers nothing, so that no page is ever shared.
-
-    Raises:
-        MLAError: a bad argument, named.
     """
 
     def __init__(
         self, num_pages: int, page_size: int, *, lookahead: int = 0, keeps_prefixes: bool = True
     ) -> None:
-        if num_pages < 2:
-            raise MLAError("num_pages", "at least 2, as page 0 is reserved", num_pages)
-        if page_size < 1:
-            raise MLAError("page_size", "at least 1", page_size)
         self.num_pages, self.page_size, self.lookahead = num_pages, page_size, lookahead
         self.keeps_prefixes = keeps_prefixes
         self._references = [0] * num_pages

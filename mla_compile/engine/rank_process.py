@@ -11,7 +11,6 @@ import torch
 
 from mla_compile.ending import INTERRUPTED, end_now
 from mla_compile.engine.follow import follow
-from mla_compile.engine.orders import content_of
 from mla_compile.engine.start_ranks import join
 from mla_compile.errors import MLAError
 from mla_compile.models import MLAForCausalLM, Parallel, load_model
@@ -30,10 +29,10 @@ def main(rank: int, size: int, port: int, device: torch.device) -> None:
     join(rank, size, store, device)
     ranks = Parallel.of_processes().ranks
     assert ranks is not None
-    numbers = ranks.hear()
-    if numbers is not None:
+    settings = ranks.hear()
+    if settings is not None:
         try:
-            model = _loaded(content_of(numbers), device)
+            model = _loaded(settings, device)
         except Exception as error:  # rank 0 has it too, and tells, unless this rank alone has failed
             if ranks.has_failed:
                 end_now(f"rank {rank}: {error}", 1)

@@ -1,8 +1,8 @@
 """A request: what was asked for, what has come of it, and where it stands."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -29,9 +29,6 @@ class TokenChooser(Protocol):
         Returns:
             int64 `[rows, n]`. Drafts are accepted as long as they agree with it. Where logits are NaN or infinite it
             does not matter: the row ends with finish_reason "error" if it comes there.
-
-        In a `batch_invariant` engine a row that was preempted is asked again from its first token on, with completions
-        that have what it has said since, and must say the same: choose by nothing but these arguments.
         """
 
 
@@ -40,15 +37,6 @@ class Progress:
     """Whether any of several requests has grown or ended since somebody looked."""
 
     has_grown: bool = False
-
-
-@dataclass(frozen=True)
-class EngineCalls:
-    """What a request asks of its engine: see `Engine.abort`, `Engine.leave` and `Engine.turn`."""
-
-    abort: "Callable[[Request], None]"
-    leave: "Callable[[Request], None]"
-    turn: Callable[[], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -68,13 +56,11 @@ class Request:
     max_drafts: of a step, at most so many; None for as many as the engine makes.
     grammar, choose: what has a say in its tokens on the host.
     reader: reads its text, up to a stop string; None in an engine without a tokenizer.
-    calls: of the engine that has made it; None once it has ended, so that it keeps no engine alive.
+    engine: the `Engine` that serves it; None once it has ended, so that it keeps none alive.
 
     What has come of it:
 
     completion: what is known by now; it grows, and has a `finish_reason` in the end.
-    row_output: the tokens that its row has emitted since it began at the prompt: those of the completion, but fewer
-        after `restart_from_prompt`, until the row has emitted them again.
     progress: of the requests that it was asked for with.
     failure: what `choose` raised; the step's report ends the request.
 
@@ -104,11 +90,10 @@ class Request:
     max_drafts: int | None = None
     client: str | None = None
     reader: TextReader | None = None
-    calls: EngineCalls | None = None
+    engine: Any = field(default=None, repr=False)
     progress: Progress = field(default_factory=Progress)
 
     failure: BaseException | None = None
-    row_output: Completion = field(default_factory=Completion)
     rank: tuple[int, bool, int] | None = None
     is_running: bool = False
     is_outdated: bool = False
@@ -121,17 +106,12 @@ class Request:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The prompt and what its row is known to have emitted."""
-        return [*self.prompt, *self.row_output.token_ids] if self.row_output.token_ids else self.prompt
+        """The prompt and what is known to follow it."""
+        return [*self.prompt, *self.completion.token_ids] if self.completion.token_ids else self.prompt
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.row_output.token_ids)
-
-    @property
-    def num_to_replay(self) -> int:
-        """Tokens of the completion that its row has not emitted again yet."""
-        return len(self.completion.token_ids) - len(self.row_output.token_ids)
+        return len(self.prompt) + len(self.completion.token_ids)
 
     @property
     def will_have_ended(self) -> bool:
@@ -152,12 +132,6 @@ class Request:
         """Whether the host must see the logits of each step."""
         return self.grammar is not None or self.choose is not None
 
-    def restart_from_prompt(self) -> None:
-        """After a preemption: the row emits the completion's tokens once more, which reach nobody, and goes on."""
-        self.row_output.token_ids.clear()
-        if self.grammar is not None:
-            self.grammar.restart()
-
     def take(self, report: RowReport, *, is_step: bool) -> None:
         """Take in what a step emitted, or a prompt's last chunk (`is_step` False).
 
@@ -174,16 +148,10 @@ class Request:
         completion = self.completion
         if self.grammar is not None:
             report = self.grammar.settle(report)
-        num_told, num_to_replay = len(report.tokens), self.num_to_replay
-        self.row_output.token_ids += report.tokens
-        if num_to_replay:
-            report = self._without_replayed(report, num_to_replay)
-            if report.active and not report.tokens:
-                return
-        num_known, num_new = len(completion.token_ids), len(report.tokens)
+        num_known = len(completion.token_ids)
         completion.token_ids += report.tokens
-        if num_new:
-            completion.draft_positions += [*range(1 + num_told - num_new, num_told), 0]
+        if report.tokens:
+            completion.draft_positions += [*range(1, len(report.tokens)), 0]
         if report.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += report.logprobs
@@ -198,25 +166,13 @@ class Request:
         found = self.reader and self.reader.feed(completion.token_ids[num_known:], is_end=reason is not None)
         if found:
             end = num_known + found.num_tokens
-            del completion.token_ids[end:], completion.draft_positions[end:], self.row_output.token_ids[end:]
+            del completion.token_ids[end:], completion.draft_positions[end:]
             if completion.logprobs is not None:
                 del completion.logprobs[end:]
             completion.text = found.text
             self.end("stop")
         elif reason is not None:
             self.end(reason, report.error)
-
-    def _without_replayed(self, report: RowReport, num_to_replay: int) -> RowReport:
-        """The rest of a report, behind what its row had to emit again; an error where that was something else."""
-        known, replayed = self.completion.token_ids, report.tokens[:num_to_replay]
-        place = len(known) - num_to_replay
-        expected = known[place : place + len(replayed)]
-        if replayed != expected or (len(replayed) < num_to_replay and not report.active):
-            what = f"what it had said before it lost its pages, {expected} at position {len(self.prompt) + place}"
-            error = MLAError("batch_invariant", what, report.error or replayed)
-            return RowReport([], active=False, error=str(error))
-        logprobs = None if report.logprobs is None else report.logprobs[len(replayed) :]
-        return replace(report, tokens=report.tokens[len(replayed) :], logprobs=logprobs)
 
     def end(self, finish_reason: str, error: str | None = None) -> None:
         """Nothing more comes."""
@@ -225,12 +181,12 @@ class Request:
         if self.reader is not None and completion.text is None:
             completion.text = self.reader.text
         self.progress.has_grown = True
-        self.calls = None
+        self.engine = None
 
     def abort(self) -> None:
         """End it now; see `Engine.abort`."""
         if not self.has_ended:
-            self._engine().abort(self)
+            self._served_by().abort(self)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         seen = 0
@@ -243,12 +199,12 @@ class Request:
                 if not new:
                     if self.has_ended:
                         return
-                    await self._engine().turn()
+                    await self._served_by().turn()
         finally:
-            if self.calls is not None:
-                self.calls.leave(self)
+            if self.engine is not None:
+                self.engine.leave(self)
 
-    def _engine(self) -> EngineCalls:
-        if self.calls is None:
+    def _served_by(self) -> Any:
+        if self.engine is None:
             raise MLAError("request", "one that an engine's `add` returned", "one that nobody serves")
-        return self.calls
+        return self.engine

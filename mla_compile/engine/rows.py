@@ -124,7 +124,7 @@ class Rows:
             (row, request) for row, request in zip(at, admitted, strict=True) if request.params.penalised
         ]
         prompts = [(row, token) for row, request in penalised for token in set(request.prompt)]
-        emitted = [(row, token) for row, request in penalised for token in request.row_output.token_ids]
+        emitted = [(row, token) for row, request in penalised for token in request.completion.token_ids]
         columns: dict[str, Sequence[int]] = {
             "inactive": inactive,
             "rows": at,

@@ -102,36 +102,28 @@ class Scheduler:
     - When a decode row needs a page and none is free, the lowest-ranking running request gives all of its pages back
       and waits again at its rank, to prefill its prompt and what it has emitted. The highest-ranking one never does,
       so there is always progress. A waiting request takes nothing from running ones.
-    - Where latents must be `batch_invariant`, it prefills its prompt alone and says again what it has emitted, once
-      there are pages for all of that; and what was emitted is never shared. A latent that decode has made is not
-      bitwise the one that prefill makes of the same text, and must not stand for it.
+    - Where latents must be `batch_invariant`, a request waits for pages for its longest text, so none is preempted; and
+      what was emitted is never shared. A latent that decode has made is not bitwise the one that prefill makes of the
+      same text, and must not stand for it.
 
     Args:
-        pages: what its requests' pages come from; nobody else takes any.
-        num_speculative_tokens: drafts per step, k >= 0.
-        max_rows: requests that run at once.
-        max_tokens_per_step: query tokens of a step, at least `max_rows * (1 + k)`, which `EngineConfig` sees to.
-        max_keys_per_step: that prompts see in the part of their texts that a step reads in one piece, and where texts
-            are cut (see `prefill_segment`); None for prompts that run in one piece.
-        batch_invariant: whether a request's latents have the same bits whatever becomes of others.
+        config: of the engine. `max_keys_per_step`: keys that prompts see in the part of their texts that a step reads
+            in one piece, and where texts are cut (see `prefill_segment`); None for prompts that run in one piece.
+        lookahead: see `PagePool`.
     """
 
-    def __init__(
-        self,
-        pages: PagePool,
-        *,
-        num_speculative_tokens: int,
-        max_rows: int,
-        max_tokens_per_step: int,
-        max_keys_per_step: int | None = None,
-        batch_invariant: bool = False,
-    ) -> None:
-        k = num_speculative_tokens
-        self.q_len, self.max_rows = 1 + k, max_rows
-        self.max_tokens_per_step = max_tokens_per_step
-        self._max_keys = max_keys_per_step
-        self._batch_invariant = batch_invariant
-        self.pool = pages
+    def __init__(self, config: FittedConfig, lookahead: int) -> None:
+        k, grant = config.num_speculative_tokens, config.pages_per_grant
+        self.pool = PagePool(
+            1 + (config.num_pages - 1) // grant,
+            config.page_size * grant,
+            lookahead=lookahead,
+            keeps_prefixes=config.prefix_caching,
+        )
+        self.q_len, self.max_rows = 1 + k, config.max_rows
+        self.max_tokens_per_step = config.max_tokens_per_step
+        self._max_keys = config.max_keys_per_step
+        self._batch_invariant = config.batch_invariant
         # Verification writes k + 1 positions, drafting behind what it accepts up to the 2k-th.
         self._reach = max(1 + k, 2 * k)
         self._numbers = itertools.count()  # of arrivals and admissions
@@ -139,25 +131,6 @@ class Scheduler:
         self._running: list[Request] = []  # by rank
         self._removed: list[Request] = []  # since the last plan
         self._misfit: tuple[Request, int] | None = None  # that was too long for so many free pages
-
-    @classmethod
-    def of(cls, config: FittedConfig, lookahead: int) -> "Scheduler":
-        """With a pool of its own, for an engine of these settings. lookahead: see `PagePool`."""
-        k, grant = config.num_speculative_tokens, config.pages_per_grant
-        pool = PagePool(
-            1 + (config.num_pages - 1) // grant,
-            config.page_size * grant,
-            lookahead=lookahead,
-            keeps_prefixes=config.prefix_caching,
-        )
-        return cls(
-            pool,
-            num_speculative_tokens=k,
-            max_rows=config.max_rows,
-            max_tokens_per_step=config.max_tokens_per_step,
-            max_keys_per_step=config.max_keys_per_step,
-            batch_invariant=config.batch_invariant,
-        )
 
     @property
     def num_pages_in_use(self) -> int:
@@ -330,12 +303,10 @@ class Scheduler:
             return False
         if self._misfit is not None and self._misfit[0] is request and self.pool.num_free <= self._misfit[1]:
             return False  # without reading a long prompt again in every step
-        if self._batch_invariant and request.row_output.token_ids:
-            request.restart_from_prompt()
         num_free = self.pool.num_free
         pages = self.pool.match(request.tokens)
-        num_known = request.num_tokens + request.num_to_replay
-        more = self.pool.allocate(self._pages_needed(request, num_known) - len(pages))
+        num_cached = request.max_len if self._batch_invariant else request.num_tokens
+        more = self.pool.allocate(self._pages_needed(request, num_cached) - len(pages))
         if more is None:
             self.pool.release(pages)
             self._misfit = request, num_free

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from mla_compile.ending import INTERRUPTED, before_end, end_now, ending_at_ctrl_c
-from mla_compile.engine.orders import Order, order_with
 from mla_compile.errors import MLAError
 from mla_compile.models import Parallel
 from mla_compile.progress import announce_if_slow
@@ -79,7 +78,7 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         join(0, size, store, device)
         parallel = Parallel.of_processes(expert_parallel=expert_parallel)
     assert parallel.ranks is not None
-    parallel.ranks.say(order_with(Order.LOAD, load | {"expert_parallel": expert_parallel}))
+    parallel.ranks.say(load | {"expert_parallel": expert_parallel})
     return parallel
 
 

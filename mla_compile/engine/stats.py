@@ -15,7 +15,6 @@ class EngineStats:
     num_tokens: that requests have received, those behind a stop string included.
     num_prompt_tokens: of the prompts that began to run, and of what preempted ones had emitted; num_reused_tokens: of
         these, the ones that were in the cache already.
-    num_repeated_tokens: that preempted requests said again instead, with `batch_invariant`: nobody has received them.
     num_verified, num_verified_tokens: rows that verification ran for, and the tokens that they emitted.
     num_drafts: that these rows had.
     num_preemptions: requests that lost their pages and run again.
@@ -31,7 +30,6 @@ class EngineStats:
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0
-    num_repeated_tokens: int = 0
     num_verified: int = 0
     num_verified_tokens: int = 0
     num_drafts: int = 0
@@ -55,10 +53,8 @@ class EngineStats:
 
     def count_reports(self, plan: Plan, reports: Sequence[RowReport]) -> None:
         """What came of a step, before its requests take it in: those that have ended by now get nothing."""
-        told = [(r, report) for r, report in zip(plan.sampled, reports, strict=True) if not r.has_ended]
-        again = sum(min(len(report.tokens), r.num_to_replay) for r, report in told)
-        self.num_tokens += sum(len(report.tokens) for _, report in told) - again
-        self.num_repeated_tokens += again
+        told = [report for r, report in zip(plan.sampled, reports, strict=True) if not r.has_ended]
+        self.num_tokens += sum(len(report.tokens) for report in told)
         decoded = zip(plan.decodes, reports[: len(plan.decodes)], strict=True)
         verified = [report for r, report in decoded if not r.has_ended]
         self.num_verified += len(verified)

@@ -53,14 +53,7 @@ class Steps:
         self.pads = _compiles_mixed(model, why_not)
         self.around: Callable[[StepCall, SpeculativeDecoder], StepCall] | None = None
         self.num_mixed, self.warms_prompts = 0, False
-        self._captures = Captures(
-            config.max_rows,
-            q_len=1 + self._k,
-            device=model.device,
-            budget=config.capture_budget,
-            why_not=why_not,
-            ranks=ranks,
-        )
+        self._captures = Captures(config, model.device, why_not, ranks)
         self.sizes, self.check_again = self._captures.sizes, self._captures.check_again
         self._calls: dict[tuple[str, bool], Callable[..., Any]] = {}
         self._states: dict[tuple[int, int, bool, int | None], DecodeState] = {}

@@ -94,7 +94,7 @@ class Checkpoint:
         settings: dict[str, Any] = {"mtp": mtp, "quantize": quantize, "dequantize": dequantize}
         parallel = None
         if size > 1:
-            whole = open_checkpoint(path, dtype=dtype, **settings)
+            whole = open_checkpoint(path, dtype=dtype, **settings)[0]
             check_divisible(whole, size, expert_parallel=expert_parallel, argument="tensor_parallel_size")
             parallel = start_ranks(
                 size,

@@ -1,6 +1,6 @@
 """What our model needs to know of a transformers config, with the model families' differences settled here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mla_compile.errors import MLAError
@@ -136,21 +136,12 @@ class Architecture:
         values = {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
         check_settings(values, SETTINGS, prefix)
         _refuse_unsupported(config, prefix)
+        as_named_there = {field.name for field in fields(cls)} & set(SETTINGS)
         return cls(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
+            **{name: getattr(config, name) for name in as_named_there},
             num_heads=config.num_attention_heads,
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            v_head_dim=config.v_head_dim,
-            intermediate_size=config.intermediate_size,
-            moe_intermediate_size=config.moe_intermediate_size,
             num_shared_experts=config.n_shared_experts,
             is_moe=_moe_layers(config, prefix),
-            rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=config.tie_word_embeddings,
             routing=Routing.from_config(config, prefix),
             rope=Rope.from_config(config, prefix),
         )

@@ -1,7 +1,6 @@
 """Loading Hugging Face checkpoints. transformers is imported here, when a checkpoint is loaded, and not before."""
 
 from contextlib import nullcontext
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,7 +84,9 @@ def load_model(
     with together():
         _check_target(dtype, device)
     with announce_if_slow("opening the checkpoint", is_shown=is_shown), together():
-        model, files, block = _open(directory_of(path), dtype, mtp, quantize, dequantize, parallel)
+        model, files, block = open_checkpoint(
+            path, dtype=dtype, mtp=mtp, quantize=quantize, dequantize=dequantize, parallel=parallel
+        )
     with together():
         model.to_empty(device=device)
         lay_side_by_side(model)  # before they have values
@@ -101,6 +102,32 @@ def load_model(
     return model.eval()
 
 
+def outline(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    mtp: bool | None = None,
+    quantize: Literal["fp8"] | None = None,
+    dequantize: bool = False,
+) -> MLAForCausalLM:
+    """The model that `load_model` makes, on the meta device; of the directory only config.json is read.
+
+    Of FP8 checkpoints the same weights are taken to be FP8 as of all published ones.
+
+    path, dtype, quantize, dequantize: see `load_model`. mtp: None: where the config names an MTP layer.
+
+    Raises:
+        MLAError: what `load_model` says of a config and of these arguments.
+    """
+    config, block = read_config(Path(path))
+    _check_quantize(quantize, dequantize, block)
+    with torch.device("meta"):
+        model = MLAForCausalLM(config, mtp=names_mtp(config) if mtp is None else mtp).to(dtype)
+    if quantize is not None or (block == (BLOCK, BLOCK) and not dequantize):
+        fp8.put_fp8_layers(model, lambda name: "eh_proj" not in name)
+    return model
+
+
 def open_checkpoint(
     path: str | Path,
     *,
@@ -108,25 +135,15 @@ def open_checkpoint(
     mtp: bool | None = None,
     quantize: Literal["fp8"] | None = None,
     dequantize: bool = False,
-) -> MLAForCausalLM:
-    """The model that `load_model` would fill, on the meta device; it refuses whatever that would refuse of a file."""
-    return _open(directory_of(path), dtype, mtp, quantize, dequantize, None)[0]
-
-
-def _open(
-    directory: Path,
-    dtype: torch.dtype,
-    mtp: bool | None,
-    quantize: str | None,
-    dequantize: bool,
-    parallel: Parallel | None,
+    parallel: Parallel | None = None,
 ) -> tuple[MLAForCausalLM, SafetensorFiles, tuple[int, int] | None]:
-    """The model on the meta device, or the process's part of it, files that fit it, and the block of their weights.
+    """The model that `load_model` would fill, on the meta device, its files, and the FP8 block of their weights.
 
-    All that `load_model` refuses is refused here.
+    All that `load_model` refuses of a file is refused here.
     """
+    directory = directory_of(path)
     config, block = read_config(directory)
-    check_quantize(quantize, dequantize, block)
+    _check_quantize(quantize, dequantize, block)
     files = SafetensorFiles(directory)
     _check_layers(config, files, directory)
     if mtp is not None and type(mtp) is not bool:
@@ -136,32 +153,27 @@ def _open(
     with torch.device("meta"):
         model = MLAForCausalLM(config, mtp=mtp).to(dtype)
     _check(model, files, directory, block)
+
+    def is_fp8(name: str) -> bool:
+        """Whether a parameter is FP8 in the checkpoint, in a form that ops take, or becomes it."""
+        parameter = model.get_parameter(name)
+        read = parts(name, parameter, model.arch.num_layers, files.entries)
+        in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
+        if not any(in_fp8):
+            return quantize is not None and "eh_proj" not in name
+        if block != (BLOCK, BLOCK) or not all(in_fp8):
+            return False
+        # Of gate and up in one tensor a block may have rows of both.
+        return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
+
     if not dequantize:
-        fp8.put_fp8_layers(model, partial(_is_fp8, model, files, block, quantize is not None))
+        fp8.put_fp8_layers(model, is_fp8)
     if parallel is not None:
         check_divisible(
             model, parallel.size, expert_parallel=parallel.expert_parallel, argument="parallel.size"
         )
         divide(model, parallel)
     return model, files, block
-
-
-def _is_fp8(
-    model: MLAForCausalLM, files: SafetensorFiles, block: tuple[int, int] | None, quantize: bool, name: str
-) -> bool:
-    """Whether a parameter of the model, by its name, is FP8 in the checkpoint, in a form that ops take, or becomes it.
-
-    block: of the checkpoint's FP8 weights, if it has any.
-    """
-    parameter = model.get_parameter(name)
-    read = parts(name, parameter, model.arch.num_layers, files.entries)
-    in_fp8 = [files.entries[part].dtype == FLOAT8 for part in read]
-    if not any(in_fp8):
-        return quantize and "eh_proj" not in name
-    if block != (BLOCK, BLOCK) or not all(in_fp8):
-        return False
-    # Of gate and up in one tensor a block may have rows of both.
-    return not any(part.endswith("gate_up_proj") and parameter.shape[1] // 2 % BLOCK for part in read)
 
 
 def directory_of(path: object) -> Path:
@@ -240,7 +252,7 @@ def _check_target(dtype: torch.dtype, device: str | torch.device) -> None:
         raise MLAError("device", "a device of this machine", device, first_line(error)) from error
 
 
-def check_quantize(quantize: object, dequantize: object, block: tuple[int, int] | None) -> None:
+def _check_quantize(quantize: object, dequantize: object, block: tuple[int, int] | None) -> None:
     if quantize not in (None, "fp8"):
         raise MLAError("quantize", "'fp8' or None", f"{quantize!r:.80}")
     if type(dequantize) is not bool:
@@ -293,9 +305,7 @@ def _check(
         expected = f"as many experts as the {len(files.entries)} tensors of its files can be"
         got = f"{model.arch.routing.num_experts} in each of its layers"
         raise MLAError(f"{directory / CONFIG}: n_routed_experts", expected, got)
-    required = {
-        name: tuple(destination.shape) for name, destination in destinations(model, files.entries).items()
-    }
+    required = {name: tuple(place.shape) for name, (place, _) in destinations(model, files.entries).items()}
     quantized = [
         name
         for name, shape in required.items()

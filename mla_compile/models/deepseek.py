@@ -11,9 +11,8 @@ from mla_compile.batch import ForwardOutput, MLABatch
 from mla_compile.caches import CacheSpec
 from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
-from mla_compile.models.decoder import DecoderLayer
+from mla_compile.models.decoder import DecoderLayer, MTPLayer
 from mla_compile.models.layers import RMSNorm
-from mla_compile.models.mtp import MTPLayer
 from mla_compile.models.parallel import Parallel
 from mla_compile.models.rotary import RotaryEmbedding
 from mla_compile.ops.collectives import all_gather, all_reduce

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
-from mla_compile.models.names import destinations, parts
+from mla_compile.models.names import destinations
 from mla_compile.models.safetensor_files import FLOAT8, SafetensorFiles
-from mla_compile.models.sharding import EXPERTS, Division, division
 from mla_compile.ops.fp8 import DTYPE
 from mla_compile.ops.fp8 import dequantize as dequantize_weight
 from mla_compile.ops.fp8 import quantize as quantize_weight
@@ -32,7 +31,7 @@ class Filling:
         """block: of the checkpoint's FP8 weights, if it has any. device: of the parameters."""
         self._files, self._block, self._device = files, block, device
         self._parallel = model.parallel
-        self._places = _places(model, files)
+        self._places = destinations(model, files.entries)
         # Quantising makes scales that the files lack.
         self._names = [name for name in self._places if name in files.entries]
 
@@ -100,21 +99,3 @@ class Filling:
 def _matrices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Those of stacks, one after another: converting takes several times the memory of what is converted."""
     return zip(*tensors, strict=True) if tensors[0].dim() > 2 else iter([tensors])
-
-
-def _places(model: MLAForCausalLM, files: SafetensorFiles) -> dict[str, tuple[Tensor, Division | None]]:
-    """Where each tensor of the files goes; where only a part of it does, how it is divided."""
-    if model.parallel is None:
-        return {name: (place, None) for name, place in destinations(model, files.entries).items()}
-    found: dict[str, tuple[Tensor, Division | None]] = {}
-    by_expert = model.parallel.expert_parallel
-    for ours, tensor in model.state_dict().items():
-        how = division(ours, expert_parallel=by_expert)
-        is_by_expert = how is not None and how.of == EXPERTS
-        first = model.parallel.rank * len(tensor) if is_by_expert else 0
-        for name, place in parts(ours, tensor, model.arch.num_layers, files.entries, first).items():
-            part = how
-            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
-                part = None if is_by_expert else Division(how.dim - 1, how.of)
-            found[name] = place, part
-    return found

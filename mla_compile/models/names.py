@@ -7,19 +7,32 @@ from torch import Tensor
 
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
+from mla_compile.models.sharding import EXPERTS, Division, division
 
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,6})\.")
 
 
-def destinations(model: MLAForCausalLM, checkpoint: Container[str]) -> dict[str, Tensor]:
+def destinations(
+    model: MLAForCausalLM, checkpoint: Container[str]
+) -> dict[str, tuple[Tensor, Division | None]]:
     """Where the tensors of a checkpoint go: each name, with the parameter or the part of one that it fills.
+
+    And how the tensor is divided, where this process takes only a part of it.
 
     checkpoint: the names that it holds. Experts are published one by one (`mlp.experts.3.gate_proj.weight`); where
         it holds `mlp.experts.gate_up_proj` instead, they are stacked, as transformers 5 has them in memory.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, tuple[Tensor, Division | None]] = {}
+    parallel = model.parallel
     for ours, tensor in model.state_dict().items():
-        found |= parts(ours, tensor, model.arch.num_layers, checkpoint)
+        how = None if parallel is None else division(ours, expert_parallel=parallel.expert_parallel)
+        is_by_expert = how is not None and how.of == EXPERTS
+        first = parallel.rank * len(tensor) if parallel is not None and is_by_expert else 0
+        for name, place in parts(ours, tensor, model.arch.num_layers, checkpoint, first).items():
+            part = how
+            if how is not None and place.dim() < tensor.dim():  # one expert of a stack, gate and up apart
+                part = None if is_by_expert else Division(how.dim - 1, how.of)
+            found[name] = place, part
     return found
 
 

@@ -46,24 +46,21 @@ def _is_end(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
-_ENDS = Rule(
-    f"a token id, a list of at most {_MAX_ENDS}, or null",
-    lambda value: (
-        value is None
-        or _is_end(value)
-        or (isinstance(value, list) and len(value) <= _MAX_ENDS and all(map(_is_end, value)))
-    ),
+def _is_list(value: object, most: int, accepts: Callable[[object], bool]) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(map(accepts, value))
+
+
+_ENDS = _or_null(
+    Rule(
+        f"a token id, a list of at most {_MAX_ENDS}",
+        lambda value: _is_end(value) or _is_list(value, _MAX_ENDS, _is_end),
+    )
 )
-_LAYER_TYPES = Rule(
-    f"a list of at most {_MAX_LAYERS} of 'dense' and 'sparse', or null",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, list)
-            and len(value) <= _MAX_LAYERS
-            and all(kind in ("dense", "sparse") for kind in value)
-        )
-    ),
+_LAYER_TYPES = _or_null(
+    Rule(
+        f"a list of at most {_MAX_LAYERS} of 'dense' and 'sparse'",
+        lambda value: _is_list(value, _MAX_LAYERS, lambda kind: kind in ("dense", "sparse")),
+    )
 )
 
 SETTINGS: dict[str, Rule] = {

@@ -70,22 +70,6 @@ _DIVIDED = {
 }
 """By the last two words of a tensor's name, "weight" left out."""
 _BY_EXPERT = {name: Division(0, EXPERTS) for name in _DIVIDED if name.startswith("experts.")}
-_WHOLE = (
-    "q_a_proj",
-    "q_a_layernorm",
-    "kv_a_proj_with_mqa",
-    "kv_a_layernorm",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "gate",
-    "e_score_correction_bias",
-    "enorm",
-    "hnorm",
-    "eh_proj",
-    "norm",
-    "inv_freq",
-)
-"""The last words of the others."""
 
 
 def division(name: str, *, expert_parallel: bool) -> Division | None:
@@ -94,16 +78,10 @@ def division(name: str, *, expert_parallel: bool) -> Division | None:
     name: as the model has it. Scales of FP8 weights are divided as the weights are.
 
     expert_parallel: routed experts are divided by whole ones, not each by its intermediate width.
-
-    Raises:
-        MLAError: a name that is not in the table.
     """
     words = name.removesuffix(SCALE_SUFFIX).removesuffix(".weight").split(".")
     table = _DIVIDED | _BY_EXPERT if expert_parallel else _DIVIDED
-    found = table.get(".".join(words[-2:]))
-    if found is None and words[-1] not in _WHOLE:
-        raise MLAError("name", "the name of a tensor of MLAForCausalLM", name)
-    return found
+    return table.get(".".join(words[-2:]))
 
 
 def divide(model: MLAForCausalLM, parallel: Parallel) -> None:

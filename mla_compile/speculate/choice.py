@@ -27,29 +27,10 @@ def choose_tokens(
     sampled: whether any row samples.
     allowed: bool like the logits. As in vLLM, other ids are ruled out after penalties, before temperature.
     """
-    if state.in_prompt is not None and state.num_emitted is not None:
-        logits = penalise_after(
-            logits,
-            drafts,
-            state.in_prompt,
-            state.num_emitted,
-            state.repetition_penalty,
-            state.presence_penalty,
-            state.frequency_penalty,
-        )
+    logits = penalise_after(state, logits, drafts)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
-    if not sampled:
-        return argmax(logits)
-    return sample(
-        logits,
-        position,
-        seed=state.seed,
-        temperature=state.temperature,
-        top_k=state.top_k,
-        top_p=state.top_p,
-        min_p=state.min_p,
-    )
+    return sample(state, logits, position) if sampled else argmax(logits)
 
 
 def can_choose(logits: Tensor) -> Tensor:

@@ -50,11 +50,6 @@ class PromptChunks:
     segment: PrefillSegment
     last_of_row: Tensor
 
-    @property
-    def begins(self) -> Tensor:
-        """The rows of the state whose prompts end here, bool `[rows]`."""
-        return self.last_of_row >= 0
-
 
 @dataclass(frozen=True)
 class PackedChunks:
@@ -130,7 +125,7 @@ class PackedChunks:
         packed = None if kept is None else kept.get(key)
         if packed is None:
             device = state.block_table.device
-            packed = cls._allocate(*key, page_size=page_size, device=device, stays=kept is not None)
+            packed = cls._allocate(key, page_size=page_size, device=device, stays=kept is not None)
             if kept is not None:
                 kept[key] = packed
         packed._receive(chunks, lens, bounds, rows)
@@ -138,18 +133,10 @@ class PackedChunks:
 
     @classmethod
     def _allocate(
-        cls,
-        tokens: int,
-        rows: int,
-        chunks: int,
-        columns: int,
-        keys: int,
-        *,
-        page_size: int,
-        device: torch.device,
-        stays: bool,
+        cls, key: tuple[int, int, int, int, int], *, page_size: int, device: torch.device, stays: bool
     ) -> "PackedChunks":
-        """columns: of `bounds`. stays: whether the tensors stay where they are."""
+        """key: tokens, rows, chunks, columns of `bounds`, keys. stays: whether the tensors stay where they are."""
+        tokens, rows, chunks, columns, keys = key
         shapes = (tokens,), (tokens,), (rows,), (chunks,), (chunks, 2), (chunks, columns)
         with torch.inference_mode(False):  # an inference tensor could not be changed outside that mode
             sent, given, places = tensors_side_by_side(shapes, torch.int64, device)
@@ -165,17 +152,12 @@ class PackedChunks:
             for dim in () if stays else varying:
                 mark_varying(tensor, dim)
         mark_varying(host_lens)
+        sizes = tokens, chunks, columns // 2 * keys
         return cls(
-            token_ids,
-            next_token_ids,
-            last_of_row,
-            of_state,
-            lens,
-            bounds,
-            room,
+            *(token_ids, next_token_ids, last_of_row, of_state, lens, bounds, room),
             host_lens,
             page_size,
-            (tokens, chunks, columns // 2 * keys),
+            sizes,
             sent,
             places,
             numbers,
@@ -187,33 +169,34 @@ class PackedChunks:
         self, chunks: Sequence[PromptChunk], lens: list[list[int]], bounds: list[list[int]], rows: int
     ) -> None:
         """Take what the host sends, written without torch: each of its calls costs more than all that is written."""
-        numbers, (end, next_end, last_of_row, of_state, at_lens, at_bounds) = self.numbers, self.places
-        numbers[last_of_row : last_of_row + rows] = array("q", [-1]) * rows
-        of_chunks = [chunk.row for chunk in chunks] + [-1] * (len(lens) - len(chunks))
-        numbers[of_state : of_state + len(lens)] = array("q", of_chunks)
-        for row, token_ids, start, stop in chunks:
-            count, text = stop - start, array("q", token_ids[start : stop + 1])
-            if stop == len(token_ids):
-                numbers[last_of_row + row] = end + count - 1
+        token_ids, next_token_ids, last_of_row = array("q"), array("q"), array("q", [-1]) * rows
+        for row, of_row, start, stop in chunks:
+            text = array("q", of_row[start : stop + 1])
+            if stop == len(of_row):
+                last_of_row[row] = len(token_ids) + stop - start - 1
                 text.append(0)
-            numbers[end : end + count] = text[:count]
-            numbers[next_end : next_end + count] = text[1:]
-            end, next_end = end + count, next_end + count
-        num_padding = self.sizes[0] - end
-        numbers[end : end + num_padding] = array("q", [0]) * num_padding
-        numbers[next_end : next_end + num_padding] = array("q", [0]) * num_padding
-        told = list(chain.from_iterable(lens))
-        numbers[at_lens : at_lens + len(told)] = array("q", told)
-        self.lens_on_host[:] = array("i", told)
-        told = list(chain.from_iterable(bounds))
-        numbers[at_bounds : at_bounds + len(told)] = array("q", told)
+            token_ids += text[:-1]
+            next_token_ids += text[1:]
+        padding = array("q", [0]) * (self.sizes[0] - len(token_ids))
+        of_state = [chunk.row for chunk in chunks] + [-1] * (len(lens) - len(chunks))
+        self.lens_on_host[:] = array("i", chain.from_iterable(lens))
+        columns = (
+            token_ids + padding,
+            next_token_ids + padding,
+            last_of_row,
+            array("q", of_state),
+            array("q", self.lens_on_host),
+            array("q", chain.from_iterable(bounds)),
+        )
+        for place, column in zip(self.places, columns, strict=True):
+            self.numbers[place : place + len(column)] = column
         # Pinned memory is a copy's own until it is done, so the next one may be written at once.
         host = self.host.pin_memory() if self.sent.is_cuda else self.host
         self.sent.copy_(host, non_blocking=True)
 
     @property
     def begins(self) -> Tensor:
-        """See `PromptChunks`."""
+        """The rows of the state whose prompts end here, bool `[rows]`."""
         return self.last_of_row >= 0
 
     def chunks(self, state: DecodeState) -> PromptChunks:

@@ -138,40 +138,24 @@ class MtpDrafter(nn.Module):
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
         """See `Drafter`."""
-        q_len = verified.k + 1
+        q_len, accepted = verified.k + 1, verified.accepted
         hidden = self._run(
             state, verified.targets.view(-1), verified.output.hidden, state.num_cached, verified.q_lens, q_len
         )
-        accepted = verified.accepted
         picked = torch.arange(accepted.shape[0], device=accepted.device) * q_len + accepted
         hidden = torch.index_select(hidden, 0, picked)
-        return self._chain(
-            state, hidden, verified.num_cached, verified.active, k=verified.k, sampled=verified.sampled
-        )
-
-    def _chain(
-        self, state: DecodeState, hidden: Tensor, num_cached: Tensor, active: Tensor, *, k: int, sampled: bool
-    ) -> Tensor:
-        """k drafts for the positions after `num_cached`, int64 `[rows, k]`: the first from the layer's output `hidden`
-        `[rows, hidden_size]`, each further one from a pass over its own output."""
         drafts: list[Tensor] = []
-        for j in range(k):
+        for j in range(verified.k):
             if j > 0:
-                wanted = active & (j < state.num_drafts)
-                hidden = self._draft_after(state, drafts[-1], hidden, num_cached + (j - 1), wanted)
-            position = (num_cached + (1 + j)).long()[:, None]
+                place = verified.num_cached + (j - 1)
+                # What the layer drafts there takes the position after the next, which must be one of the row's.
+                runs = verified.active & (j < state.num_drafts) & (place + 2 < state.max_len)
+                hidden = self._run(state, drafts[-1], hidden, place, runs.to(torch.int32), 1)
+            position = (verified.num_cached + (1 + j)).long()[:, None]
             before = torch.stack(drafts, dim=1) if drafts else state.drafts[:, :0]
             logits = self.model.logits(hidden)[:, None]
-            drafts.append(choose_tokens(state, logits, position, before, sampled=sampled)[:, 0])
+            drafts.append(choose_tokens(state, logits, position, before, sampled=verified.sampled)[:, 0])
         return torch.stack(drafts, dim=1)
-
-    def _draft_after(
-        self, state: DecodeState, token: Tensor, hidden: Tensor, position: Tensor, active: Tensor
-    ) -> Tensor:
-        """The layer at one `position` a row, whose successor is `token`: `[rows, hidden_size]`."""
-        # What it drafts takes position + 2, which must be one of the row's.
-        run = (active & (position + 2 < state.max_len)).to(torch.int32)
-        return self._run(state, token, hidden, position, run, 1)
 
     def _run(
         self,

@@ -1,5 +1,7 @@
 """Prompt look-up on the device: what followed the last tokens of a text where it had them before.
 
+The texts are `DecodeState.history`: the host writes prompts into it, each step what it emits.
+
 The method is that of vLLM's `ngram` speculation and of transformers' `prompt_lookup_num_tokens`.
 """
 
@@ -41,3 +43,14 @@ def look_up(history: Tensor, num_tokens: Tensor, k: int) -> Tensor:
     # Not `%`: Inductor's vectors for CPUs end in lanes of zeros, and it refuses to divide integers by them.
     offset = offset - (offset / period).long() * period
     return history.gather(1, best + 1 + offset).long()
+
+
+def record(history: Tensor, start: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """Write each row's first `count` `[rows]` of `tokens` `[rows, n]` into its history, from place `start` `[rows]`."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    # What does not count repeats the first token, or what is there, so no two values are written to one place.
+    index = torch.where(index < count[:, None], index, 0)
+    place = (start.long()[:, None] + index).clamp(max=history.shape[1] - 1)
+    new = torch.where(count[:, None] > 0, tokens.gather(1, index).to(history.dtype), history.gather(1, place))
+    rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None].expand_as(place)
+    history.index_put_((rows, place), new)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops.row_argmax import row_argmax
+from mla_compile.speculate.state import DecodeState
 
 _MASK = 0xFFFFFFFF
 
@@ -88,26 +89,21 @@ def penalise(
     return logits - frequency * num_emitted - presence * emitted
 
 
-def penalise_after(
-    logits: Tensor,
-    drafts: Tensor,
-    in_prompt: Tensor,
-    num_emitted: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-) -> Tensor:
-    """`penalise` where drafts stand between the emitted text and the logits: `[rows, n, vocab]`.
+def penalise_after(state: DecodeState, logits: Tensor, drafts: Tensor) -> Tensor:
+    """`penalise` where drafts stand between a state's text and the logits: `[rows, n, vocab]`.
 
     Args:
+        state: whose logits stay as they are where it has no counts.
         logits: `[rows, n, vocab]`; the last one follows all of `drafts`, each other one follows a draft fewer.
         drafts: int64 `[rows, m]`, m >= n - 1.
-        in_prompt, num_emitted: `[rows, vocab]`, of the text before the drafts.
-        repetition, presence, frequency: `[rows]`.
     """
+    in_prompt, num_emitted = state.in_prompt, state.num_emitted
+    if in_prompt is None or num_emitted is None:
+        return logits
     n, m = logits.shape[1], drafts.shape[1]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    by_row = [penalty.to(dtype)[:, None, None] for penalty in (repetition, presence, frequency)]
+    penalties = state.repetition_penalty, state.presence_penalty, state.frequency_penalty
+    by_row = [penalty.to(dtype)[:, None, None] for penalty in penalties]
     penalised = penalise(logits, in_prompt[:, None], num_emitted[:, None], *by_row)
     if m == 0:
         return penalised
@@ -127,35 +123,25 @@ def penalise_after(
     return penalised.scatter(2, ids, again)
 
 
-def sample(
-    logits: Tensor,
-    position: Tensor,
-    *,
-    seed: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-) -> Tensor:
-    """One token id for every logits row, int64 `[rows, n]`.
+def sample(state: DecodeState, logits: Tensor, position: Tensor) -> Tensor:
+    """One token id for every logits row, int64 `[rows, n]`. A row of temperature 0 is greedy.
 
     Args:
+        state: its seed, temperature, top_k, top_p and min_p are read.
         logits: `[rows, n, vocab]`, float.
         position: int64 `[rows, n]`, the positions that the sampled tokens will take.
-        seed: int64 `[rows]`; temperature, top_p, min_p: float32 `[rows]`; top_k: int32 `[rows]`.
-            A row of temperature 0 is greedy.
     """
-    greedy = temperature == 0
+    greedy = state.temperature == 0
     # As after penalties, so that a row's tokens do not depend on whether its batch has any.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # The largest is subtracted first, so that a tiny temperature makes no second infinity.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).float()
-    scores = scores / torch.where(greedy, 1.0, temperature)[:, None, None]
+    scores = scores / torch.where(greedy, 1.0, state.temperature)[:, None, None]
     # The largest score is 0, so these are probabilities relative to the largest.
-    scores = scores.masked_fill(scores < min_p.log()[:, None, None], -torch.inf)
+    scores = scores.masked_fill(scores < state.min_p.log()[:, None, None], -torch.inf)
     n = logits.shape[1]
-    scores = _keep_top(scores, top_k[:, None].expand(-1, n), top_p[:, None].expand(-1, n))
-    noise = gumbel_noise(seed[:, None], position, logits.shape[-1])
+    scores = _keep_top(scores, state.top_k[:, None].expand(-1, n), state.top_p[:, None].expand(-1, n))
+    noise = gumbel_noise(state.seed[:, None], position, logits.shape[-1])
     # `row_argmax` reads this from memory. To write it costs less than the sort above, however many rows there are.
     return argmax(torch.where(greedy[:, None, None], logits, scores + noise))
 

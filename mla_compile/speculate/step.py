@@ -42,7 +42,7 @@ from mla_compile.errors import MLAError
 from mla_compile.speculate.choice import NO_TOKEN, can_choose, choose_tokens
 from mla_compile.speculate.chunks import PackedChunks, PromptChunks
 from mla_compile.speculate.drafter import Drafter, DrafterKind, DrafterSettings, Verified, select_drafter
-from mla_compile.speculate.history import record
+from mla_compile.speculate.ngram import record
 from mla_compile.speculate.sampling import top_logprobs
 from mla_compile.speculate.state import DecodeState
 from mla_compile.speculate.target import Target
@@ -156,7 +156,7 @@ class SpeculativeDecoder(nn.Module):
 
         Returns the output of the k + 1 positions of each row, `[rows * (k + 1), ...]`.
         """
-        rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.begins
+        rows, q_len, begins = state.num_cached.shape[0], self.k + 1, chunks.last_of_row >= 0
         if self.drafter is not None:
             sizes = [rows * q_len, chunks.token_ids.shape[0]]
             self.drafter.fill(chunks, output.map(lambda hidden: torch.split(hidden, sizes)[1]))

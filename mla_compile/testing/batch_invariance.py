@@ -79,7 +79,7 @@ def check_batch_invariance(
 
     Every second request has a second turn: its text and some tokens more are the next prompt. In a mix requests come in
     another order and at other times, prompts are cut into chunks of other sizes, prefixes are found in the cache, and
-    pages run out, so that some are preempted.
+    pages run out, so that some wait.
 
     Args:
         model: what an engine serves; its caches are allocated anew.
@@ -121,7 +121,7 @@ def check_batch_invariance(
             num_speculative_tokens=k,
             max_rows=max_rows,
             max_model_len=max_model_len,
-            # Enough pages for some rows at their longest, so that others are preempted.
+            # Enough pages for some rows at their longest, so that others wait.
             num_pages=1 + max(pages_per_row, max_rows * pages_per_row // 3),
             max_tokens_per_step=max_rows * (1 + k) + max(16, longest // 3),
             **settings,

@@ -1,7 +1,7 @@
 """`batch_invariant=True`: what the engine does so that a request's latents and tokens depend on nobody else.
 
 The bits themselves are compared where steps are compiled with Inductor; here it is about which steps are compiled,
-which pages are shared, and what becomes of a preempted request.
+which pages are shared, and who waits for pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
-from mla_compile.engine import Request
-from mla_compile.engine.pages import PagePool
-from mla_compile.engine.reports import Logprob, RowReport
-from mla_compile.engine.scheduler import Scheduler
+from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops import backends
 from mla_compile.speculate import SpeculativeDecoder
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, pool_of, with_lag
 from tests.engine.test_requests import MIXED, PROMPTS, alone, tokenizer
-from tests.engine.test_scheduler import Driven, chunks, decodes, goes_on
+from tests.engine.test_scheduler import Driven, goes_on
+from tests.engine.toy_engine import scheduler_of
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import caches_of, one_layer_model
 
@@ -148,11 +145,8 @@ def test_tokens_chosen_on_the_host_go_through_compiled_code() -> None:
 
 
 def scheduler(k: int = 1, *, num_pages: int = 101, page_size: int = 4, max_rows: int = 4) -> Driven:
-    pool = PagePool(num_pages, page_size, lookahead=int(k > 0))
-    of = Scheduler(
-        pool, num_speculative_tokens=k, max_rows=max_rows, max_tokens_per_step=64, batch_invariant=True
-    )
-    return Driven(of)
+    settings = {"num_speculative_tokens": k, "max_rows": max_rows, "max_tokens_per_step": 64}
+    return Driven(scheduler_of(num_pages, page_size, lookahead=int(k > 0), batch_invariant=True, **settings))
 
 
 @pytest.mark.parametrize("k", [0, 1])
@@ -190,81 +184,18 @@ def test_a_chat_prefills_what_was_said(k: int) -> None:
     assert reused[1] == 4 < reused[0]
 
 
-# --- preemption
+# --- pages
 
 
-def test_a_preempted_request_prefills_its_prompt_and_says_again_what_nobody_is_told() -> None:
+def test_a_request_waits_for_the_pages_of_its_longest_text() -> None:
     of = scheduler(0, num_pages=5, page_size=2, max_rows=2)
     first, second = of.add([1, 2, 3], max_len=8), of.add([4, 5, 6], max_len=8)
-    of.plan()
-    of.plan()
-    of.update([goes_on(7), goes_on(8)])
-    assert decodes(of.plan()) == [first]
-    of.update([goes_on(9), goes_on(10)])  # what was under way still counts
-    assert second.completion.token_ids == [8, 10]
-    of.abort(first)
     plan = of.plan()
-    assert chunks(plan) == [(second.num_reused_tokens, 3 - second.num_reused_tokens, True)]
-    assert (second.tokens, second.num_to_replay) == ([4, 5, 6], 2)
-    assert len(second.pages) * 2 >= 6, "there is room for all that it has said, and the next one"
-    of.update([goes_on(11)])  # the first one's
-    of.plan()
-    of.update([goes_on(8)])
-    assert (second.completion.token_ids, second.num_to_replay) == ([8, 10], 1)
-    of.plan()
-    of.update([goes_on(10)])
-    assert (second.completion.token_ids, second.num_to_replay) == ([8, 10], 0)
-    of.update([goes_on(12)])
-    assert second.tokens == [4, 5, 6, 8, 10, 12]
-    assert second.row_output.token_ids == second.completion.token_ids
-
-
-def begun_anew(*, said: list[int], logprobs: bool = False) -> Request:
-    request = Request([1, 2, 3], max_len=20)
-    told = [{token: Logprob(-1.0, 1)} for token in said] if logprobs else None
-    request.take(RowReport(said[:1], True, logprobs=told and told[:1]), is_step=False)
-    for i in range(1, len(said)):
-        request.take(RowReport(said[i : i + 1], True, logprobs=told and told[i : i + 1]), is_step=True)
-    request.restart_from_prompt()
-    return request
-
-
-def test_a_report_may_end_what_is_said_again_and_go_on() -> None:
-    request = begun_anew(said=[5, 6, 7], logprobs=True)
-    steps = request.completion.num_steps
-    request.take(RowReport([5], True, logprobs=[{5: Logprob(-2.0, 1)}]), is_step=False)
-    places = [{token: Logprob(-3.0, 1)} for token in (6, 7, 8, 9)]
-    request.take(RowReport([6, 7, 8, 9], True, 3, places), is_step=True)
-    completion = request.completion
-    assert completion.token_ids == [5, 6, 7, 8, 9]
-    assert completion.logprobs is not None
-    assert [place[t].logprob for place, t in zip(completion.logprobs, completion.token_ids)] == [
-        -1.0,
-        -1.0,
-        -1.0,
-        -3.0,
-        -3.0,
-    ]
-    assert (completion.num_prefills, completion.num_steps) == (1, steps + 1)
-
-
-@pytest.mark.parametrize(
-    ("report", "got"),
-    [
-        (RowReport([5, 9], True), "[6] at position 4, got [9]"),
-        (RowReport([5, 6], False), "got [6]"),
-        (RowReport([5], False, error="NaN"), "got NaN"),
-    ],
-)
-def test_another_text_than_the_one_before_is_an_error_by_name(report: RowReport, got: str) -> None:
-    request = begun_anew(said=[5, 6, 7])
-    request.take(RowReport([5], True), is_step=False)
-    request.take(replace(report, tokens=report.tokens[1:]), is_step=True)
-    completion = request.completion
-    assert (completion.finish_reason, completion.token_ids) == ("error", [5, 6, 7])
-    assert completion.error is not None
-    assert completion.error.startswith("batch_invariant: expected what it had said before it lost its pages")
-    assert completion.error.endswith(got)
+    assert plan.admitted == [first] and len(first.pages) * 2 >= 7
+    of.update([goes_on(7)])
+    assert of.plan().admitted == []
+    of.abort(first)
+    assert of.plan().admitted == [second]
 
 
 def facts(completion: Completion) -> tuple[object, ...]:
@@ -280,7 +211,7 @@ def facts(completion: Completion) -> tuple[object, ...]:
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_completion_is_as_without_the_preemption(k: int, lag: int) -> None:
+def test_a_completion_is_the_same_with_few_pages(k: int, lag: int) -> None:
     """Tokens, log-probabilities, penalties' counts, texts and stop strings."""
     (whole,) = engine(0, tokenizer=tokenizer()).generate([PROMPTS[2]], max_new_tokens=20)
     assert whole.text is not None
@@ -292,38 +223,5 @@ def test_a_completion_is_as_without_the_preemption(k: int, lag: int) -> None:
     got = few.generate(prompts, params, max_new_tokens=20)
     assert [facts(completion) for completion in got] == [facts(completion) for completion in expected]
     assert all(1 <= c.acceptance_length <= k + 1 for c in got if c.acceptance_length is not None)
-    stats = few.stats
-    assert stats.num_preemptions > 0 and stats.num_repeated_tokens > 0
-    cut = sum(len(c.token_ids) for c in got[:-1])  # behind a stop string more may have come
-    assert cut < stats.num_tokens <= cut + len(got[-1].token_ids) + k
+    assert few.stats.num_preemptions == 0
     assert pool_of(few).num_free == pool_of(few).num_pages - 1
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_chooser_is_asked_again_with_what_its_row_has_said() -> None:
-    def by_length(logits: Tensor, drafts: Tensor, completions: Sequence[Completion]) -> Tensor:
-        """The token depends on how many the completion has."""
-        places = torch.arange(logits.shape[1])
-        lengths = torch.tensor([[len(completion.token_ids)] for completion in completions])
-        return (lengths + places) % 30 + torch.tensor([[c.prompt_index] for c in completions])
-
-    few = invariant(2, num_pages=FEW_PAGES)
-    *_, got = few.stream(PROMPTS, max_new_tokens=20, choose=by_length)
-    assert [c.token_ids for c in got] == [[i + j for j in range(20)] for i in range(4)]
-    assert few.stats.num_preemptions > 0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("k", [0, 2])
-def test_a_grammar_begins_anew_with_its_row(k: int) -> None:
-    pytest.importorskip("llguidance")
-    one = tokenizer()
-    grammar = Grammar.from_regex("(ab|ba|cd){7,9}[x-z]?", one)
-    settings = {"tokenizer": one, "max_rows": 4}
-    arguments = {"max_new_tokens": 20, "stop_ids": [39], "grammars": grammar}
-    expected = engine(k, **settings).generate(PROMPTS, MIXED, **arguments)
-    few = invariant(k, num_pages=FEW_PAGES, **settings)
-    got = few.generate(PROMPTS, MIXED, **arguments)
-    assert few.stats.num_preemptions > 0
-    assert [facts(completion) for completion in got] == [facts(completion) for completion in expected]

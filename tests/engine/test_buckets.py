@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mla_compile import MLAError, SamplingParams
 from mla_compile.engine import Bucket, CaptureReport, Engine, capture
 from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures
+from mla_compile.engine.config import FittedConfig
 from mla_compile.ops.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState
@@ -78,7 +81,8 @@ class Graphs:
 
 def captures_of(max_rows: int, budget: int | None, why_not: str | None = None) -> Captures:
     device = torch.device("cuda")
-    return Captures(max_rows, q_len=K + 1, device=device, budget=budget, why_not=why_not)
+    config = SimpleNamespace(max_rows=max_rows, num_speculative_tokens=K, capture_budget=budget)
+    return Captures(cast("FittedConfig", config), device, why_not)
 
 
 def test_row_sizes_double_up_to_the_most_rows() -> None:

@@ -9,7 +9,7 @@ from mla_compile import Engine
 from mla_compile.engine import EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.models import load_model
-from mla_compile.models.outline import outline
+from mla_compile.models.checkpoint import outline
 from tests.models import published
 from tests.models.small import glm_config, reference_model, reference_mtp_layer, save, v2_config, v3_config
 from tests.models_for_tests import caches_of

@@ -6,11 +6,10 @@ import pytest
 
 from mla_compile import MLAError
 from mla_compile.engine.detokenizer import Found
-from mla_compile.engine.pages import PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Plan, Scheduler
-from tests.engine.toy_engine import Arrival, Trace, run
+from tests.engine.toy_engine import Arrival, Trace, run, scheduler_of
 
 
 class Driven:
@@ -56,8 +55,10 @@ def scheduler(
     keys: int | None = None,
 ) -> Driven:
     return Driven(
-        Scheduler(
-            PagePool(num_pages, page_size, lookahead=int(k > 0)),
+        scheduler_of(
+            num_pages,
+            page_size,
+            lookahead=int(k > 0),
             num_speculative_tokens=k,
             max_rows=max_rows,
             max_tokens_per_step=tokens,

@@ -27,8 +27,8 @@ def test_random_traces() -> None:
 @pytest.mark.long
 def test_random_batch_invariant_traces() -> None:
     met = check_traces(run, NUM_TRACES // 2, batch_invariant_traces())
-    for name in ("preemptions", "reused_tokens", "repeated_tokens"):
-        assert met[f"num_{name}"] > met["traces"] / 20, f"hardly any trace has {name}"
+    assert met["num_preemptions"] == 0
+    assert met["num_reused_tokens"] > met["traces"] / 20
 
 
 def pages_too_few(engine: ToyEngine) -> None:
@@ -71,7 +71,7 @@ def shares_what_decode_wrote(engine: ToyEngine) -> None:
     )
 
 
-def prefills_what_was_said(engine: ToyEngine) -> None:
+def lets_a_request_in_early(engine: ToyEngine) -> None:
     scheduler, admit = engine.scheduler, engine.scheduler._admit
 
     def again(plan: Plan, request: Request) -> bool:
@@ -133,7 +133,7 @@ def test_the_toy_engine_notices(mistake: Callable[[ToyEngine], None]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mistake", [shares_what_decode_wrote, prefills_what_was_said])
+@pytest.mark.parametrize("mistake", [shares_what_decode_wrote, lets_a_request_in_early])
 def test_the_toy_engine_notices_who_wrote_a_latent(mistake: Callable[[ToyEngine], None]) -> None:
     check_that_it_is_noticed(mistake, batch_invariant_traces())
 

@@ -9,11 +9,14 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_compile.defaults import DrafterName
+from mla_compile.engine.config import FittedConfig
 from mla_compile.engine.pages import DUMMY_PAGE, PagePool
 from mla_compile.engine.reports import RowReport
 from mla_compile.engine.request import Request
@@ -134,7 +137,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 def batch_invariant_traces() -> st.SearchStrategy[Trace]:
-    """With few pages, so that requests are preempted."""
+    """With few pages, so that requests wait for them."""
 
     def short_of_pages(trace: Trace) -> Trace:
         arrivals = tuple(replace(a, abort_step=None) for a in trace.arrivals)
@@ -142,6 +145,18 @@ def batch_invariant_traces() -> st.SearchStrategy[Trace]:
         return replace(trace, arrivals=arrivals, spare_pages=spare, max_rows=4, batch_invariant=True)
 
     return st.builds(short_of_pages, traces())
+
+
+def scheduler_of(num_pages: int, page_size: int, *, lookahead: int, **settings: Any) -> Scheduler:
+    """One with few pages, say, as no engine's settings have them."""
+    defaults = {
+        "pages_per_grant": 1,
+        "prefix_caching": True,
+        "max_keys_per_step": None,
+        "batch_invariant": False,
+    }
+    given = defaults | {"num_pages": num_pages, "page_size": page_size} | settings
+    return Scheduler(cast("FittedConfig", SimpleNamespace(**given)), lookahead)
 
 
 @dataclass
@@ -320,7 +335,6 @@ class Outcome:
     num_mixed_steps: int = 0
     num_preemptions: int = 0
     num_reused_tokens: int = 0
-    num_repeated_tokens: int = 0
     num_late_reports: int = 0
     num_aborted: int = 0
     tokens: list[list[int]] = field(default_factory=list)
@@ -331,15 +345,17 @@ class ToyEngine:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.pool = PagePool(trace.num_pages(), trace.page_size, lookahead=trace.has_mtp)
         q_len = 1 + trace.k
-        self.scheduler = Scheduler(
-            self.pool,
+        self.scheduler = scheduler_of(
+            trace.num_pages(),
+            trace.page_size,
+            lookahead=int(trace.has_mtp),
             num_speculative_tokens=trace.k,
             max_rows=trace.max_rows,
             max_tokens_per_step=trace.max_rows * q_len + trace.spare_tokens,
             batch_invariant=trace.batch_invariant,
         )
+        self.pool = self.scheduler.pool
         self.texts = Texts(trace.vocab_size)
         self.device = ToyDevice(trace, self.pool, self.texts)
         self.outcome = Outcome()
@@ -357,8 +373,7 @@ class ToyEngine:
         limit = (
             idle_until
             + 50
-            + (100 if self.trace.batch_invariant else 20)
-            * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
+            + 20 * sum(a.num_shared + a.num_own + a.max_new_tokens for a in self.trace.arrivals)
         )
         while clock <= idle_until or self.scheduler.has_work() or self.reports:
             assert clock < limit, "no end"
@@ -410,7 +425,6 @@ class ToyEngine:
             ended = [request.has_ended for request in launched.sampled]
             self.outcome.num_late_reports += sum(ended)
             before = [request.num_tokens for request in launched.sampled]
-            self.outcome.num_repeated_tokens += sum(request.num_to_replay for request in launched.sampled)
             self.scheduler.update(launched, reports)
             for request, report, late, count in zip(launched.sampled, reports, ended, before):
                 grown = request.num_tokens - count

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM
+from mla_compile.models.checkpoint import outline
 from mla_compile.models.fp8 import put_fp8_layers
 from mla_compile.models.layers import MLP
 from mla_compile.models.moe import Experts
-from mla_compile.models.outline import outline
 from mla_compile.models.sharding import check_divisible, division, numbers_of_gpus
 from mla_compile.ops.attention import up_projections
 from mla_compile.ops.fp8 import dequantize, quantize
@@ -55,10 +55,20 @@ def test_the_parts_of_all_gpus_are_the_tensor(name: str, expert_parallel: bool) 
     assert num_divided > 4 * model.arch.num_layers
 
 
-def test_a_name_that_is_not_in_the_table_is_refused() -> None:
-    for name in ("layers.0.mlp.up", "weight", "q_b_proj.weight", "layers.0.self_attn.q_norm.weight"):
-        with pytest.raises(MLAError, match="expected the name of a tensor of MLAForCausalLM"):
-            division(name, expert_parallel=False)
+WHOLE = (
+    *("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "input_layernorm"),
+    *("post_attention_layernorm", "gate", "e_score_correction_bias", "enorm", "hnorm", "eh_proj", "norm"),
+    "inv_freq",
+)
+"""What every GPU has all of: a new tensor gets a division, or its name comes here."""
+
+
+def test_every_tensor_is_divided_or_known_to_be_whole() -> None:
+    for config in CONFIGS.values():
+        model = MLAForCausalLM(config, mtp=True)
+        for name, _ in (*model.named_parameters(), *model.named_buffers()):
+            last = name.removesuffix(".weight").rpartition(".")[2]
+            assert (division(name, expert_parallel=False) is None) == (last in WHOLE), name
 
 
 def test_the_sum_over_the_parts_of_an_mlp_is_the_mlp() -> None:

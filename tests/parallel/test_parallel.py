@@ -97,7 +97,8 @@ def test_tokens_of_processes_that_share_a_model(
     for one, whole in zip(said, alone(tmp_path, job | {"engine": {}}), strict=True):
         assert one["tokens"] == whole["tokens"]
         assert one.get("chosen") == whole.get("chosen")
-        assert one["mixed"] > 2 and one["preempted"] and one["reused"]
+        assert one["mixed"] > 2 and one["reused"]
+        assert bool(one["preempted"]) != job.get("engine", {}).get("batch_invariant", False)
         assert one["bytes"] < 0.8 * whole["bytes"]
 
 

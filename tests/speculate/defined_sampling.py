@@ -1,6 +1,5 @@
 """What penalties, filters and sampling are defined to do, one token at a time, in float64 of numpy."""
 
-import inspect
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -10,15 +9,15 @@ from numpy.typing import NDArray
 
 from mla_compile import SamplingParams
 from mla_compile.speculate import DecodeState
-from mla_compile.speculate.sampling import gumbel_noise, sample
+from mla_compile.speculate.sampling import gumbel_noise
 
 Vector = NDArray[np.float64]
 
 
 def arguments_of(*rows: SamplingParams) -> dict[str, torch.Tensor]:
-    """What `sample` takes for rows with these parameters, by name, as the decode state holds it."""
+    """What `sample` reads of a state with these rows, by name, as the decode state holds it."""
     state = DecodeState.allocate(len(rows), 0, max_pages=1)
-    names = inspect.signature(sample).parameters.keys() - {"logits", "position"}
+    names = "seed", "temperature", "top_k", "top_p", "min_p"
     return {
         name: torch.tensor([getattr(row, name) for row in rows], dtype=getattr(state, name).dtype)
         for name in names

@@ -3,9 +3,10 @@
 import torch
 
 from mla_compile import MLABatch, prefill_segment
+from mla_compile.batch import ForwardOutput
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 from mla_compile.speculate.choice import choose_tokens
-from mla_compile.speculate.drafter import MtpDrafter
+from mla_compile.speculate.drafter import MtpDrafter, Verified
 from mla_compile.speculate.state import FIRST_TOKEN
 
 
@@ -27,9 +28,25 @@ def start_alone(decoder: SpeculativeDecoder, state: DecodeState, prompt: list[in
     decoder._count_emitted(state, first, torch.ones(1, dtype=torch.int32))
     state.active[0] = bool((first != state.stop_ids).all()) and n + 1 < int(state.max_len[0])
     if isinstance(decoder.drafter, MtpDrafter):
-        drafter = decoder.drafter
-        drafted = drafter._draft_after(state, first[:, 0], hidden, state.num_cached - 1, state.active)
-        settings = {"k": decoder.k, "sampled": decoder.sampled}
-        state.drafts.copy_(drafter._chain(state, drafted, state.num_cached, state.active, **settings))
+        # As after a step in which the prompt's last token was verified alone.
+        others = torch.zeros(decoder.k, dtype=torch.int64)
+        output = ForwardOutput(torch.cat([hidden, hidden.new_zeros(decoder.k, hidden.shape[1])]))
+        zero, one = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        targets = torch.cat([first[0], others])[None]
+        num_cached = state.num_cached.clone()
+        state.num_cached[0] = n - 1
+        verified = Verified(
+            decoder.k,
+            decoder.sampled,
+            targets,
+            zero,
+            one,
+            output,
+            num_cached,
+            state.active.clone(),
+            one * state.active,
+        )
+        state.drafts.copy_(decoder.drafter.draft(state, verified))
+        state.num_cached[0] = n
     state.last_token.copy_(first[:, 0])
     state.report[:, 0], state.report[:, 1], state.report[:, FIRST_TOKEN:] = 1, state.active, first

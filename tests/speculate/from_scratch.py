@@ -1,6 +1,7 @@
 """Target and drafts computed from nothing but the text, without any state that a step could have spoilt."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def sampler(params: SamplingParams) -> Choose:
     row = arguments_of(params)
 
     def choose(logits: Tensor, position: int) -> int:
-        return int(sample(logits[None, None], torch.tensor([[position]]), **row))
+        return int(sample(SimpleNamespace(**row), logits[None, None], torch.tensor([[position]])))
 
     return choose
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mla_compile.batch import ForwardOutput
 from mla_compile.speculate import DecodeState, DrafterKind, DrafterSettings, PromptChunks, Verified
-from mla_compile.speculate.history import record
+from mla_compile.speculate.ngram import record
 from tests.engine.engines import engine
 from tests.speculate.test_ngram import MIXED, PROMPTS, repeating
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,13 +87,12 @@ def test_every_position_counts_the_drafts_before_it(
         torch.randn(rows, n, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
     )
     counts = [[text.count(i) for i in range(vocab)] for text in emitted]
-    got = penalise_after(
-        logits,
-        torch.tensor(drafts, dtype=torch.int64).view(rows, m),
-        torch.tensor([[i in prompt for i in range(vocab)] for prompt in prompts]),
-        torch.tensor(counts, dtype=torch.int32),
-        *(torch.tensor([p[name] for p in each]) for name in PENALTIES),
+    state = SimpleNamespace(
+        in_prompt=torch.tensor([[i in prompt for i in range(vocab)] for prompt in prompts]),
+        num_emitted=torch.tensor(counts, dtype=torch.int32),
+        **{name: torch.tensor([p[name] for p in each]) for name in PENALTIES},
     )
+    got = penalise_after(state, logits, torch.tensor(drafts, dtype=torch.int64).view(rows, m))
     for row, j in np.ndindex(rows, n):
         text = emitted[row] + drafts[row][: m - n + 1 + j]
         expected = defined_penalties(logits[row, j].numpy(), prompts[row], text, SamplingParams(**each[row]))
@@ -104,11 +104,18 @@ def test_neutral_penalties_leave_every_bit(dtype: torch.dtype) -> None:
     logits, drafts = torch.randn(2, 3, 9).to(dtype), torch.randint(9, (2, 2))
     one, zero = torch.ones(2), torch.zeros(2)
     counts = torch.ones(2, 9, dtype=torch.int32)
-    got = penalise_after(logits, drafts, counts.bool(), counts, one, zero, zero)
+    state = SimpleNamespace(
+        in_prompt=counts.bool(),
+        num_emitted=counts,
+        repetition_penalty=one,
+        presence_penalty=zero,
+        frequency_penalty=zero,
+    )
+    got = penalise_after(state, logits, drafts)
     assert torch.equal(got, logits.to(got.dtype))
     position = torch.arange(6).view(2, 3)
-    rows = arguments_of(SamplingParams(1.0, seed=1), SamplingParams(1.0, seed=2, top_k=5))
-    assert torch.equal(sample(got, position, **rows), sample(logits, position, **rows)), (
+    rows = SimpleNamespace(**arguments_of(SamplingParams(1.0, seed=1), SamplingParams(1.0, seed=2, top_k=5)))
+    assert torch.equal(sample(rows, got, position), sample(rows, logits, position)), (
         "whether the batch has penalties or not"
     )
 
@@ -128,7 +135,7 @@ def test_filters_keep_what_their_definitions_keep(
     logits = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
     p = SamplingParams(temperature, top_k, top_p, seed, min_p)
     positions = torch.arange(80)
-    got = sample(logits.expand(1, 80, -1), positions[None], **arguments_of(p))
+    got = sample(SimpleNamespace(**arguments_of(p)), logits.expand(1, 80, -1), positions[None])
     expected = [defined_token(logits, position, [], [], p) for position in range(80)]
     wrong = [position for position in range(80) if got[0, position] != expected[position]]
     # float32 and float64 may disagree on an id that is within rounding of a threshold.
@@ -148,7 +155,7 @@ def test_min_p_of_one_keeps_the_most_likely_token_only() -> None:
     logits = torch.tensor([0.10, 0.25, 0.02, 0.62, 0.01]).log().expand(1, 4000, -1)
     for min_p, kept in ((1.0, {3}), (0.3, {1, 3}), (0.02, {0, 1, 2, 3})):
         row = arguments_of(SamplingParams(1.0, min_p=min_p))
-        drawn = sample(logits, torch.arange(4000)[None], **row)
+        drawn = sample(SimpleNamespace(**row), logits, torch.arange(4000)[None])
         assert set(drawn[0].tolist()) == kept
 
 
@@ -157,7 +164,9 @@ def test_min_p_comes_before_top_p() -> None:
     logits = np.log(np.array([0.10, 0.25, 0.02, 0.62, 0.01]))
     p = SamplingParams(1.0, top_p=0.7, min_p=0.3)
     assert defined_kept(logits, p) == {3}
-    drawn = sample(torch.tensor(logits).expand(1, 4000, -1), torch.arange(4000)[None], **arguments_of(p))
+    drawn = sample(
+        SimpleNamespace(**arguments_of(p)), torch.tensor(logits).expand(1, 4000, -1), torch.arange(4000)[None]
+    )
     assert set(drawn[0].tolist()) == {3}
 
 

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.speculate.defined_sampling import arguments_of
 def draw(logits: torch.Tensor, count: int, **params: float) -> torch.Tensor:
     """`count` tokens from the same logits, at `count` positions."""
     row = arguments_of(SamplingParams(**params))
-    return sample(logits.expand(1, count, -1), torch.arange(count)[None], **row)[0]
+    return sample(SimpleNamespace(**row), logits.expand(1, count, -1), torch.arange(count)[None])[0]
 
 
 def test_noise_is_standard_gumbel() -> None:
