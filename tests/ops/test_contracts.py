@@ -23,9 +23,9 @@ from mla_compile import (
 )
 from mla_compile.ops.decode_metadata import mla_decode_metadata
 from mla_compile.ops.prefill_metadata import mla_prefill_metadata
-from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case, make_case, relative_error
 from tests.kernel_cases import metadata_args, prefill_metadata_args
+from tests.reference import mla_attention_reference
 
 ops = torch.ops.mla_compile
 
