@@ -18,8 +18,8 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.backends import DecodeCall, QueryLenSupport, select_backend
-from mla_compile.ops.implementations import describe_device
+from mla_compile.ops.backends import QueryLenSupport, select_backend
+from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.segments import (
     MAX_KEYS,
     MIN_KEYS,
@@ -234,8 +234,7 @@ def padded_rows(count: int) -> int:
 
 def _support(device: torch.device, backend: str | None) -> QueryLenSupport:
     """What the backend takes; of the automatic choice, what the first one takes that runs on the device."""
-    device_type, capability = describe_device(device)
-    call = DecodeCall(device_type, capability, captured=True if backend is None else None)
+    call = Call(*describe_device(device), captured=True if backend is None else None)
     return select_backend(call, backend).chosen.query_len_support
 
 

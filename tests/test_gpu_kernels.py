@@ -12,7 +12,7 @@ import torch
 from mla_compile import MLAError, mla_append, mla_decode
 from mla_compile.ops import batch_invariant_matmul, cublas, fused_add_rms_norm, fused_linear
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
 from mla_compile.ops.implementations import Call, describe_device
@@ -82,7 +82,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 def on_the_gpu(backend: DecodeBackend) -> Subject:
-    reason = backend.why_not(DecodeCall(*describe_device(torch.device("cuda:0"))))
+    reason = backend.why_not(Call(*describe_device(torch.device("cuda:0"))))
     if reason is not None:
         pytest.skip(f"{backend.name} {reason}")
     return Subject(backend, "cuda", heads=20, rank=512, rope=64, page_size=64, dtype=torch.bfloat16)

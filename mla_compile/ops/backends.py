@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from mla_compile.ops.implementations import (
     Call,
     Implementation,
     Selection,
-    check_takes,
     describe_device,
     select,
 )
@@ -32,6 +31,7 @@ from mla_compile.ops.operands import DecodeOperands, PlanOperands
 from mla_compile.ops.paging import flatten_to_single
 
 log = logging.getLogger(__name__)
+Operands = TypeVar("Operands", DecodeOperands, PlanOperands)
 
 
 class QueryLenSupport(Enum):
@@ -43,21 +43,8 @@ class QueryLenSupport(Enum):
 
 
 @dataclass(frozen=True)
-class DecodeCall(Call):
-    """What decides who serves a decode call, and how.
-
-    facts: `dtype`, `heads`, `kv_lora_rank`, `qk_rope_head_dim`, `page_size`.
-    q_len: query tokens a row.
-    has_q_lens: whether the rows' query lengths differ, or some row is inactive.
-    """
-
-    q_len: int | None = None
-    has_q_lens: bool | None = None
-
-
-@dataclass(frozen=True)
 class DecodeBackend(Implementation):
-    """One implementation of `mla_decode`. Whatever it takes of q_len, it serves every decode call: see `run`.
+    """One implementation of `mla_decode`. Whatever it takes of q_len, it serves every decode call: see `fitting`.
 
     multi_token_heads: the numbers of heads with which more than one query token a row is right; None for all.
     planner: `module:object`, a `Planner`, of one that divides its work before it runs: a compiled graph plans once for
@@ -68,43 +55,34 @@ class DecodeBackend(Implementation):
     multi_token_heads: tuple[int, ...] | None = None
     planner: str = ""
 
-    def flattens(self, call: DecodeCall) -> bool:
-        """Whether it gets the query tokens of a call as rows of one token each."""
-        support = self.query_len_support
-        if self.multi_token_heads is not None and call.facts.get("heads") not in self.multi_token_heads:
-            support = QueryLenSupport.SINGLE_ONLY
-        if support is QueryLenSupport.VARLEN:
-            return False
-        return bool(call.has_q_lens) or (support is QueryLenSupport.SINGLE_ONLY and call.q_len != 1)
-
     def plan(self, operands: PlanOperands, *, is_fake: bool) -> list[Tensor]:
         """What `run` takes as `plan`, for calls of these lengths and sizes; where they are fake, empty tensors."""
         planner: Planner = pkgutil.resolve_name(self.planner)
-        if is_fake:
-            return planner.like(operands)
-        facts = {"heads": operands.heads}
-        call = DecodeCall("", facts=facts, q_len=operands.q_len, has_q_lens=operands.q_lens is not None)
-        if self.flattens(call):
-            table, seq_lens = _one_token_rows(operands)
-            operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
-        return planner.plan(operands)
+        return planner.like(operands) if is_fake else planner.plan(self.fitting(operands, operands.heads))
 
-    def run(
-        self, call: DecodeCall, operands: DecodeOperands, plan: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute a `call`, which `decode_call` made of these operands.
-
-        Query tokens that the backend cannot take as they are reach it as rows of one token, each with the keys that
-        it sees: still decode, at the price of reading a row's latents once for each of its tokens.
-        """
+    def run(self, operands: DecodeOperands, plan: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Compute a call; `plan`: what the method of that name gave for it."""
         if plan is not None:
             out, lse = self.load()(operands, plan)
-            return out, lse
-        if self.flattens(call):
-            table, seq_lens = _one_token_rows(operands)
-            operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
-        out, lse = self.load()(operands)
+        else:
+            out, lse = self.load()(self.fitting(operands, operands.q_latent.shape[1]))
         return out, lse
+
+    def fitting(self, operands: Operands, heads: int) -> Operands:
+        """The operands as the backend takes them.
+
+        Query tokens that it cannot take as they are become rows of one token, each with the keys that it sees: still
+        decode, at the price of reading a row's latents once for each of its tokens.
+        """
+        support, q_len, q_lens = self.query_len_support, operands.q_len, operands.q_lens
+        if self.multi_token_heads is not None and heads not in self.multi_token_heads:
+            support = QueryLenSupport.SINGLE_ONLY
+        is_uniform = q_lens is None and (q_len == 1 or support is QueryLenSupport.UNIFORM)
+        if is_uniform or support is QueryLenSupport.VARLEN:
+            return operands
+        tokens = torch.arange(operands.seq_lens.shape[0] * q_len, device=operands.seq_lens.device)
+        table, seq_lens = flatten_to_single(tokens, operands.block_table, operands.seq_lens, q_lens, q_len)
+        return operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
 
 
 class Planner(NamedTuple):
@@ -112,13 +90,6 @@ class Planner(NamedTuple):
 
     plan: Callable[[PlanOperands], list[Tensor]]
     like: Callable[[PlanOperands], list[Tensor]]
-
-
-def _one_token_rows(operands: DecodeOperands | PlanOperands) -> tuple[Tensor, Tensor]:
-    """Block table and lengths, with each query token a row."""
-    table, seq_lens, q_len = operands.block_table, operands.seq_lens, operands.q_len
-    tokens = torch.arange(seq_lens.shape[0] * q_len, device=seq_lens.device)
-    return flatten_to_single(tokens, table, seq_lens, operands.q_lens, q_len)
 
 
 _GLUON = DecodeBackend(
@@ -193,23 +164,23 @@ DECODE_BACKENDS = (
 for a batch-invariant row."""
 
 
-def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> DecodeCall:
+def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> Call:
     """The call that these operands make. They may be fake: symbolic sizes become None."""
-    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _ = operands
-    facts = {
-        "dtype": q_latent.dtype,
-        "heads": _known(q_latent.shape[1]),
-        "kv_lora_rank": _known(q_latent.shape[2]),
-        "qk_rope_head_dim": _known(q_pe.shape[2]),
-        "page_size": _known(kv_cache.shape[1]),
+    q_latent, q_pe, kv_cache, *_ = operands
+    sizes: dict[str, object] = {
+        "heads": q_latent.shape[1],
+        "kv_lora_rank": q_latent.shape[2],
+        "qk_rope_head_dim": q_pe.shape[2],
+        "page_size": kv_cache.shape[1],
     }
+    facts = {name: size if isinstance(size, int) else None for name, size in sizes.items()}
     device = describe_device(q_latent.device)
-    return DecodeCall(*device, captured, facts, batch_invariant, _known(q_len), q_lens is not None)
+    return Call(*device, captured, {"dtype": q_latent.dtype, **facts}, batch_invariant)
 
 
 @functools.cache
 def select_backend(
-    call: DecodeCall, name: str | None = None, argument: str = "backend"
+    call: Call, name: str | None = None, argument: str = "backend"
 ) -> Selection[DecodeBackend]:
     """The backend called `name`, else the first of `DECODE_BACKENDS` that serves a call.
 
@@ -217,8 +188,6 @@ def select_backend(
         MLAError: `name` is unknown or that backend cannot serve the call; the message names the `argument`, the reason
             and the backends that can.
     """
-    if call.facts:
-        check_takes("mla_decode", DECODE_BACKENDS, call.facts)
     if name is None:
         selection = select(DECODE_BACKENDS, call)
         log.debug("decode backend of %s:\n%s", call, selection.explain())  # once for each kind of call
@@ -245,7 +214,3 @@ def check_name(argument: str, name: object) -> None:
     names = [backend.name for backend in DECODE_BACKENDS]
     if name is not None and name not in names:
         raise MLAError(argument, f"one of {', '.join(names)}, or None", repr(name))
-
-
-def _known(size: Any) -> int | None:
-    return size if isinstance(size, int) else None

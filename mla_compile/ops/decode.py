@@ -10,7 +10,6 @@ from mla_compile.ops import validate
 from mla_compile.ops.backends import (
     DECODE_BACKENDS,
     DecodeBackend,
-    DecodeCall,
     decode_call,
     planning_backend,
     select_backend,
@@ -34,22 +33,22 @@ def _run(*args: Any) -> tuple[Tensor, Tensor]:
     given = DecodeOperands(*operands)
     if not given.kv_cache.is_contiguous():  # one that a graph computes: see the op's layout
         given = given._replace(kv_cache=given.kv_cache.contiguous())
-    call, chosen = choose_backend(given, backend, batch_invariant)
+    chosen = choose_backend(given, backend, batch_invariant)
     q_latent = given.q_latent
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, given, plan)
+    return chosen.run(given, plan)
 
 
 def choose_backend(
     operands: DecodeOperands, backend: str | None, batch_invariant: bool = False
-) -> tuple[DecodeCall, DecodeBackend]:
+) -> DecodeBackend:
     """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
     # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
     captured = backend is None or (operands.q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
     call = decode_call(operands, captured=captured, batch_invariant=batch_invariant)
-    return call, select_backend(call, backend).chosen
+    return select_backend(call, backend).chosen
 
 
 # Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache

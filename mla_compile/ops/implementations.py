@@ -9,7 +9,7 @@ and `TORCH_LOGS="+mla_compile"` says of each kind of call who serves it and why 
 import functools
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -179,15 +179,6 @@ def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
             return Selection(row, tuple(passed_over))
         passed_over.append((row.name, reason))
     raise AssertionError("some row of a table serves every call")
-
-
-def check_takes(op: str, table: tuple[Implementation, ...], facts: Collection[str]) -> None:
-    """Raises `AssertionError` where a row limits what is no fact of its op: it would serve calls that it must not."""
-    for row in table:
-        for fact in row.takes:
-            if fact not in facts:
-                known = ", ".join(map(repr, facts))
-                raise AssertionError(f"{op}: {row.name} takes {fact!r}, expected facts of the op: {known}")
 
 
 def first_serves(table: tuple[Implementation, ...], x: torch.Tensor, **facts: object) -> bool:

@@ -26,7 +26,6 @@ from mla_compile.ops.implementations import (
     Call,
     Implementation,
     Selection,
-    check_takes,
     describe_device,
     select,
 )
@@ -210,26 +209,14 @@ def serving(op: str, args: Sequence[Any]) -> Implementation:
         _log_once(op, choose(op, args).explain())
     if len(here) == 1:
         return here[0]
-    facts = _facts(op, args)
+    facts = _facts_of[op](args)
     return next(row for row in here if row.why_not_given(facts) is None)
 
 
 def call_of(op: str, args: Sequence[Any]) -> Call:
     """What decides who serves a call of an op with these arguments."""
     device = describe_device(args[0].device)
-    return Call(*device, facts=_facts(op, args), batch_invariant=_is_asked(op, args))
-
-
-def _facts(op: str, args: Sequence[Any]) -> Mapping[str, object]:
-    facts = _facts_of[op](args)
-    _check_takes(op, tuple(facts))
-    return facts
-
-
-@functools.cache
-def _check_takes(op: str, facts: tuple[str, ...]) -> None:
-    """On an op's first use, as only a call has facts."""
-    check_takes(op, tables[op], facts)
+    return Call(*device, facts=_facts_of[op](args), batch_invariant=_is_asked(op, args))
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:
