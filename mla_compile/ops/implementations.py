@@ -71,6 +71,8 @@ class Implementation:
     capturable: whether a call does no work on the host that depends on values.
     batch_invariant: whether a token gets the same bits in every call with the same keys, experts and weights, whatever
         is computed beside it.
+    takes_flag: whether its function takes the op's argument `batch_invariant` too. It calls other ops, which are so
+        where they are asked to be.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Implementation:
     takes: Mapping[str, Taken] = field(default_factory=dict, hash=False)
     capturable: bool = True
     batch_invariant: bool = False
+    takes_flag: bool = False
 
     def why_not(self, call: Call) -> str | None:
         """The first reason why it cannot serve a call, with the values; None where it can."""
@@ -152,6 +155,20 @@ def triton(
 def reference(function: str) -> Implementation:
     """The row of a table for a function in plain torch that serves every call, if its bits may depend on the batch."""
     return Implementation("reference", "plain torch, any device", function)
+
+
+def by_token(function: str, name: str = "by_token") -> Implementation:
+    """The row for a function in plain torch of which a token's bits depend on nothing but the token."""
+    return Implementation(
+        name, "plain torch, any device, each token by itself", function, batch_invariant=True
+    )
+
+
+def apart(function: str) -> Implementation:
+    """The row for a function that does what an op does by several others, for every call."""
+    return Implementation(
+        "apart", "any device: one op after the other", function, batch_invariant=True, takes_flag=True
+    )
 
 
 Row = TypeVar("Row", bound=Implementation, covariant=True)

@@ -107,9 +107,11 @@ def define_op(
             args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
             if run is not None:
                 return run(*args)
-            function = serving(op, args).load()
-            taken = args[:-1] if op in flagged else args
-            return function(*taken) if operands is None else function(operands(*taken))
+            row = serving(op, args)
+            asked = args[-1:] if op in flagged else ()
+            taken = args[: len(args) - len(asked)]
+            given = taken if operands is None else (operands(*taken),)
+            return row.load()(*given, *(asked if row.takes_flag else ()))
 
         def fake(*args: Any) -> Any:
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))

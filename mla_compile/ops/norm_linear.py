@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_compile.ops import fp8
 from mla_compile.ops.fp8_linear import check_fp8_linear, fp8_linear_op
-from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, Implementation, triton
+from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, apart, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
 from mla_compile.ops.operands import NormLinearOperands
@@ -41,13 +41,7 @@ NORM_LINEAR = (
         takes={**_GEMV.takes, "weights": ("one FP8 matrix",), "dtype": FLOATS, "tokens": UNIT},
         min_capability=FLOAT8,
     ),
-    Implementation("apart", "any device: the norm, then the product", "mla_compile.ops.norm_linear:apart"),
-    Implementation(
-        "apart_in_order",
-        "any device: the norm, then the batch-invariant product",
-        "mla_compile.ops.norm_linear:apart_in_order",
-        batch_invariant=True,
-    ),
+    apart("mla_compile.ops.norm_linear:norm_then_product"),
 )
 
 
@@ -113,7 +107,7 @@ def norm_linear(
 norm_linear_op = torch.ops.mla_compile.norm_linear.default
 
 
-def apart(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
+def norm_then_product(operands: NormLinearOperands, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """`norm_linear`, one after the other."""
     x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
     if residual is None:
@@ -123,8 +117,3 @@ def apart(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[
     if first_scale is None:
         return fused_linear_op(normed, first, second, batch_invariant), total
     return fp8_linear_op(normed, first, first_scale, second, second_scale, batch_invariant), total
-
-
-def apart_in_order(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
-    """The same, and a token's bits depend on nothing but the token."""
-    return apart(operands, batch_invariant=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.ops.implementations import FLOATS, Implementation, triton
+from mla_compile.ops.implementations import FLOATS, apart, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm
 from mla_compile.ops.routing import check_router, empty_choice, moe_router_op
@@ -29,13 +29,7 @@ NORM_ROUTER = (
             "experts": range(1, 1025),
         },
     ),
-    Implementation("apart", "any device: the norm, then the router", "mla_compile.ops.norm_router:apart"),
-    Implementation(
-        "apart_in_order",
-        "any device: the norm, then the batch-invariant router",
-        "mla_compile.ops.norm_router:apart_in_order",
-        batch_invariant=True,
-    ),
+    apart("mla_compile.ops.norm_router:norm_then_router"),
 )
 
 
@@ -78,16 +72,9 @@ def norm_router(
 norm_router_op = torch.ops.mla_compile.norm_router.default
 
 
-def apart(
+def norm_then_router(
     x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_router`, one after the other."""
+    """`norm_router`, one after the other. router: the arguments of `moe_router` from `weight` on."""
     normed, total = add_rms_norm_op(x, residual, norm_weight, eps)
     return normed, total, *moe_router_op(normed, *router)
-
-
-def apart_in_order(
-    x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and a token's bits depend on nothing but the token."""
-    return apart(x, residual, norm_weight, eps, *router, True)

@@ -13,6 +13,7 @@ from mla_compile.ops.implementations import (
     SOME,
     Implementation,
     at_least,
+    by_token,
     reference,
     triton,
 )
@@ -76,12 +77,7 @@ PREFILL = (
         batch_invariant=True,
     ),
     reference("mla_compile.ops.prefill:prefill_torch"),
-    Implementation(
-        "by_token",
-        "plain torch, a token at a time, any device",
-        "mla_compile.ops.prefill:prefill_by_token",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.prefill:prefill_by_token"),
 )
 
 

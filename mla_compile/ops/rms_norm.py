@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_compile.ops import validate
 from mla_compile.ops.by_row import sum_by_row
-from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
+from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, apart, by_token, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.ops.peers import SLOT_COLUMNS, SMALL, facts_of
@@ -20,12 +20,7 @@ _TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": range(1, 2
 def _table(triton_function: str, torch_function: str) -> tuple[Implementation, ...]:
     return (
         triton("a program for each row", triton_function, takes=_TAKES, batch_invariant=True),
-        Implementation(
-            "by_halves",
-            "plain torch, any device: elementwise sums of halves",
-            torch_function,
-            batch_invariant=True,
-        ),
+        by_token(torch_function, "by_halves"),
     )
 
 
@@ -41,18 +36,9 @@ ALL_REDUCE_ADD_RMS_NORM = (
         "mla_compile.ops.kernels.collectives:all_reduce_add_rms_norm_triton",
         takes=SMALL | {"columns": range(1, SLOT_COLUMNS + 1)},
     ),
-    Implementation(
-        "apart",
-        "any device: all_reduce, then fused_add_rms_norm",
-        "mla_compile.ops.rms_norm:all_reduce_then_norm",
-    ),
-    # Not the kernel: which thread adds up what may be another in it, and many tokens are more than it takes.
-    Implementation(
-        "apart_in_order",
-        "any device: the same, and parts are added in order",
-        "mla_compile.ops.rms_norm:all_reduce_in_order_then_norm",
-        batch_invariant=True,
-    ),
+    # Asked for the same bits, not the kernel: which thread adds up what may be another in it, and many tokens are more
+    # than it takes.
+    apart("mla_compile.ops.rms_norm:all_reduce_then_norm"),
 )
 
 
@@ -138,16 +124,9 @@ def add_rms_norm_torch(
 
 
 def all_reduce_then_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     """`all_reduce_add_rms_norm`, one after the other."""
-    normed, total = add_rms_norm_op(torch.ops.mla_compile.all_reduce.default(x), residual, weight, eps)
-    return normed, total
-
-
-def all_reduce_in_order_then_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The same, and a row's bits depend on nothing but the row."""
-    normed, total = add_rms_norm_op(torch.ops.mla_compile.all_reduce.default(x, True), residual, weight, eps)
+    reduced = torch.ops.mla_compile.all_reduce.default(x, batch_invariant)
+    normed, total = add_rms_norm_op(reduced, residual, weight, eps)
     return normed, total

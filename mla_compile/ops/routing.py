@@ -13,14 +13,7 @@ from torch import Tensor
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import (
-    FLOATS,
-    SOME,
-    Implementation,
-    Taken,
-    reference,
-    triton,
-)
+from mla_compile.ops.implementations import FLOATS, SOME, Taken, by_token, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.torch_internals import statically_known_true
@@ -55,12 +48,7 @@ MOE_ROUTER = (
         description="the same of any number of tokens",
         takes=_TAKES | {"tokens": SOME},
     ),
-    Implementation(
-        "by_token",
-        "plain torch, any device, each token by itself",
-        "mla_compile.ops.routing:router_by_token",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.routing:router_by_token"),
 )
 
 

@@ -9,26 +9,18 @@ from torch import Tensor
 
 from mla_compile.ops import validate
 from mla_compile.ops.by_row import sum_by_row
-from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
+from mla_compile.ops.implementations import FLOATS, SOME, by_token, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
-
-_TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": SOME}
-
 
 ROW_SUM = (
     triton(
         "a program for each row",
         "mla_compile.ops.kernels.row_sums:sum_triton",
-        takes=_TAKES,
+        takes={"dtype": FLOATS, "rows": SOME, "columns": SOME},
         batch_invariant=True,
     ),
-    Implementation(
-        "by_halves",
-        "plain torch, any device: elementwise sums of halves",
-        "mla_compile.ops.row_sums:sum_torch",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.row_sums:sum_torch", "by_halves"),
 )
 
 

@@ -8,12 +8,12 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.norm_router import apart, apart_in_order, norm_router, norm_router_op
+from mla_compile.ops.norm_router import norm_router, norm_router_op
 from tests.ops.routing import ROUTINGS, check_after_norm, router_args
 
 
 @pytest.mark.parametrize("name", list(ROUTINGS))
-@pytest.mark.parametrize("product", [apart, apart_in_order, norm_router])
+@pytest.mark.parametrize("product", [norm_router, partial(norm_router, batch_invariant=True)])
 def test_it_is_the_router_of_the_norm(name: str, product: object) -> None:
     for tokens, dtype in ((1, torch.float32), (9, torch.bfloat16)):
         check_after_norm(product, router_args(name, tokens, 40, dtype))  # type: ignore[arg-type]
