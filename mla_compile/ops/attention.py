@@ -18,6 +18,15 @@ from mla_compile.torch_internals import run_check
 
 
 @define_op(
+    layouts={
+        "q_nope": "tokens, heads, qk_nope_head_dim",
+        "q_pe": "tokens, heads, qk_rope_head_dim",
+        "w_uk": "heads, qk_nope_head_dim, kv_lora_rank",
+        "w_uv": "heads, kv_lora_rank, v_head_dim",
+        "kv_c": "tokens, kv_lora_rank",
+        "k_pe": "tokens, qk_rope_head_dim",
+        "kv_cache": validate.PAGED,
+    },
     run=lambda *args: lower_mla_attention(*args),
     name="mla_attention",
     mutates=("kv_cache",),
@@ -45,16 +54,6 @@ def _attention(
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
-    sizes = validate.Layouts()
-    sizes.floats(
-        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
-        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
-        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
-        kv_c=(kv_c, "tokens, kv_lora_rank"),
-        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
-        kv_cache=(kv_cache, validate.PAGED),
-    )
     validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
         like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width

@@ -53,7 +53,20 @@ def choose_backend(
 
 # Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache
 # that a graph computes otherwise than it was told.
-@define_op(table=DECODE_BACKENDS, run=_run, returns=("out", "lse"), layout=torch.Tag.flexible_layout)
+@define_op(
+    table=DECODE_BACKENDS,
+    layouts={
+        "q_latent": "tokens, heads, kv_lora_rank",
+        "q_pe": "tokens, heads, qk_rope_head_dim",
+        "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
+        "seq_lens": "int32 rows",
+        "q_lens": "int32 rows or None",
+        "block_table": validate.TABLE,
+    },
+    run=_run,
+    returns=("out", "lse"),
+    layout=torch.Tag.flexible_layout,
+)
 def mla_decode(
     q_latent: Tensor,
     q_pe: Tensor,
@@ -97,16 +110,11 @@ def mla_decode(
         MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
             Lengths are checked where they are on the CPU.
     """
-    sizes = validate.Layouts()
-    sizes.floats(
-        q_latent=(q_latent, "tokens, heads, kv_lora_rank"),
-        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        kv_cache=(kv_cache.contiguous() if is_fake(kv_cache) else kv_cache, validate.PAGED),
-    )
-    sizes.rows(block_table, like=q_latent, seq_lens=seq_lens, q_lens=q_lens)
+    if not is_fake(kv_cache):
+        validate.Layouts().check("kv_cache", kv_cache, validate.PAGED)
     validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
-    validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-    validate.query_lengths("q_lens", q_lens, q_len)
+    validate.lengths("", seq_lens, block_table, kv_cache)
+    validate.within("q_lens", "lengths", q_lens, 0, q_len)
     if backend is not None:
         given = DecodeOperands(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
         call = decode_call(given, captured=False, batch_invariant=batch_invariant)  # see `plan_decode`
@@ -124,7 +132,10 @@ def _plan(*args: Any) -> list[Tensor]:
     return planning_backend(backend).plan(given, is_fake=is_fake(given.seq_lens))
 
 
-@define_op(run=_plan)
+@define_op(
+    run=_plan,
+    layouts={"seq_lens": "int32 rows", "q_lens": "int32 rows or None", "block_table": validate.TABLE},
+)
 def mla_decode_plan(
     block_table: Tensor,
     seq_lens: Tensor,
@@ -149,7 +160,6 @@ def mla_decode_plan(
     Returns:
         The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
     """
-    validate.Layouts().rows(block_table, like=seq_lens, seq_lens=seq_lens, q_lens=q_lens)
     sizes = q_len, heads, kv_lora_rank, qk_rope_head_dim, page_size
     if not is_fake(seq_lens):
         return []

@@ -26,7 +26,11 @@ DECODE_METADATA = (
 
 @define_op(
     table=DECODE_METADATA,
-    facts=lambda num_cached: {"rows": num_cached.shape[0]},
+    layouts={
+        "num_cached": "int32 rows",
+        "q_lens": "int32 rows or None",
+        "block_table": validate.TABLE,
+    },
     static="page_size",
     returns=("seq_lens", "valid", "slot_mapping", "positions"),
 )
@@ -53,7 +57,6 @@ def mla_decode_metadata(
     """
     validate.whole_number("q_len", q_len, 1)
     validate.whole_number("page_size", page_size, 1)
-    validate.Layouts().rows(block_table, like=num_cached, num_cached=num_cached, q_lens=q_lens)
     rows = num_cached.shape[0]
     slots, positions = (empty(num_cached, (rows * q_len,), torch.int64) for _ in range(2))
     return empty(num_cached, (rows,)), empty(num_cached, (rows,)), slots, positions

@@ -1,8 +1,9 @@
 """Where our custom ops are defined: one `torch.library.Library`, one way to add an op to it.
 
-An op is declared once, by a function with its arguments that checks them and returns an empty result:
+An op is declared once, by the layouts of its tensors and a function with its arguments, which checks what layouts do
+not say and returns an empty result:
 
-    @define_op(table=APPEND, facts=lambda kv_c: {"dtype": kv_c.dtype}, mutates=("kv_cache",))
+    @define_op(table=APPEND, layouts={"kv_c": "tokens, kv_lora_rank", ...}, mutates=("kv_cache",))
     def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         ...checks...
 
@@ -29,6 +30,7 @@ from mla_compile.ops.implementations import (
     describe_device,
     select,
 )
+from mla_compile.ops.validate import Layouts, dims_of, parse
 from mla_compile.torch_internals import is_fake, run_check
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ _TYPES = {
 def define_op(
     *,
     table: Table = (),
+    layouts: Mapping[str, str] | None = None,
     facts: Callable[..., Mapping[str, object]] | None = None,
     operands: Callable[..., Any] | None = None,
     run: Callable[..., Any] | None = None,
@@ -77,7 +80,10 @@ def define_op(
 
     Args:
         table: its implementations, fastest first; the last one takes every call.
-        facts: what the rows' `takes` speak of, made of those of the op's arguments that `facts` has parameters for.
+        layouts: of tensors among the arguments (see `validate.Layouts`), which are checked before the declaration runs.
+            A word of them is a fact of a call, what the rows' `takes` speak of; so are "dtype", that of the first
+            argument, and "NAME.dtype" and "NAME.stride(1)" of the others.
+        facts: more facts, made of those of the op's arguments that `facts` has parameters for.
         operands: makes one record of the op's arguments, which is what the rows take; by default they take these by
             position. `batch_invariant` is none of them.
         run: what to run instead of the table's choice, with all of the op's arguments by position.
@@ -114,13 +120,13 @@ def define_op(
             return row.load()(*given, *(asked if row.takes_flag else ()))
 
         def fake(*args: Any) -> Any:
+            if layouts is not None:
+                Layouts().tensors(layouts, dict(zip(names, args)))
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
 
+        names = [p.name for p in parameters]
         tables[op], implementations[op] = table, implementation
-        if facts is not None:
-            names = [p.name for p in parameters]
-            wanted = [names.index(argument) for argument in inspect.signature(facts).parameters]
-            _facts_of[op] = lambda args: facts(*(args[i] for i in wanted))
+        _facts_of[op] = _facts_reader(table, names, layouts or {}, facts)
         schema = schema_of(op, declaration, mutates=mutates, static=static, returns=returns)
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout, *tags))
         lib.impl(op, implementation, "CompositeExplicitAutograd")
@@ -128,6 +134,41 @@ def define_op(
         return _checked(declaration, getattr(torch.ops.mla_compile, op).default, fake)
 
     return declare
+
+
+def _facts_reader(
+    table: Table,
+    names: list[str],
+    layouts: Mapping[str, str],
+    more: Callable[..., Mapping[str, object]] | None,
+) -> Callable[[Sequence[Any]], Mapping[str, object]]:
+    """What gives the facts of a call by its arguments, which have these names."""
+    limited = {fact for row in table for fact in row.takes}
+    readers = {fact: read for fact in limited if (read := _reader(fact, names, layouts))}
+    wanted = [names.index(argument) for argument in inspect.signature(more).parameters] if more else []
+
+    def facts(args: Sequence[Any]) -> dict[str, object]:
+        found = {fact: read(args) for fact, read in readers.items()}
+        return found if more is None else {**found, **more(*(args[i] for i in wanted))}
+
+    return facts
+
+
+def _reader(
+    fact: str, names: list[str], layouts: Mapping[str, str]
+) -> Callable[[Sequence[Any]], object] | None:
+    """What reads a fact of arguments; None where their layouts do not say what it is."""
+    for name, layout in layouts.items():
+        i, words = names.index(name), [word for word, _ in dims_of(parse(layout)[1])]
+        if fact in words:
+            dim = words.index(fact)
+            return lambda args: args[i].shape[dim]
+        if fact in ("dtype", f"{name}.dtype"):
+            return lambda args: args[i].dtype
+        if fact.startswith(f"{name}.stride("):
+            dim = int(fact.removeprefix(f"{name}.stride(").removesuffix(")"))
+            return lambda args: None if args[i] is None else args[i].stride(dim)
+    return None
 
 
 def schema_of(
@@ -171,17 +212,16 @@ def _checked(
     ]
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.compiler.is_compiling():
-            declaration(*args, **kwargs)
-        # By position, as nodes of a graph have them. What is left over in kwargs, the op refuses.
+        # By position, as nodes of a graph have them.
         rest: list[object] = []
         for name, default in parameters[len(args) :]:
             if name not in kwargs and not default:
                 raise TypeError(f"{declaration.__name__}() misses the argument {name!r}")
             rest.append(kwargs.pop(name, *default))
-        if torch.compiler.is_compiling():
-            run_check(check, *args, *rest)
-        result: R = op(*args, *rest, **kwargs)
+        if kwargs:
+            raise TypeError(f"{declaration.__name__}() has no argument {next(iter(kwargs))!r}")
+        run_check(check, *args, *rest)
+        result: R = op(*args, *rest)
         return result
 
     # A code object of its own: Dynamo keeps compiled versions per code object, and refuses a ninth.

@@ -15,7 +15,7 @@ from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, ap
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
 from mla_compile.ops.operands import NormLinearOperands
-from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
+from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.ops.side_by_side import num_columns
 
 MOST_TOKENS = 2
@@ -58,11 +58,9 @@ def _weights(
 @define_op(
     table=NORM_LINEAR,
     operands=NormLinearOperands,
-    facts=lambda x, first, first_scale, second, second_scale: {
+    layouts={"x": "tokens, k", "residual": "tokens, k or None", "norm_weight": "k or None"},
+    facts=lambda first, first_scale, second, second_scale: {
         "weights": _weights(first, first_scale, second, second_scale),
-        "dtype": x.dtype,
-        "tokens": x.shape[0],
-        "k": x.shape[1],
         "columns": num_columns(first, second),
     },
     returns=("product", "total"),
@@ -94,7 +92,6 @@ def norm_linear(
     Raises:
         MLAError: an argument that is not so, named.
     """
-    check_norm(x, residual=residual, weight=norm_weight)
     if first_scale is None:
         check_linear(x, first, second, batch_invariant)
     else:

@@ -3,8 +3,6 @@
 No model calls it: the pass `fuse_norm_rope_append` puts it in the place of `mla_append` and what comes before.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,11 +27,14 @@ NORM_ROPE_APPEND = (
 @define_op(
     table=NORM_ROPE_APPEND,
     operands=NormRopeAppendOperands,
-    facts=lambda kv_a, q_pe: {
-        "dtype": kv_a.dtype,
-        "tokens": kv_a.shape[0],
-        "kv_a.stride(1)": kv_a.stride(1),
-        "q_pe.stride(2)": None if q_pe is None else q_pe.stride(2),
+    layouts={
+        "kv_a": "tokens, kv_lora_rank + qk_rope_head_dim",
+        "weight": "kv_lora_rank",
+        "kv_cache": validate.PAGED,
+        "q_pe": "tokens, heads, columns or None",
+        "cos": "float tokens, angles",
+        "sin": "float tokens, angles",
+        "slot_mapping": "int64 tokens",
     },
     mutates=("kv_cache", "q_pe"),
 )
@@ -69,21 +70,13 @@ def mla_norm_rope_append(
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
-    queries: dict[str, Any] = {} if q_pe is None else {"q_pe": (q_pe, "tokens, heads, columns")}
-    sizes = validate.Layouts()
-    sizes.floats(
-        kv_a=(kv_a, "tokens, kv_lora_rank + qk_rope_head_dim"),
-        weight=(weight, "kv_lora_rank"),
-        kv_cache=(kv_cache, validate.PAGED),
-        **queries,
-    )
     rope = kv_a.shape[1] - weight.shape[0]
     if rope < 2 or rope % 2:
         raise MLAError(
             "weight", f"an even number of columns less than kv_a's {kv_a.shape[1]}", weight.shape[0]
         )
-    sizes.angles(cos, sin, rope, like=kv_a)
-    sizes.slots(slot_mapping, kv_cache)
+    validate.angles(cos, sin, rope)
+    validate.slots("slot_mapping", slot_mapping, kv_cache)
     if q_pe is not None and q_pe.shape[2] != rope:
         raise MLAError("q_pe", f"{rope} columns, as many as are rotated of kv_a", q_pe.shape[2])
 

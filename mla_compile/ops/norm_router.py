@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mla_compile.ops.implementations import FLOATS, apart, triton
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm
-from mla_compile.ops.routing import check_router, empty_choice, moe_router_op
+from mla_compile.ops.rms_norm import add_rms_norm_op
+from mla_compile.ops.routing import ROUTER, check_router, empty_choice, moe_router_op
 
 MOST_TOKENS = 32
 """For which the op has a kernel."""
@@ -23,7 +23,7 @@ NORM_ROUTER = (
         "mla_compile.ops.kernels.routing:norm_router_triton",
         takes={
             "dtype": FLOATS,
-            "weight's dtype": FLOATS,
+            "weight.dtype": FLOATS,
             "tokens": range(1, MOST_TOKENS + 1),
             "hidden": range(1, 2**13 + 1),
             "experts": range(1, 1025),
@@ -35,13 +35,7 @@ NORM_ROUTER = (
 
 @define_op(
     table=NORM_ROUTER,
-    facts=lambda x, weight: {
-        "dtype": x.dtype,
-        "weight's dtype": weight.dtype,
-        "tokens": x.shape[0],
-        "hidden": x.shape[1],
-        "experts": weight.shape[0],
-    },
+    layouts={**ROUTER, "residual": "tokens, hidden", "norm_weight": "hidden or None"},
     returns=("normed", "total", "weights", "ids"),
 )
 def norm_router(
@@ -64,8 +58,7 @@ def norm_router(
     Raises:
         MLAError: an argument that is not so, named.
     """
-    check_norm(x, residual=residual, weight=norm_weight)
-    check_router(x, weight, bias, topk, num_groups, topk_groups, softmax=softmax)
+    check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty(x, x.shape), empty(x, x.shape), *empty_choice(x, weight, topk)
 
 

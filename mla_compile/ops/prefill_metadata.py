@@ -18,7 +18,7 @@ PREFILL_METADATA = (
     triton(
         "one launch",
         "mla_compile.ops.kernels.prefill_metadata:prefill_metadata_triton",
-        takes={"rows": range(1, 4097), "pages": SOME},
+        takes={"rows": range(1, 4097), "max_pages": SOME},
     ),
     reference("mla_compile.ops.prefill_metadata:prefill_metadata_torch"),
 )
@@ -26,7 +26,11 @@ PREFILL_METADATA = (
 
 @define_op(
     table=PREFILL_METADATA,
-    facts=lambda block_table: {"rows": block_table.shape[0], "pages": block_table.shape[1]},
+    layouts={
+        "block_table": validate.TABLE,
+        "lens": "int64 rows, 2",
+        "bounds": "int64 rows, 2 * parts",
+    },
     static="page_size",
     returns=("cu_seqlens_q", "seq_lens", "slot_mapping", "positions", "key_slots", "cu_seqlens_k"),
 )
@@ -52,15 +56,9 @@ def mla_prefill_metadata(
         MLAError: an argument that is not so, named.
     """
     validate.whole_number("page_size", page_size, 1)
-    sizes = validate.Layouts()
-    sizes.table(block_table)
-    sizes.check("lens", lens, "rows, 2", dtype=torch.int64, like=block_table)
-    sizes.check("bounds", bounds, "rows, 2 * parts", dtype=torch.int64, like=block_table)
     rows, parts, like = bounds.shape[0], bounds.shape[1] // 2, block_table
     if statically_known_true(bounds.shape[1] % 2 != 0) or statically_known_true(parts < 1):
         raise MLAError("bounds", "two columns for each part", list(bounds.shape))
-    if statically_known_true(rows != block_table.shape[0]):
-        raise MLAError("lens", f"those of the {block_table.shape[0]} rows of block_table", list(lens.shape))
     cu_seqlens_q, seq_lens = empty(like, (rows + 1,)), empty(like, (rows,))
     slots, positions = (empty(like, (tokens,), torch.int64) for _ in range(2))
     key_slots, cu_seqlens_k = empty(like, (parts, keys), torch.int64), empty(like, (parts, rows + 1))

@@ -7,7 +7,6 @@ the row. No model calls them: the passes `fuse_rms_norm` and `fuse_all_reduce` p
 import torch
 from torch import Tensor
 
-from mla_compile.ops import validate
 from mla_compile.ops.by_row import sum_by_row
 from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, apart, by_token, triton
 from mla_compile.ops.library import define_op, empty
@@ -42,11 +41,11 @@ ALL_REDUCE_ADD_RMS_NORM = (
 )
 
 
-def _facts(x: Tensor) -> dict[str, object]:
-    return {"dtype": x.dtype, "rows": x.shape[0], "columns": x.shape[1]}
+_NORM = {"x": "rows, columns", "weight": "columns or None"}
+_ADD_NORM = {"x": "rows, columns", "residual": "rows, columns", "weight": "columns or None"}
 
 
-@define_op(table=RMS_NORM, facts=_facts)
+@define_op(table=RMS_NORM, layouts=_NORM)
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`weight * (x / sqrt(mean(x ** 2) + eps))` of each row of `x` `[rows, columns]` (arXiv 1910.07467), in its dtype.
 
@@ -56,11 +55,10 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     Raises:
         MLAError: x or weight is not so, named.
     """
-    check_norm(x, weight=weight)
     return empty(x, x.shape)
 
 
-@define_op(table=ADD_RMS_NORM, facts=_facts, returns=("normed", "total"))
+@define_op(table=ADD_RMS_NORM, layouts=_ADD_NORM, returns=("normed", "total"))
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -69,13 +67,13 @@ def fused_add_rms_norm(
     Raises:
         MLAError: x, residual or weight is not so, named.
     """
-    check_norm(x, residual=residual, weight=weight)
     return empty(x, x.shape), empty(x, x.shape)
 
 
 @define_op(
     table=ALL_REDUCE_ADD_RMS_NORM,
-    facts=lambda x: facts_of(x) | {"columns": x.shape[1], "programs": x.shape[0]},
+    layouts=_ADD_NORM,
+    facts=lambda x: facts_of(x) | {"programs": x.shape[0]},
     returns=("normed", "total"),
 )
 def all_reduce_add_rms_norm(
@@ -88,18 +86,7 @@ def all_reduce_add_rms_norm(
     Raises:
         MLAError: x, residual or weight is not so, named.
     """
-    check_norm(x, residual=residual, weight=weight)
     return empty(x, x.shape), empty(x, x.shape)
-
-
-def check_norm(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) -> None:
-    """Check the arguments of these ops."""
-    given = {"x": (x, "rows, columns")}
-    if residual is not None:
-        given["residual"] = (residual, "rows, columns")
-    if weight is not None:
-        given["weight"] = (weight, "columns")
-    validate.Layouts().floats(like=None, **given)
 
 
 rms_norm_op = torch.ops.mla_compile.fused_rms_norm.default

@@ -24,11 +24,10 @@ ROTATE_QUERIES = (
 
 @define_op(
     table=ROTATE_QUERIES,
-    facts=lambda q_pe: {
-        "dtype": q_pe.dtype,
-        "tokens": q_pe.shape[0],
-        "heads": q_pe.shape[1],
-        "q_pe.stride(2)": q_pe.stride(2),
+    layouts={
+        "q_pe": "tokens, heads, qk_rope_head_dim",
+        "cos": "float tokens, angles",
+        "sin": "float tokens, angles",
     },
     mutates=("q_pe",),
     layout=torch.Tag.flexible_layout,
@@ -47,12 +46,10 @@ def mla_rotate_queries(
     Raises:
         MLAError: an argument that is not so, named.
     """
-    sizes = validate.Layouts()
-    sizes.floats(q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"))
     rope = q_pe.shape[2]
     if rope < 2 or rope % 2:
         raise MLAError("q_pe", "an even number of columns", rope)
-    sizes.angles(cos, sin, rope, like=q_pe)
+    validate.angles(cos, sin, rope)
 
 
 rotate_queries_op = torch.ops.mla_compile.mla_rotate_queries.default

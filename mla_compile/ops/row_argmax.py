@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import MLAError
-from mla_compile.ops import validate
 from mla_compile.ops.implementations import FLOATS, SOME, UNIT, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
@@ -25,12 +24,7 @@ ROW_ARGMAX = (
 
 @define_op(
     table=ROW_ARGMAX,
-    facts=lambda x: {
-        "dtype": x.dtype,
-        "rows": x.shape[0],
-        "columns": x.shape[1],
-        "x.stride(1)": x.stride(1),
-    },
+    layouts={"x": "rows, columns"},
 )
 def row_argmax(x: Tensor) -> Tensor:
     """`x.argmax(dim=-1)`: the column of the largest number of each row, int64 `[rows]`.
@@ -43,7 +37,6 @@ def row_argmax(x: Tensor) -> Tensor:
     Raises:
         MLAError: x has another number of dimensions, is not float, or has no column.
     """
-    validate.Layouts().floats(x=(x, "rows, columns"))
     if statically_known_true(x.shape[1] < 1):
         raise MLAError("x", "at least one column", list(x.shape))
     return empty(x, x.shape[:1], torch.int64)

@@ -7,7 +7,6 @@ so that one token gets other bits in another graph. `make_batch_invariant` puts 
 import torch
 from torch import Tensor
 
-from mla_compile.ops import validate
 from mla_compile.ops.by_row import sum_by_row
 from mla_compile.ops.implementations import FLOATS, SOME, by_token, triton
 from mla_compile.ops.library import define_op, empty
@@ -24,14 +23,13 @@ ROW_SUM = (
 )
 
 
-@define_op(table=ROW_SUM, facts=lambda x: {"dtype": x.dtype, "rows": x.shape[0], "columns": x.shape[1]})
+@define_op(table=ROW_SUM, layouts={"x": "rows, columns"})
 def batch_invariant_sum(x: Tensor) -> Tensor:
     """The sum of each row of `x` `[rows, columns]`, float: `[rows]`, in float32, of float64 in float64.
 
     Raises:
         MLAError: x has another number of dimensions or is not float.
     """
-    validate.Layouts().floats(x=(x, "rows, columns"))
     return empty(x, x.shape[:1], accumulate_dtype(x.dtype))
 
 

@@ -48,9 +48,9 @@ def test_a_tokens_bits_can_be_its_own() -> None:
 
 def test_a_mistake_is_named() -> None:
     x, weight = torch.randn(3, K), torch.randn(7, K)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(rows of x\)"):
+    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\)"):
         norm_linear(x, x[:2], None, EPS, weight)
-    with pytest.raises(MLAError, match=r"weight: expected size 40 \(columns of x\)"):
+    with pytest.raises(MLAError, match=r"weight: expected size 40 \(k of x\)"):
         norm_linear(x, None, torch.ones(3), EPS, weight)
     with pytest.raises(MLAError, match=r"first: expected"):
         norm_linear(x, None, None, EPS, weight[:, 1:])

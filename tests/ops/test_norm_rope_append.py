@@ -91,7 +91,7 @@ BAD: dict[str, tuple[str, Callable]] = {
     "a weight of another dtype": ("weight", lambda x: x.double()),
     "a weight as wide as kv_a": ("weight", lambda x: x.new_ones(48)),
     "a weight that leaves an odd width": ("weight", lambda x: x[:-1]),
-    "cos of half the pairs": ("cos", lambda x: x[:, :4]),
+    "cos of half the pairs": ("sin", lambda x: x[:, :4]),
     "integer cos": ("cos", lambda x: x.long()),
     "cos of fewer tokens": ("cos", lambda x: x[:-1]),
     "cos on another device": ("cos", lambda x: x.to("meta")),

@@ -39,7 +39,7 @@ def test_a_tokens_bits_can_be_its_own() -> None:
 
 def test_a_mistake_is_named() -> None:
     x, weight, bias, *rest = router_args("v3", 3, 12, torch.float32)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(rows of x\)"):
+    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\)"):
         norm_router(x, x[:2], None, 1e-5, weight, bias, *rest)
     with pytest.raises(MLAError, match=r"topk: expected between 1 and 128 experts, got 129"):
         norm_router(x, x, None, 1e-5, weight, bias, 129, *rest[1:])
