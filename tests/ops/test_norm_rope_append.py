@@ -8,8 +8,7 @@ from torch.library import opcheck
 
 from mla_compile import MLAError
 from mla_compile.ops.library import implementations
-from mla_compile.ops.norm_rope_append import mla_norm_rope_append, norm_rope_append_op
-from mla_compile.ops.rotate_queries import mla_rotate_queries
+from mla_compile.ops.norm_rope import mla_norm_rope_append, mla_rotate_queries, norm_rope_append_op
 from tests.host_sync import NoHostSync
 from tests.kernel_cases import NormRopeAppendOperands, check_norm_rope_append, norm_rope_append_case
 

@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 from mla_compile import MLAError
 from mla_compile.ops.library import implementations
-from mla_compile.ops.rotate_queries import mla_rotate_queries, rotate_queries_op
+from mla_compile.ops.norm_rope import mla_rotate_queries, rotate_queries_op
 from tests.host_sync import NoHostSync
 from tests.ops.rotate_queries import check, expected, rotation_case
 
