@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ from mla_compile.ops.implementations import (
     select,
 )
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
-from mla_compile.ops.operands import DecodeOperands, PlanOperands
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import flatten_to_single
+from mla_compile.torch_internals import is_fake
 
 log = logging.getLogger(__name__)
-Operands = TypeVar("Operands", DecodeOperands, PlanOperands)
 
 
 class QueryLenSupport(Enum):
@@ -55,27 +55,30 @@ class DecodeBackend(Implementation):
     multi_token_heads: tuple[int, ...] | None = None
     planner: str = ""
 
-    def plan(self, operands: PlanOperands, *, is_fake: bool) -> list[Tensor]:
+    def plan(self, operands: DecodeOperands, place: int) -> list[Tensor]:
         """What `run` takes as `plan`, for calls of these lengths and sizes; where they are fake, empty tensors."""
         planner: Planner = pkgutil.resolve_name(self.planner)
-        return planner.like(operands) if is_fake else planner.plan(self.fitting(operands, operands.heads))
+        if is_fake(operands.seq_lens):
+            return planner.like(operands)
+        return planner.plan(self.fitting(operands), place)
 
     def run(self, operands: DecodeOperands, plan: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Compute a call; `plan`: what the method of that name gave for it."""
         if plan is not None:
             out, lse = self.load()(operands, plan)
         else:
-            out, lse = self.load()(self.fitting(operands, operands.q_latent.shape[1]))
+            out, lse = self.load()(self.fitting(operands))
         return out, lse
 
-    def fitting(self, operands: Operands, heads: int) -> Operands:
+    def fitting(self, operands: DecodeOperands) -> DecodeOperands:
         """The operands as the backend takes them.
 
         Query tokens that it cannot take as they are become rows of one token, each with the keys that it sees: still
         decode, at the price of reading a row's latents once for each of its tokens.
         """
         support, q_len, q_lens = self.query_len_support, operands.q_len, operands.q_lens
-        if self.multi_token_heads is not None and heads not in self.multi_token_heads:
+        trusted = self.multi_token_heads
+        if trusted is not None and operands.q_latent.shape[1] not in trusted:
             support = QueryLenSupport.SINGLE_ONLY
         is_uniform = q_lens is None and (q_len == 1 or support is QueryLenSupport.UNIFORM)
         if is_uniform or support is QueryLenSupport.VARLEN:
@@ -86,10 +89,13 @@ class DecodeBackend(Implementation):
 
 
 class Planner(NamedTuple):
-    """How a backend plans. plan: gives tensors that its calls read. like: empty ones, where the operands are fake."""
+    """How a backend plans, by the lengths and sizes of a call alone.
 
-    plan: Callable[[PlanOperands], list[Tensor]]
-    like: Callable[[PlanOperands], list[Tensor]]
+    plan: gives tensors that calls read; the number is `place` of `mla_decode_plan`. like: empty ones, of fake operands.
+    """
+
+    plan: Callable[[DecodeOperands, int], list[Tensor]]
+    like: Callable[[DecodeOperands], list[Tensor]]
 
 
 _GLUON = DecodeBackend(

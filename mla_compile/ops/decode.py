@@ -16,7 +16,7 @@ from mla_compile.ops.backends import (
 )
 from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.operands import DecodeOperands, PlanOperands
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import (
     accumulate_dtype,
     gather_latents,
@@ -51,18 +51,21 @@ def choose_backend(
     return select_backend(call, backend).chosen
 
 
+_LAYOUTS = {
+    "q_latent": "tokens, heads, kv_lora_rank",
+    "q_pe": "tokens, heads, qk_rope_head_dim",
+    "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
+    "seq_lens": "int32 rows",
+    "q_lens": "int32 rows or None",
+    "block_table": validate.TABLE,
+}
+
+
 # Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache
 # that a graph computes otherwise than it was told.
 @define_op(
     table=DECODE_BACKENDS,
-    layouts={
-        "q_latent": "tokens, heads, kv_lora_rank",
-        "q_pe": "tokens, heads, qk_rope_head_dim",
-        "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
-        "seq_lens": "int32 rows",
-        "q_lens": "int32 rows or None",
-        "block_table": validate.TABLE,
-    },
+    layouts=_LAYOUTS,
     run=_run,
     returns=("out", "lse"),
     layout=torch.Tag.flexible_layout,
@@ -127,43 +130,34 @@ decode_op = torch.ops.mla_compile.mla_decode.default
 
 
 def _plan(*args: Any) -> list[Tensor]:
-    *operands, backend = args
-    given = PlanOperands(*operands)
-    return planning_backend(backend).plan(given, is_fake=is_fake(given.seq_lens))
+    *operands, place, backend = args
+    return planning_backend(backend).plan(DecodeOperands(*operands), place)
 
 
-@define_op(
-    run=_plan,
-    layouts={"seq_lens": "int32 rows", "q_lens": "int32 rows or None", "block_table": validate.TABLE},
-)
+@define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)
 def mla_decode_plan(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     q_lens: Tensor | None,
     q_len: int,
-    heads: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    page_size: int,
     softmax_scale: float,
-    dtype: torch.dtype,
     place: int,
     backend: str,
 ) -> list[Tensor]:
     """What a decode backend that divides its work by the rows' lengths computes of them, for the calls of all layers.
 
     Args:
-        block_table, seq_lens, q_lens, q_len, softmax_scale, backend: those of the `mla_decode` calls.
-        heads, kv_lora_rank, qk_rope_head_dim, page_size, dtype: of their queries and caches.
         place: a number for each plan of a graph: what a backend keeps of one outlives the making of the next.
+        backend, and the others: those of one of the `mla_decode` calls. Nothing but lengths and sizes matters.
 
     Returns:
         The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
     """
-    sizes = q_len, heads, kv_lora_rank, qk_rope_head_dim, page_size
-    if not is_fake(seq_lens):
-        return []
-    return _plan(block_table, seq_lens, q_lens, *sizes, softmax_scale, dtype, place, backend)
+    operands = q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale
+    return _plan(*operands, place, backend) if is_fake(seq_lens) else []
 
 
 decode_plan_op = torch.ops.mla_compile.mla_decode_plan.default

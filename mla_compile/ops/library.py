@@ -57,7 +57,6 @@ _TYPES = {
     bool: "bool",
     str: "str",
     str | None: "str?",
-    torch.dtype: "ScalarType",
     Sequence[Tensor] | None: "Tensor[]?",
 }
 

@@ -169,8 +169,9 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
 
 
 def is_flattened(backend: DecodeBackend, q_len: int, heads: int = 20, *, has_q_lens: bool = False) -> bool:
-    operands = decode_case([5, 3], q_len=q_len, q_lens=[1, 1] if has_q_lens else None).operands()
-    fitting = backend.fitting(operands, heads)
+    q_lens = [1, 1] if has_q_lens else None
+    operands = decode_case([5, 3], q_len=q_len, q_lens=q_lens, heads=heads).operands()
+    fitting = backend.fitting(operands)
     assert fitting.q_len * len(fitting.seq_lens) == 2 * q_len
     return fitting is not operands
 

@@ -86,9 +86,8 @@ SCHEMAS = {
         "bool batch_invariant=False) -> (Tensor normed, Tensor total, Tensor weights, Tensor ids)"
     ),
     "mla_decode_plan": (
-        "(Tensor block_table, Tensor seq_lens, Tensor? q_lens, SymInt q_len, SymInt heads, SymInt kv_lora_rank, "
-        "SymInt qk_rope_head_dim, SymInt page_size, float softmax_scale, ScalarType dtype, SymInt place, str backend) "
-        "-> Tensor[]"
+        "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
+        "SymInt q_len, float softmax_scale, SymInt place, str backend) -> Tensor[]"
     ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
