@@ -54,7 +54,6 @@ def _attention(
     softmax_scale: float,
     decode_backend: str | None = None,
 ) -> Tensor:
-    validate.page_size(page_size, kv_cache)
     if decode_backend is not None and decode_seq_lens is not None:
         like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
         given: Any = decode_block_table, decode_seq_lens, decode_q_lens, q_len, softmax_scale

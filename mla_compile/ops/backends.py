@@ -27,6 +27,7 @@ from mla_compile.ops.implementations import (
     select,
 )
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
+from mla_compile.ops.library import facts_of
 from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import flatten_to_single
 from mla_compile.torch_internals import is_fake
@@ -171,17 +172,10 @@ for a batch-invariant row."""
 
 
 def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> Call:
-    """The call that these operands make. They may be fake: symbolic sizes become None."""
-    q_latent, q_pe, kv_cache, *_ = operands
-    sizes: dict[str, object] = {
-        "heads": q_latent.shape[1],
-        "kv_lora_rank": q_latent.shape[2],
-        "qk_rope_head_dim": q_pe.shape[2],
-        "page_size": kv_cache.shape[1],
-    }
-    facts = {name: size if isinstance(size, int) else None for name, size in sizes.items()}
-    device = describe_device(q_latent.device)
-    return Call(*device, captured, {"dtype": q_latent.dtype, **facts}, batch_invariant)
+    """The call that these operands make. They may be fake: symbolic sizes are not known."""
+    facts = facts_of("mla_decode", operands)
+    known = {name: fact for name, fact in facts.items() if not isinstance(fact, torch.SymInt)}
+    return Call(*describe_device(operands.q_latent.device), captured, known, batch_invariant)
 
 
 @functools.cache
@@ -199,20 +193,16 @@ def select_backend(
         log.debug("decode backend of %s:\n%s", call, selection.explain())  # once for each kind of call
         return selection
     check_name(argument, name)
-    named = next(backend for backend in DECODE_BACKENDS if backend.name == name)
+    named = backend_named(name)
     if (reason := named.why_not(call)) is not None:
         able = ", ".join(backend.name for backend in DECODE_BACKENDS if backend.why_not(call) is None)
         raise MLAError(argument, f"one that serves this call ({able})", f"{name}, which {reason}")
     return Selection(named)
 
 
-def planning_backend(name: str) -> DecodeBackend:
-    """The backend of that name. Raises `MLAError` where it does not plan."""
-    plans = [backend for backend in DECODE_BACKENDS if backend.planner]
-    for backend in plans:
-        if backend.name == name:
-            return backend
-    raise MLAError("backend", f"one that plans: {', '.join(backend.name for backend in plans)}", repr(name))
+def backend_named(name: str) -> DecodeBackend:
+    """The backend of that name, which there must be."""
+    return next(backend for backend in DECODE_BACKENDS if backend.name == name)
 
 
 def check_name(argument: str, name: object) -> None:

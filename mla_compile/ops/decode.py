@@ -10,8 +10,8 @@ from mla_compile.ops import validate
 from mla_compile.ops.backends import (
     DECODE_BACKENDS,
     DecodeBackend,
+    backend_named,
     decode_call,
-    planning_backend,
     select_backend,
 )
 from mla_compile.ops.by_token import attend_by_token
@@ -131,7 +131,7 @@ decode_op = torch.ops.mla_compile.mla_decode.default
 
 def _plan(*args: Any) -> list[Tensor]:
     *operands, place, backend = args
-    return planning_backend(backend).plan(DecodeOperands(*operands), place)
+    return backend_named(backend).plan(DecodeOperands(*operands), place)
 
 
 @define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)

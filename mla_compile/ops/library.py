@@ -250,14 +250,19 @@ def serving(op: str, args: Sequence[Any]) -> Implementation:
         _log_once(op, choose(op, args).explain())
     if len(here) == 1:
         return here[0]
-    facts = _facts_of[op](args)
+    facts = facts_of(op, args)
     return next(row for row in here if row.why_not_given(facts) is None)
 
 
 def call_of(op: str, args: Sequence[Any]) -> Call:
     """What decides who serves a call of an op with these arguments."""
     device = describe_device(args[0].device)
-    return Call(*device, facts=_facts_of[op](args), batch_invariant=_is_asked(op, args))
+    return Call(*device, facts=facts_of(op, args), batch_invariant=_is_asked(op, args))
+
+
+def facts_of(op: str, args: Sequence[Any]) -> Mapping[str, object]:
+    """What rows of an op's table may limit, of these arguments."""
+    return _facts_of[op](args)
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:

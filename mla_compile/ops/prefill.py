@@ -31,13 +31,10 @@ PREFILL = (
     # runs at that of cuBLAS, but writes and reads `nope + rope + v` elements a head for each latent it reads.
     # The bounds lie below these: the tokens may all be one row's. After 4096 keys an H200 takes less time absorbed than
     # with FlashAttention up to 64 tokens with V3's 16 heads, up to 128 with GLM, and with V3's 128 heads at 32, not 64.
-    Implementation(
-        "absorbed",
+    triton(
         "absorbed attention over the latents, for few tokens after long texts",
         "mla_compile.ops.kernels.absorbed_prefill:prefill_absorbed",
-        ("cuda",),
-        min_capability=(8, 0),
-        packages=("triton",),
+        name="absorbed",
         takes={
             "dtype": FLOATS,
             "tokens": range(1, 49),

@@ -264,9 +264,9 @@ def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
     meta = tensors._replace(**{name: getattr(tensors, name).to("meta") for name in names})
     call = decode_call(meta, captured=False)
     assert call.device_type == "meta"
-    assert [call.facts[name] for name in ("heads", "kv_lora_rank", "page_size")] == [4, 32, 16]
+    assert call.facts == {"dtype": torch.float32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
     symbols = FakeTensorMode(shape_env=ShapeEnv())
     symbolic = {name: symbols.from_tensor(getattr(tensors, name), static_shapes=False) for name in names}
     call = decode_call(tensors._replace(**symbolic), captured=True)
-    assert [call.facts[name] for name in ("dtype", "heads", "page_size")] == [torch.float32, None, None]
+    assert call.facts == {"dtype": torch.float32}
     assert select_backend(call).chosen is REFERENCE
