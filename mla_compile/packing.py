@@ -102,7 +102,9 @@ def pack_batch(
     _check(query_lens, num_cached, block_table, per_token, has_sampled, page_size, num_speculative_tokens)
     device = block_table.device
     block_table = pad_table(block_table, columns=MIN_PAGES - block_table.shape[1])
-    support = _support(device, backend)
+    # Of the automatic choice, what the first one takes that runs on the device.
+    call = Call(*describe_device(device), captured=True if backend is None else None)
+    support = select_backend(call, backend).chosen.query_len_support
     layout = classify(
         query_lens, has_sampled, threshold=1 + num_speculative_tokens, support=support, padded=pad
     )
@@ -230,12 +232,6 @@ def prompt_padding(
 def padded_rows(count: int) -> int:
     """The power of two that a number of rows is padded to, >= 1."""
     return 1 << (count - 1).bit_length()
-
-
-def _support(device: torch.device, backend: str | None) -> QueryLenSupport:
-    """What the backend takes; of the automatic choice, what the first one takes that runs on the device."""
-    call = Call(*describe_device(device), captured=True if backend is None else None)
-    return select_backend(call, backend).chosen.query_len_support
 
 
 def _rows(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
+from mla_compile.ops.implementations import in_words
 from mla_compile.ops.paging import slots_of
 from mla_compile.torch_internals import is_fake, refuse, size_hint, statically_known_true
 
@@ -58,12 +59,13 @@ class Layouts:
         """
         first_name = next(iter(layouts))
         first = given[first_name]
+        beside = first if like is None else like
         for name, text in layouts.items():
             kind, layout, or_none = parse(text)
             x: Any = given.get(name)
             if x is None and or_none:
                 continue
-            self.check(name, x, layout, dtype=_INTEGERS.get(kind), like=like if x is first else first)
+            self.check(name, x, layout, dtype=_INTEGERS.get(kind), like=beside)
             if kind in _INTEGERS:
                 continue
             if x.dtype not in _FLOATS:
@@ -90,7 +92,7 @@ class Layouts:
         if len(shape) != len(dims):
             raise MLAError(name, f"{len(dims)} dimensions [{layout}]", f"{len(shape)}: {list(shape)}")
         if dtype is not None and x.dtype != dtype:
-            expected = short_name(dtype)
+            expected = in_words((dtype,))
             raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
         if like is not None and x.device != like.device:
             raise MLAError(name, f"a tensor on {like.device}", x.device)
@@ -147,12 +149,7 @@ def _terms(word: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _show(x: Tensor) -> str:
-    return f"{short_name(x.dtype)} {list(x.shape)}"
-
-
-def short_name(dtype: object) -> str:
-    """The name of a dtype without its module, "bfloat16" say."""
-    return str(dtype).removeprefix("torch.")
+    return f"{in_words((x.dtype,))} {list(x.shape)}"
 
 
 def inference_only(name: str, tensor: Tensor) -> None:
@@ -354,13 +351,14 @@ _DECODE = {
     "slot_mapping": "int64 tokens",
 }
 _PREFILL = {
+    "seq_lens": "int32 rows or None",
+    "block_table": f"{TABLE} or None",
     "cu_seqlens_q": "int32 rows + 1",
     "cu_seqlens_k": "int32 parts, rows + 1",
     "key_slots": "int64 parts, keys",
     "slot_mapping": "int64 tokens",
 }
-_UNREAD = {"seq_lens": "int32 rows", "block_table": TABLE}
-"""What compiled code does not read of prompt chunks."""
+"""Compiled code has None for what it does not read of prompt chunks."""
 
 
 def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> None:
@@ -379,16 +377,15 @@ def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> Non
 
 
 def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
-    Layouts(prefix).tensors(_PREFILL, vars(prefill), kv_cache)
+    known: dict[str, Any] = vars(prefill)
+    sizes = Layouts(prefix)
+    sizes.tensors(_PREFILL, known, kv_cache)
     tokens, cu_seqlens_q = prefill.slot_mapping.shape[0], prefill.cu_seqlens_q
     slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
     key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
-    known: dict[str, Any] = vars(prefill)
-    if known["seq_lens"] is None:  # of compiled code
+    if known["seq_lens"] is None:
         return
-    of_rows = Layouts(prefix)
-    of_rows.tensors(_UNREAD | {"cu_seqlens_q": "int32 rows + 1"}, known, kv_cache)
-    of_rows.check("host_lens", prefill.host_lens, "rows, 2", dtype=torch.int32)
+    sizes.check("host_lens", prefill.host_lens, "rows, 2", dtype=torch.int32)
     if prefill.host_lens.device.type != "cpu":
         mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
         raise MLAError(f"{prefix}host_lens", "a CPU tensor", prefill.host_lens.device, mend)
