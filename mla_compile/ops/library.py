@@ -8,7 +8,8 @@ not say and returns an empty result:
         ...checks...
 
 Its signature is the schema's source; while compiling it is the op's fake implementation; in eager calls it is the
-check before the op runs. What runs is the first row of the table that takes the call.
+check before the op runs. An argument that is not as its docstring says raises `MLAError`, by name. What runs is the
+first row of the table that takes the call.
 
 `Library.define` is used instead of `torch.library.custom_op` because a call takes less than half as long. It checks
 nothing for us, so every op has an `opcheck` test.

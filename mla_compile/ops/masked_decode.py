@@ -63,9 +63,6 @@ def mla_masked_decode(
     Returns:
         `[rows, heads, q_len, kv_lora_rank]`, contiguous, in the dtype of `q_latent`; 0 for a query that sees no key.
         On a GPU latents that no query sees are mostly not read.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     if mask is not None:
         validate.mask(mask, (*q_latent.shape[:3], kv_c.shape[1]), q_latent)

@@ -51,9 +51,6 @@ def mla_decode_metadata(
         valid: `q_lens`, written out, int32 `[rows]`.
         slot_mapping: int64 `[rows * q_len]`; -1 for a token that is not valid or that the table cannot hold.
         positions: int64 `[rows * q_len]`.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     validate.whole_number("q_len", q_len, 1)
     validate.whole_number("page_size", page_size, 1)
@@ -112,9 +109,6 @@ def mla_prefill_metadata(
     Returns:
         cu_seqlens_q, seq_lens, slot_mapping, key_slots, cu_seqlens_k: see `PrefillSegment`.
         positions: int64 `[tokens]`.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     validate.whole_number("page_size", page_size, 1)
     rows, parts, like = bounds.shape[0], bounds.shape[1] // 2, block_table

@@ -88,9 +88,6 @@ def norm_linear(
     Returns:
         product: `[tokens, n_first + n_second]`, contiguous.
         total: `x + residual`, rounded to their dtype; `[0, k]` without a residual.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     if first_scale is None:
         check_linear(x, first, second, batch_invariant)

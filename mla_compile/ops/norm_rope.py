@@ -86,9 +86,6 @@ def mla_rotate_queries(
         cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float.
         interleaved_in, interleaved_out: whether the two elements of a rotated pair are neighbours `(0, 1), (2, 3), ...`
             before, and afterwards; else they are halves apart.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     rope = q_pe.shape[2]
     if rope < 2 or rope % 2:

@@ -53,11 +53,7 @@ def norm_router(
     scaling: float,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of the norm, with the arguments of both.
-
-    Raises:
-        MLAError: an argument that is not so, named.
-    """
+    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of the norm, with the arguments of both."""
     check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty(x, x.shape), empty(x, x.shape), *empty_choice(x, weight, topk)
 

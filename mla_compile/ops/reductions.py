@@ -31,11 +31,7 @@ ROW_SUM = (
 
 @define_op(table=ROW_SUM, layouts={"x": "rows, columns"})
 def batch_invariant_sum(x: Tensor) -> Tensor:
-    """The sum of each row of `x` `[rows, columns]`, float: `[rows]`, in float32, of float64 in float64.
-
-    Raises:
-        MLAError: x has another number of dimensions or is not float.
-    """
+    """The sum of each row of `x` `[rows, columns]`, float: `[rows]`, in float32, of float64 in float64."""
     return empty(x, x.shape[:1], accumulate_dtype(x.dtype))
 
 
@@ -68,9 +64,6 @@ def row_argmax(x: Tensor) -> Tensor:
 
     Args:
         x: `[rows, columns]`, float; rows may lie apart.
-
-    Raises:
-        MLAError: x has another number of dimensions, is not float, or has no column.
     """
     if statically_known_true(x.shape[1] < 1):
         raise MLAError("x", "at least one column", list(x.shape))

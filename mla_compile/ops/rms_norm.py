@@ -51,9 +51,6 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
     Computed in float32 at least, and rounded before the weight `[columns]` multiplies, as DeepSeek's models do. None
     for no weight. Rows may lie apart.
-
-    Raises:
-        MLAError: x or weight is not so, named.
     """
     return empty(x, x.shape)
 
@@ -62,11 +59,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`fused_rms_norm` of the sum `x + residual`, which is rounded to their dtype, and that sum.
-
-    Raises:
-        MLAError: x, residual or weight is not so, named.
-    """
+    """`fused_rms_norm` of the sum `x + residual`, which is rounded to their dtype, and that sum."""
     return empty(x, x.shape), empty(x, x.shape)
 
 
@@ -82,9 +75,6 @@ def all_reduce_add_rms_norm(
     """`fused_add_rms_norm` of the sum of all processes' `x` (`all_reduce`), which is rounded to its dtype.
 
     batch_invariant: as that of `all_reduce`.
-
-    Raises:
-        MLAError: x, residual or weight is not so, named.
     """
     return empty(x, x.shape), empty(x, x.shape)
 

@@ -114,9 +114,6 @@ def moe_router(
     Returns:
         weights: `[tokens, topk]`, float32 at least.
         ids: int64 `[tokens, topk]`, in no order that is promised.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty_choice(x, weight, topk)
