@@ -135,29 +135,17 @@ def _plan(*args: Any) -> list[Tensor]:
 
 
 @define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)
-def mla_decode_plan(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    softmax_scale: float,
-    place: int,
-    backend: str,
-) -> list[Tensor]:
+def mla_decode_plan(operands: DecodeOperands, place: int, backend: str) -> list[Tensor]:
     """What a decode backend that divides its work by the rows' lengths computes of them, for the calls of all layers.
 
     Args:
+        operands, backend: those of one of the `mla_decode` calls. Nothing but lengths and sizes matters.
         place: a number for each plan of a graph: what a backend keeps of one outlives the making of the next.
-        backend, and the others: those of one of the `mla_decode` calls. Nothing but lengths and sizes matters.
 
     Returns:
         The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
     """
-    operands = q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale
-    return _plan(*operands, place, backend) if is_fake(seq_lens) else []
+    return _plan(*operands, place, backend) if is_fake(operands.seq_lens) else []
 
 
 decode_plan_op = torch.ops.mla_compile.mla_decode_plan.default

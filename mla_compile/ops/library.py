@@ -19,7 +19,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,8 +84,8 @@ def define_op(
             A word of them is a fact of a call, what the rows' `takes` speak of; so are "dtype", that of the first
             argument, and "NAME.dtype" and "NAME.stride(1)" of the others.
         facts: more facts, made of those of the op's arguments that `facts` has parameters for.
-        operands: makes one record of the op's arguments, which is what the rows take; by default they take these by
-            position. `batch_invariant` is none of them.
+        operands: makes one record of the op's arguments, which is what the rows take; by default that which the
+            declaration takes, else these by position. `batch_invariant` is none of them.
         run: what to run instead of the table's choice, with all of the op's arguments by position.
         name: of the op; by default that of the function.
         mutates: the arguments that are written to. An op that mutates without saying so is removed as dead code,
@@ -100,11 +100,12 @@ def define_op(
 
     def declare(declaration: Callable[P, R]) -> Callable[P, R]:
         op = name or declaration.__name__
-        parameters = list(inspect.signature(declaration).parameters.values())
+        parameters, record = parameters_of(declaration)
+        make = operands or record
         required = _num_required(parameters)
         defaults = tuple(p.default for p in parameters[required:])
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        positional = len(parameters) - len(keywords)
+        positional = len(inspect.signature(declaration).parameters) - len(keywords)
         if any(p.name == FLAG for p in parameters):
             assert parameters[-1].name == FLAG, f"{op}: {FLAG} comes last"
             flagged.add(op)
@@ -116,12 +117,14 @@ def define_op(
             row = serving(op, args)
             asked = args[-1:] if op in flagged else ()
             taken = args[: len(args) - len(asked)]
-            given = taken if operands is None else (operands(*taken),)
+            given = taken if make is None else (make(*taken),)
             return row.load()(*given, *(asked if row.takes_flag else ()))
 
         def fake(*args: Any) -> Any:
             if layouts is not None:
                 Layouts().tensors(layouts, dict(zip(names, args)))
+            if record is not None:
+                args = (record(*args[: len(record._fields)]), *args[len(record._fields) :])
             return declaration(*args[:positional], **dict(zip(keywords, args[positional:])))
 
         names = [p.name for p in parameters]
@@ -131,7 +134,7 @@ def define_op(
         lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, layout, *tags))
         lib.impl(op, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mla_compile::{op}", fake, lib=lib)
-        return _checked(declaration, getattr(torch.ops.mla_compile, op).default, fake)
+        return _checked(declaration, parameters, getattr(torch.ops.mla_compile, op).default, fake)
 
     return declare
 
@@ -180,18 +183,29 @@ def schema_of(
     returns: tuple[str, ...] = (),
 ) -> str:
     """The schema of an op, whose arguments are all positional, by the signature of its declaration."""
-    types, parameters = get_type_hints(declaration), list(inspect.signature(declaration).parameters.values())
+    parameters, _ = parameters_of(declaration)
     arguments = []
     for i, p in enumerate(parameters):
-        kind = _TYPES[types[p.name]]
+        kind = _TYPES[p.annotation]
         if p.name in mutates:
             kind = kind.replace("Tensor", f"Tensor({'ab'[mutates.index(p.name)]}!)")
         elif p.name == static:
             kind = "int"
         arguments.append(f"{kind} {p.name}" + (f"={p.default}" if i >= _num_required(parameters) else ""))
     single = {Tensor: "Tensor", list[Tensor]: "Tensor[]"}
-    results = single.get(types["return"]) or f"({', '.join(f'Tensor {x}' for x in returns)})"
+    results = (
+        single.get(inspect.signature(declaration).return_annotation)
+        or f"({', '.join(f'Tensor {x}' for x in returns)})"
+    )
     return f"{op}({', '.join(arguments)}) -> {results}"
+
+
+def parameters_of(declaration: Callable[..., Any]) -> tuple[list[inspect.Parameter], Any]:
+    """Those of an op; a named tuple, the first parameter of a declaration, stands for its fields and is given too."""
+    first, *others = inspect.signature(declaration).parameters.values()
+    if not hasattr(first.annotation, "_fields"):
+        return [first, *others], None
+    return [*inspect.signature(first.annotation).parameters.values(), *others], first.annotation
 
 
 def _num_required(parameters: list[inspect.Parameter]) -> int:
@@ -200,21 +214,21 @@ def _num_required(parameters: list[inspect.Parameter]) -> int:
 
 
 def _checked(
-    declaration: Callable[P, R], op: Callable[..., Any], check: Callable[..., Any]
+    declaration: Callable[P, R],
+    parameters: list[inspect.Parameter],
+    op: Callable[..., Any],
+    check: Callable[..., Any],
 ) -> Callable[P, R]:
-    """The op, with the declaration's signature, which is checked first.
+    """The op, with its parameters, which is checked first.
 
     check: the declaration, of arguments by position.
     """
-    parameters = [
-        (p.name, () if p.default is p.empty else (p.default,))
-        for p in inspect.signature(declaration).parameters.values()
-    ]
+    names = [(p.name, () if p.default is p.empty else (p.default,)) for p in parameters]
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         # By position, as nodes of a graph have them.
         rest: list[object] = []
-        for name, default in parameters[len(args) :]:
+        for name, default in names[len(args) :]:
             if name not in kwargs and not default:
                 raise TypeError(f"{declaration.__name__}() misses the argument {name!r}")
             rest.append(kwargs.pop(name, *default))
@@ -226,6 +240,7 @@ def _checked(
 
     # A code object of its own: Dynamo keeps compiled versions per code object, and refuses a ninth.
     call.__code__ = call.__code__.replace(co_name=declaration.__name__)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return functools.wraps(declaration)(call)
 
 

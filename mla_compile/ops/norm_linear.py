@@ -57,7 +57,6 @@ def _weights(
 
 @define_op(
     table=NORM_LINEAR,
-    operands=NormLinearOperands,
     layouts={"x": "tokens, k", "residual": "tokens, k or None", "norm_weight": "k or None"},
     facts=lambda first, first_scale, second, second_scale: {
         "weights": _weights(first, first_scale, second, second_scale),
@@ -65,17 +64,7 @@ def _weights(
     },
     returns=("product", "total"),
 )
-def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    first: Tensor,
-    first_scale: Tensor | None = None,
-    second: Tensor | None = None,
-    second_scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
+def norm_linear(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """`fused_linear` or `fp8_linear` of `fused_rms_norm(x)`, or of `fused_add_rms_norm(x, residual)`.
 
     The norm may be rounded in between, or not.
@@ -89,6 +78,7 @@ def norm_linear(
         product: `[tokens, n_first + n_second]`, contiguous.
         total: `x + residual`, rounded to their dtype; `[0, k]` without a residual.
     """
+    x, residual, _, _, first, first_scale, second, second_scale = operands
     if first_scale is None:
         check_linear(x, first, second, batch_invariant)
     else:

@@ -108,7 +108,6 @@ NORM_ROPE_APPEND = (
 
 @define_op(
     table=NORM_ROPE_APPEND,
-    operands=NormRopeAppendOperands,
     layouts={
         "kv_a": "tokens, kv_lora_rank + qk_rope_head_dim",
         "weight": "kv_lora_rank",
@@ -120,19 +119,7 @@ NORM_ROPE_APPEND = (
     },
     mutates=("kv_cache", "q_pe"),
 )
-def mla_norm_rope_append(
-    kv_a: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    eps: float,
-    interleaved_in: bool,
-    interleaved_out: bool,
-    q_pe: Tensor | None = None,
-) -> None:
+def mla_norm_rope_append(operands: NormRopeAppendOperands) -> None:
     """Write `[rms_norm(kv_a[:, :rank]) | rotate(kv_a[:, rank:])]` of every token to its slot of `kv_cache`, in place.
 
     With `q_pe` also do what `mla_rotate_queries` does, by the same angles.
@@ -152,6 +139,7 @@ def mla_norm_rope_append(
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
+    kv_a, weight, cos, sin, kv_cache, slot_mapping, *_, q_pe = operands
     rope = kv_a.shape[1] - weight.shape[0]
     if rope < 2 or rope % 2:
         raise MLAError(

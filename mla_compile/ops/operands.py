@@ -83,9 +83,9 @@ class NormLinearOperands(NamedTuple):
     norm_weight: Tensor | None
     eps: float
     first: Tensor
-    first_scale: Tensor | None
-    second: Tensor | None
-    second_scale: Tensor | None
+    first_scale: Tensor | None = None
+    second: Tensor | None = None
+    second_scale: Tensor | None = None
 
 
 class FP8LinearOperands(NamedTuple):
