@@ -4,30 +4,29 @@ That is the addition of a residual, and the sum over processes that share a mode
 the row. No model calls them: the passes `fuse_rms_norm` and `fuse_all_reduce` put them in.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mla_compile.ops.by_row import sum_by_row
-from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, apart, by_token, triton
+from mla_compile.ops.implementations import FLOATS, SOME, apart, by_token, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.ops.peers import SLOT_COLUMNS, SMALL, facts_of
 
-_TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)}
-
-
-def _table(triton_function: str, torch_function: str) -> tuple[Implementation, ...]:
-    return (
-        triton("a program for each row", triton_function, takes=_TAKES, batch_invariant=True),
-        by_token(torch_function, "by_halves"),
-    )
-
-
-RMS_NORM = _table(
-    "mla_compile.ops.kernels.rms_norm:rms_norm_triton", "mla_compile.ops.rms_norm:rms_norm_torch"
+RMS_NORM = (
+    triton(
+        "a program for each row",
+        "mla_compile.ops.kernels.rms_norm:rms_norm_triton",
+        takes={"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)},
+        batch_invariant=True,
+    ),
+    by_token("mla_compile.ops.rms_norm:rms_norm_torch", "by_halves"),
 )
-ADD_RMS_NORM = _table(
-    "mla_compile.ops.kernels.rms_norm:add_rms_norm_triton", "mla_compile.ops.rms_norm:add_rms_norm_torch"
+ADD_RMS_NORM = (
+    replace(RMS_NORM[0], function="mla_compile.ops.kernels.rms_norm:add_rms_norm_triton"),
+    by_token("mla_compile.ops.rms_norm:add_rms_norm_torch", "by_halves"),
 )
 ALL_REDUCE_ADD_RMS_NORM = (
     triton(
@@ -40,12 +39,10 @@ ALL_REDUCE_ADD_RMS_NORM = (
     apart("mla_compile.ops.rms_norm:all_reduce_then_norm"),
 )
 
-
-_NORM = {"x": "rows, columns", "weight": "columns or None"}
 _ADD_NORM = {"x": "rows, columns", "residual": "rows, columns", "weight": "columns or None"}
 
 
-@define_op(table=RMS_NORM, layouts=_NORM)
+@define_op(table=RMS_NORM, layouts={"x": "rows, columns", "weight": "columns or None"})
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`weight * (x / sqrt(mean(x ** 2) + eps))` of each row of `x` `[rows, columns]` (arXiv 1910.07467), in its dtype.
 
