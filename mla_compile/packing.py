@@ -104,7 +104,8 @@ def pack_batch(
     validate.list_of(bool, "has_sampled", has_sampled, block_table.shape[0])
     if block_table.shape[0] == 0:
         raise MLAError("block_table", "at least one row", list(block_table.shape))
-    for i, tensor in enumerate(per_token):
+    given: tuple[object, ...] = per_token
+    for i, tensor in enumerate(given):
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != sum(query_lens):
             expected = f"a tensor [{sum(query_lens)}, ...], the tokens of query_lens one after the other"
             raise MLAError(f"per_token[{i}]", expected, validate.shown(tensor))

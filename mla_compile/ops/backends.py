@@ -29,7 +29,7 @@ from mla_compile.ops.implementations import (
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
 from mla_compile.ops.library import facts_of
 from mla_compile.ops.operands import DecodeOperands
-from mla_compile.ops.paging import flatten_to_single
+from mla_compile.ops.paging import visible_keys
 from mla_compile.torch_internals import is_fake
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class DecodeBackend(Implementation):
         is_uniform = q_lens is None and (q_len == 1 or support is QueryLenSupport.UNIFORM)
         if is_uniform or support is QueryLenSupport.VARLEN:
             return operands
-        tokens = torch.arange(operands.seq_lens.shape[0] * q_len, device=operands.seq_lens.device)
-        table, seq_lens = flatten_to_single(tokens, operands.block_table, operands.seq_lens, q_lens, q_len)
+        table = operands.block_table.repeat_interleave(q_len, dim=0)
+        seq_lens = visible_keys(operands.seq_lens, q_lens, q_len).flatten()
         return operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
 
 

@@ -229,5 +229,5 @@ def _difference(expected: _Result, got: _Result) -> str | None:
 
 def _told(completion: Completion) -> list[tuple[Any, Any]]:
     """Each place's token and what is told of it, then how the completion ended."""
-    logprobs = completion.logprobs or [None] * len(completion.token_ids)
+    logprobs: Sequence[Any] = completion.logprobs or [None] * len(completion.token_ids)
     return [*zip(completion.token_ids, logprobs, strict=True), (completion.finish_reason, None)]
