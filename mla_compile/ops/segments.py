@@ -62,7 +62,7 @@ def prefill_segment(
     Raises:
         MLAError: lists of different lengths, a chunk shorter than 1, or a row that its table cannot hold.
     """
-    run_check(_check_chunks, chunk_lens, num_cached, block_table, page_size)
+    run_check(_check_chunks, chunk_lens, num_cached, block_table, page_size, num_tokens, num_chunks, num_keys)
     lens, bounds = chunk_lens_and_bounds(
         chunk_lens,
         num_cached,
@@ -88,11 +88,17 @@ def _check_chunks(
     num_cached: list[int],
     block_table: Tensor,
     page_size: int,
+    num_tokens: int,
+    num_chunks: int,
+    num_keys: int,
 ) -> None:
     validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
     if not chunk_lens:
         mend = "a batch without prompts has no prefill segment"
         raise MLAError("chunk_lens", "at least one chunk", "none", mend)
+    validate.whole_number("num_tokens", num_tokens, 0)
+    validate.whole_number("num_chunks", num_chunks, 0)
+    validate.whole_number("num_keys", num_keys, 0)
 
 
 MIN_KEYS = 2
