@@ -126,7 +126,7 @@ def ours(args: tuple[Any, ...]) -> Iterator[tuple[str, Run]]:
     call = decode_call(operands, captured=True)
     for backend in DECODE_BACKENDS:
         if backend.why_not(call) is None and backend.packages:
-            yield backend.name, lambda backend=backend: backend.run(call, operands)
+            yield backend.name, lambda backend=backend: backend.run(operands)
 
 
 class Fa3:

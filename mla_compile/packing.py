@@ -18,8 +18,8 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.backends import DecodeCall, QueryLenSupport, select_backend
-from mla_compile.ops.implementations import describe_device
+from mla_compile.ops.backends import QueryLenSupport, select_backend
+from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.segments import (
     MAX_KEYS,
     MIN_KEYS,
@@ -99,10 +99,21 @@ def pack_batch(
     if torch.compiler.is_compiling():
         mend = "call it before the compiled module, and give that packed.tensors and packed.batch"
         refuse("pack_batch", "a call outside of compiled code", "one inside of it", mend)
-    _check(query_lens, num_cached, block_table, per_token, has_sampled, page_size, num_speculative_tokens)
+    validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
+    validate.row_lengths("query_lens", query_lens, num_cached, block_table, page_size)
+    validate.list_of(bool, "has_sampled", has_sampled, block_table.shape[0])
+    if block_table.shape[0] == 0:
+        raise MLAError("block_table", "at least one row", list(block_table.shape))
+    given: tuple[object, ...] = per_token
+    for i, tensor in enumerate(given):
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != sum(query_lens):
+            expected = f"a tensor [{sum(query_lens)}, ...], the tokens of query_lens one after the other"
+            raise MLAError(f"per_token[{i}]", expected, validate.shown(tensor))
     device = block_table.device
     block_table = pad_table(block_table, columns=MIN_PAGES - block_table.shape[1])
-    support = _support(device, backend)
+    # Of the automatic choice, what the first one takes that runs on the device.
+    call = Call(*describe_device(device), captured=True if backend is None else None)
+    support = select_backend(call, backend).chosen.query_len_support
     layout = classify(
         query_lens, has_sampled, threshold=1 + num_speculative_tokens, support=support, padded=pad
     )
@@ -232,13 +243,6 @@ def padded_rows(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _support(device: torch.device, backend: str | None) -> QueryLenSupport:
-    """What the backend takes; of the automatic choice, what the first one takes that runs on the device."""
-    device_type, capability = describe_device(device)
-    call = DecodeCall(device_type, capability, captured=True if backend is None else None)
-    return select_backend(call, backend).chosen.query_len_support
-
-
 def _rows(
     rows: list[int], query_lens: Sequence[int], num_cached: Sequence[int], block_table: Tensor
 ) -> tuple[list[int], list[int], Tensor]:
@@ -305,24 +309,3 @@ def _mark(packed: PackedBatch) -> None:
         mark("parts", prefill.cu_seqlens_k, prefill.key_slots)
         mark("keys", prefill.key_slots, dim=1, least=MIN_KEYS)
         mark("pages", prefill.block_table, dim=1, least=MIN_PAGES)
-
-
-def _check(
-    query_lens: Sequence[int],
-    num_cached: Sequence[int],
-    block_table: Tensor,
-    per_token: Sequence[object],
-    has_sampled: Sequence[bool],
-    page_size: int,
-    num_speculative_tokens: int,
-) -> None:
-    validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
-    validate.row_lengths("query_lens", query_lens, num_cached, block_table, page_size)
-    validate.list_of(bool, "has_sampled", has_sampled, block_table.shape[0])
-    if block_table.shape[0] == 0:
-        raise MLAError("block_table", "at least one row", list(block_table.shape))
-    total = sum(query_lens)
-    for i, tensor in enumerate(per_token):
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] != total:
-            expected = f"a tensor [{total}, ...], the tokens of query_lens one after the other"
-            raise MLAError(f"per_token[{i}]", expected, validate.shown(tensor))

@@ -9,9 +9,9 @@ from torch import Tensor
 from mla_compile.ops.backends import DECODE_BACKENDS
 from mla_compile.ops.operands import DecodeOperands, ExpertOperands, NormRopeAppendOperands
 from mla_compile.ops.paging import accumulate_dtype, write_latents
-from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case
 from tests.fp8_cases import fp8_weight, values_of
+from tests.reference import mla_attention_reference
 
 HUGE = 2**31 - 1
 BACKENDS = {backend.name: backend for backend in DECODE_BACKENDS}

@@ -26,8 +26,7 @@ from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.models import MLAForCausalLM
 from mla_compile.ops import matmul
-from mla_compile.ops.operands import PlanOperands
-from mla_compile.ops.reference import mla_attention_reference
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
@@ -41,6 +40,7 @@ from tests.cases import Case, make_case, relative_error
 from tests.engine.engines import finish, texts
 from tests.models.small import randomize
 from tests.models_for_tests import caches_of, poison_caches, tiny_config, tiny_model
+from tests.reference import mla_attention_reference
 from tests.shadow_streams import run_checked_streams
 from tests.test_packing import KINDS
 
@@ -418,9 +418,9 @@ def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
     plans: list[int] = []
     planner = flashinfer_mla.PLANNER
 
-    def plan(operands: PlanOperands) -> list[torch.Tensor]:
-        plans.append(operands.place)
-        return planner.plan(operands)
+    def plan(operands: DecodeOperands, place: int) -> list[torch.Tensor]:
+        plans.append(place)
+        return planner.plan(operands, place)
 
     monkeypatch.setattr(flashinfer_mla, "PLANNER", planner._replace(plan=plan))
     prompts = [[1, 2, 3, 4, 5], [6, 7]]

@@ -7,8 +7,7 @@ import torch
 
 from mla_compile import Engine, load_model
 from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.ops import fp8_linear
-from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.fp8_linear import fp8_linear, fp8_linear_op
 from mla_compile.ops.kernels import blocks
 from mla_compile.ops.kernels.fp8 import dequantize_triton
 from mla_compile.ops.kernels.moe import moe_triton

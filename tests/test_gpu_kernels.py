@@ -10,27 +10,31 @@ import pytest
 import torch
 
 from mla_compile import MLAError, mla_append, mla_decode
-from mla_compile.ops import batch_invariant_matmul, cublas, fused_add_rms_norm, fused_linear
+from mla_compile.ops import cublas
 from mla_compile.ops.append import append_torch
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.decode_metadata import decode_metadata_torch, mla_decode_metadata
 from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.kernels import blocks
 from mla_compile.ops.kernels.plan import device_of, many_block_tiles, matmul_tiles
 from mla_compile.ops.library import choose
 from mla_compile.ops.masked_decode import mla_masked_decode
-from mla_compile.ops.matmul import batch_invariant_matmul_op, matmul_by_head
+from mla_compile.ops.matmul import (
+    batch_invariant_matmul,
+    batch_invariant_matmul_op,
+    fused_linear,
+    matmul_by_head,
+)
+from mla_compile.ops.metadata import decode_metadata_torch, mla_decode_metadata, prefill_metadata_torch
 from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
 from mla_compile.ops.norm_linear import norm_linear
-from mla_compile.ops.norm_rope_append import mla_norm_rope_append
+from mla_compile.ops.norm_rope import mla_norm_rope_append, mla_rotate_queries
 from mla_compile.ops.norm_router import norm_router
 from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.prefill import PREFILL
-from mla_compile.ops.prefill_metadata import prefill_metadata_torch
-from mla_compile.ops.rotate_queries import mla_rotate_queries
+from mla_compile.ops.reductions import row_argmax, row_argmax_op
+from mla_compile.ops.rms_norm import fused_add_rms_norm
 from mla_compile.ops.routing import moe_router
-from mla_compile.ops.row_argmax import row_argmax, row_argmax_op
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -82,7 +86,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 
 def on_the_gpu(backend: DecodeBackend) -> Subject:
-    reason = backend.why_not(DecodeCall(*describe_device(torch.device("cuda:0"))))
+    reason = backend.why_not(Call(*describe_device(torch.device("cuda:0"))))
     if reason is not None:
         pytest.skip(f"{backend.name} {reason}")
     return Subject(backend, "cuda", heads=20, rank=512, rope=64, page_size=64, dtype=torch.bfloat16)

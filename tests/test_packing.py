@@ -19,7 +19,6 @@ from mla_compile.caches import allocate
 from mla_compile.ops import backends
 from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport, select_backend
 from mla_compile.ops.operands import DecodeOperands
-from mla_compile.ops.reference import mla_attention_reference
 from mla_compile.packing import RowLayout, classify
 from mla_compile.passes import pipeline
 from mla_compile.torch_internals import know_least_sizes, statically_known_true
@@ -27,6 +26,7 @@ from tests.cases import make_case, relative_error
 from tests.kernel_cases import BACKENDS
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import HIDDEN, MAX_ROWS, PAGE_SIZE, PAGES_PER_ROW, Layer
+from tests.reference import mla_attention_reference
 
 SINGLE_ONLY, UNIFORM, VARLEN = QueryLenSupport
 

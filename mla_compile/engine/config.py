@@ -7,8 +7,8 @@ from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN
 from mla_compile.engine_settings import EngineFields, EngineSettings, check_settings_of
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import DecodeCall, check_name, select_backend
-from mla_compile.ops.implementations import describe_device
+from mla_compile.ops.backends import check_name, select_backend
+from mla_compile.ops.implementations import Call, describe_device
 from mla_compile.ops.segments import MAX_KEYS
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
@@ -63,7 +63,7 @@ class EngineConfig(EngineFields):
         if model.is_recurrent:
             given = self._fitted_to_recurrent(longest)
         device = describe_device(model.device)  # what else a backend may lack shows when the model runs
-        call = DecodeCall(*device, captured=self.captures, batch_invariant=self.batch_invariant)
+        call = Call(*device, captured=self.captures, batch_invariant=self.batch_invariant)
         select_backend(call, self.decode_backend, "decode_backend")
         num_pages = given.num_pages or 1 + self.max_rows * pages_per_row
         if num_pages < 1 + pages_per_row:

@@ -20,11 +20,11 @@ APPEND = (
 
 @define_op(
     table=APPEND,
-    facts=lambda kv_c, k_pe: {
-        "dtype": kv_c.dtype,
-        "tokens": kv_c.shape[0],
-        "kv_c.stride(1)": kv_c.stride(1),
-        "k_pe.stride(1)": k_pe.stride(1),
+    layouts={
+        "kv_c": "tokens, kv_lora_rank",
+        "k_pe": "tokens, qk_rope_head_dim",
+        "kv_cache": validate.PAGED,
+        "slot_mapping": "int64 tokens",
     },
     mutates=("kv_cache",),
 )
@@ -40,13 +40,7 @@ def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tenso
     Raises:
         MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
     """
-    sizes = validate.Layouts()
-    sizes.floats(
-        kv_c=(kv_c, "tokens, kv_lora_rank"),
-        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
-        kv_cache=(kv_cache, validate.PAGED),
-    )
-    sizes.slots(slot_mapping, kv_cache)
+    validate.slots("slot_mapping", slot_mapping, kv_cache)
 
 
 append_op = torch.ops.mla_compile.mla_append.default

@@ -1,7 +1,7 @@
 """`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,120 +17,90 @@ from mla_compile.ops.prefill import prefill_op
 from mla_compile.torch_internals import run_check
 
 
+class AttentionOperands(NamedTuple):
+    """Of the op `mla_attention`: a batch is flat."""
+
+    q_nope: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    kv_cache: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    decode_seq_lens: Tensor | None
+    decode_block_table: Tensor | None
+    decode_slot_mapping: Tensor | None
+    decode_q_lens: Tensor | None
+    prefill_cu_seqlens_q: Tensor | None
+    prefill_slot_mapping: Tensor | None
+    prefill_key_slots: Tensor | None
+    prefill_cu_seqlens_k: Tensor | None
+    q_len: int
+    page_size: int
+    softmax_scale: float
+    decode_backend: str | None = None
+
+
 @define_op(
+    layouts={
+        "q_nope": "tokens, heads, qk_nope_head_dim",
+        "q_pe": "tokens, heads, qk_rope_head_dim",
+        "w_uk": "heads, qk_nope_head_dim, kv_lora_rank",
+        "w_uv": "heads, kv_lora_rank, v_head_dim",
+        "kv_c": "tokens, kv_lora_rank",
+        "k_pe": "tokens, qk_rope_head_dim",
+        "kv_cache": validate.PAGED,
+    },
     run=lambda *args: lower_mla_attention(*args),
     name="mla_attention",
     mutates=("kv_cache",),
     static="page_size",
     tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is asked for by name may plan on the host
 )
-def _attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    decode_seq_lens: Tensor | None,
-    decode_block_table: Tensor | None,
-    decode_slot_mapping: Tensor | None,
-    decode_q_lens: Tensor | None,
-    prefill_cu_seqlens_q: Tensor | None,
-    prefill_slot_mapping: Tensor | None,
-    prefill_key_slots: Tensor | None,
-    prefill_cu_seqlens_k: Tensor | None,
-    q_len: int,
-    page_size: int,
-    softmax_scale: float,
-    decode_backend: str | None = None,
-) -> Tensor:
-    sizes = validate.Layouts()
-    sizes.floats(
-        q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"),
-        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
-        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
-        kv_c=(kv_c, "tokens, kv_lora_rank"),
-        k_pe=(k_pe, "tokens, qk_rope_head_dim"),
-        kv_cache=(kv_cache, validate.PAGED),
-    )
-    validate.page_size(page_size, kv_cache)
-    if decode_backend is not None and decode_seq_lens is not None:
-        like_q_latent = w_uk.transpose(0, 1)  # its device, dtype, heads and width
-        given: Any = decode_block_table, decode_seq_lens, decode_q_lens, q_len, softmax_scale
-        choose_backend(DecodeOperands(like_q_latent, q_pe, kv_cache, *given), decode_backend)
-    return empty(q_nope, (*q_nope.shape[:2], w_uv.shape[2]))
+def _attention(call: AttentionOperands) -> Tensor:
+    if call.decode_backend is not None and call.decode_seq_lens is not None:
+        like_q_latent = call.w_uk.transpose(0, 1)  # its device, dtype, heads and width
+        rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens
+        given: Any = like_q_latent, call.q_pe, call.kv_cache, *rows, call.q_len, call.softmax_scale
+        choose_backend(DecodeOperands(*given), call.decode_backend)
+    return empty(call.q_nope, (*call.q_nope.shape[:2], call.w_uv.shape[2]))
 
 
 attention_op = torch.ops.mla_compile.mla_attention.default
 
 
-def lower_mla_attention(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    decode_seq_lens: Tensor | None,
-    decode_block_table: Tensor | None,
-    decode_slot_mapping: Tensor | None,
-    decode_q_lens: Tensor | None,
-    prefill_cu_seqlens_q: Tensor | None,
-    prefill_slot_mapping: Tensor | None,
-    prefill_key_slots: Tensor | None,
-    prefill_cu_seqlens_k: Tensor | None,
-    q_len: int,
-    page_size: int,
-    softmax_scale: float,
-    decode_backend: str | None = None,
-) -> Tensor:
+def lower_mla_attention(*args: Any) -> Tensor:
     """The unified op spelled out in segment ops. Eager calls run it; `split_prefill_decode` inlines it in graphs.
 
     Only `is None`, shapes and torch functions are used, so the arguments may be graph proxies. Both split sizes
     come from metadata shapes: slicing at a symbolic bound would make unbacked symbols.
     """
-    if decode_slot_mapping is not None and prefill_slot_mapping is not None:
-        sizes = [decode_slot_mapping.shape[0], prefill_slot_mapping.shape[0]]
-        append_op(kv_c, k_pe, kv_cache, torch.cat([decode_slot_mapping, prefill_slot_mapping]))
-        decode_q_nope, prefill_q_nope = torch.split(q_nope, sizes)
-        decode_q_pe, prefill_q_pe = torch.split(q_pe, sizes)
+    call = AttentionOperands(*args)
+    decode_slots, prefill_slots = call.decode_slot_mapping, call.prefill_slot_mapping
+    if decode_slots is not None and prefill_slots is not None:
+        sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
+        append_op(call.kv_c, call.k_pe, call.kv_cache, torch.cat([decode_slots, prefill_slots]))
+        decode_q_nope, prefill_q_nope = torch.split(call.q_nope, sizes)
+        decode_q_pe, prefill_q_pe = torch.split(call.q_pe, sizes)
     else:
-        slot_mapping = prefill_slot_mapping if decode_slot_mapping is None else decode_slot_mapping
-        append_op(kv_c, k_pe, kv_cache, slot_mapping)
-        decode_q_nope = prefill_q_nope = q_nope
-        decode_q_pe = prefill_q_pe = q_pe
+        append_op(
+            call.kv_c, call.k_pe, call.kv_cache, prefill_slots if decode_slots is None else decode_slots
+        )
+        decode_q_nope = prefill_q_nope = call.q_nope
+        decode_q_pe = prefill_q_pe = call.q_pe
 
     outputs = []
-    if decode_slot_mapping is not None:
-        q_latent = matmul_by_head_op(decode_q_nope, w_uk)
+    if decode_slots is not None:
+        q_latent = matmul_by_head_op(decode_q_nope, call.w_uk)
+        rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens, call.q_len
         latent_out, _ = decode_op(
-            q_latent,
-            decode_q_pe,
-            kv_cache,
-            decode_block_table,
-            decode_seq_lens,
-            decode_q_lens,
-            q_len,
-            softmax_scale,
-            decode_backend,
+            q_latent, decode_q_pe, call.kv_cache, *rows, call.softmax_scale, call.decode_backend
         )
-        outputs.append(matmul_by_head_op(latent_out, w_uv))
-    if prefill_slot_mapping is not None:
-        outputs.append(
-            prefill_op(
-                torch.cat([prefill_q_nope, prefill_q_pe], dim=-1),
-                kv_cache,
-                w_uk,
-                w_uv,
-                prefill_cu_seqlens_q,
-                prefill_cu_seqlens_k,
-                prefill_key_slots,
-                softmax_scale,
-            )
-        )
+        outputs.append(matmul_by_head_op(latent_out, call.w_uv))
+    if prefill_slots is not None:
+        q = torch.cat([prefill_q_nope, prefill_q_pe], dim=-1)
+        keys = call.prefill_cu_seqlens_q, call.prefill_cu_seqlens_k, call.prefill_key_slots
+        outputs.append(prefill_op(q, call.kv_cache, call.w_uk, call.w_uv, *keys, call.softmax_scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -148,7 +118,7 @@ def mla_attention(
     """Multi-head latent attention of a packed batch over a paged latent cache, which it appends to first.
 
     Tokens are laid out decode rows first (`rows * q_len`), then prefill tokens. The formula is that of
-    DeepSeek-V2 (arXiv 2405.04434, section 2.1); `mla_compile.ops.reference` spells it out in float64. Under
+    DeepSeek-V2 (arXiv 2405.04434, section 2.1); `tests/reference.py` spells it out in float64. Under
     `torch.compile(backend="mla")` it is one opaque op that the split pass rewrites into segments.
 
     Args:

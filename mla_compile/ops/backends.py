@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ from mla_compile.ops.implementations import (
     Call,
     Implementation,
     Selection,
-    check_takes,
     describe_device,
     select,
 )
 from mla_compile.ops.kernels.plan import KV_LORA_RANKS, ROPE_HEAD_DIMS
-from mla_compile.ops.operands import DecodeOperands, PlanOperands
-from mla_compile.ops.paging import flatten_to_single
+from mla_compile.ops.library import facts_of
+from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.paging import visible_keys
+from mla_compile.torch_internals import is_fake
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +44,8 @@ class QueryLenSupport(Enum):
 
 
 @dataclass(frozen=True)
-class DecodeCall(Call):
-    """What decides who serves a decode call, and how.
-
-    facts: `dtype`, `heads`, `kv_lora_rank`, `qk_rope_head_dim`, `page_size`.
-    q_len: query tokens a row.
-    has_q_lens: whether the rows' query lengths differ, or some row is inactive.
-    """
-
-    q_len: int | None = None
-    has_q_lens: bool | None = None
-
-
-@dataclass(frozen=True)
 class DecodeBackend(Implementation):
-    """One implementation of `mla_decode`. Whatever it takes of q_len, it serves every decode call: see `run`.
+    """One implementation of `mla_decode`. Whatever it takes of q_len, it serves every decode call: see `fitting`.
 
     multi_token_heads: the numbers of heads with which more than one query token a row is right; None for all.
     planner: `module:object`, a `Planner`, of one that divides its work before it runs: a compiled graph plans once for
@@ -68,57 +56,47 @@ class DecodeBackend(Implementation):
     multi_token_heads: tuple[int, ...] | None = None
     planner: str = ""
 
-    def flattens(self, call: DecodeCall) -> bool:
-        """Whether it gets the query tokens of a call as rows of one token each."""
-        support = self.query_len_support
-        if self.multi_token_heads is not None and call.facts.get("heads") not in self.multi_token_heads:
-            support = QueryLenSupport.SINGLE_ONLY
-        if support is QueryLenSupport.VARLEN:
-            return False
-        return bool(call.has_q_lens) or (support is QueryLenSupport.SINGLE_ONLY and call.q_len != 1)
-
-    def plan(self, operands: PlanOperands, *, is_fake: bool) -> list[Tensor]:
+    def plan(self, operands: DecodeOperands, place: int) -> list[Tensor]:
         """What `run` takes as `plan`, for calls of these lengths and sizes; where they are fake, empty tensors."""
         planner: Planner = pkgutil.resolve_name(self.planner)
-        if is_fake:
+        if is_fake(operands.seq_lens):
             return planner.like(operands)
-        facts = {"heads": operands.heads}
-        call = DecodeCall("", facts=facts, q_len=operands.q_len, has_q_lens=operands.q_lens is not None)
-        if self.flattens(call):
-            table, seq_lens = _one_token_rows(operands)
-            operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
-        return planner.plan(operands)
+        return planner.plan(self.fitting(operands), place)
 
-    def run(
-        self, call: DecodeCall, operands: DecodeOperands, plan: Sequence[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute a `call`, which `decode_call` made of these operands.
-
-        Query tokens that the backend cannot take as they are reach it as rows of one token, each with the keys that
-        it sees: still decode, at the price of reading a row's latents once for each of its tokens.
-        """
+    def run(self, operands: DecodeOperands, plan: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Compute a call; `plan`: what the method of that name gave for it."""
         if plan is not None:
             out, lse = self.load()(operands, plan)
-            return out, lse
-        if self.flattens(call):
-            table, seq_lens = _one_token_rows(operands)
-            operands = operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
-        out, lse = self.load()(operands)
+        else:
+            out, lse = self.load()(self.fitting(operands))
         return out, lse
+
+    def fitting(self, operands: DecodeOperands) -> DecodeOperands:
+        """The operands as the backend takes them.
+
+        Query tokens that it cannot take as they are become rows of one token, each with the keys that it sees: still
+        decode, at the price of reading a row's latents once for each of its tokens.
+        """
+        support, q_len, q_lens = self.query_len_support, operands.q_len, operands.q_lens
+        trusted = self.multi_token_heads
+        if trusted is not None and operands.q_latent.shape[1] not in trusted:
+            support = QueryLenSupport.SINGLE_ONLY
+        is_uniform = q_lens is None and (q_len == 1 or support is QueryLenSupport.UNIFORM)
+        if is_uniform or support is QueryLenSupport.VARLEN:
+            return operands
+        table = operands.block_table.repeat_interleave(q_len, dim=0)
+        seq_lens = visible_keys(operands.seq_lens, q_lens, q_len).flatten()
+        return operands._replace(block_table=table, seq_lens=seq_lens, q_lens=None, q_len=1)
 
 
 class Planner(NamedTuple):
-    """How a backend plans. plan: gives tensors that its calls read. like: empty ones, where the operands are fake."""
+    """How a backend plans, by the lengths and sizes of a call alone.
 
-    plan: Callable[[PlanOperands], list[Tensor]]
-    like: Callable[[PlanOperands], list[Tensor]]
+    plan: gives tensors that calls read; the number is `place` of `mla_decode_plan`. like: empty ones, of fake operands.
+    """
 
-
-def _one_token_rows(operands: DecodeOperands | PlanOperands) -> tuple[Tensor, Tensor]:
-    """Block table and lengths, with each query token a row."""
-    table, seq_lens, q_len = operands.block_table, operands.seq_lens, operands.q_len
-    tokens = torch.arange(seq_lens.shape[0] * q_len, device=seq_lens.device)
-    return flatten_to_single(tokens, table, seq_lens, operands.q_lens, q_len)
+    plan: Callable[[DecodeOperands, int], list[Tensor]]
+    like: Callable[[DecodeOperands], list[Tensor]]
 
 
 _GLUON = DecodeBackend(
@@ -193,23 +171,16 @@ DECODE_BACKENDS = (
 for a batch-invariant row."""
 
 
-def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> DecodeCall:
-    """The call that these operands make. They may be fake: symbolic sizes become None."""
-    q_latent, q_pe, kv_cache, _, _, q_lens, q_len, _ = operands
-    facts = {
-        "dtype": q_latent.dtype,
-        "heads": _known(q_latent.shape[1]),
-        "kv_lora_rank": _known(q_latent.shape[2]),
-        "qk_rope_head_dim": _known(q_pe.shape[2]),
-        "page_size": _known(kv_cache.shape[1]),
-    }
-    device = describe_device(q_latent.device)
-    return DecodeCall(*device, captured, facts, batch_invariant, _known(q_len), q_lens is not None)
+def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> Call:
+    """The call that these operands make. They may be fake: symbolic sizes are not known."""
+    facts = facts_of("mla_decode", operands)
+    known = {name: fact for name, fact in facts.items() if not isinstance(fact, torch.SymInt)}
+    return Call(*describe_device(operands.q_latent.device), captured, known, batch_invariant)
 
 
 @functools.cache
 def select_backend(
-    call: DecodeCall, name: str | None = None, argument: str = "backend"
+    call: Call, name: str | None = None, argument: str = "backend"
 ) -> Selection[DecodeBackend]:
     """The backend called `name`, else the first of `DECODE_BACKENDS` that serves a call.
 
@@ -217,27 +188,21 @@ def select_backend(
         MLAError: `name` is unknown or that backend cannot serve the call; the message names the `argument`, the reason
             and the backends that can.
     """
-    if call.facts:
-        check_takes("mla_decode", DECODE_BACKENDS, call.facts)
     if name is None:
         selection = select(DECODE_BACKENDS, call)
         log.debug("decode backend of %s:\n%s", call, selection.explain())  # once for each kind of call
         return selection
     check_name(argument, name)
-    named = next(backend for backend in DECODE_BACKENDS if backend.name == name)
+    named = backend_named(name)
     if (reason := named.why_not(call)) is not None:
         able = ", ".join(backend.name for backend in DECODE_BACKENDS if backend.why_not(call) is None)
         raise MLAError(argument, f"one that serves this call ({able})", f"{name}, which {reason}")
     return Selection(named)
 
 
-def planning_backend(name: str) -> DecodeBackend:
-    """The backend of that name. Raises `MLAError` where it does not plan."""
-    plans = [backend for backend in DECODE_BACKENDS if backend.planner]
-    for backend in plans:
-        if backend.name == name:
-            return backend
-    raise MLAError("backend", f"one that plans: {', '.join(backend.name for backend in plans)}", repr(name))
+def backend_named(name: str) -> DecodeBackend:
+    """The backend of that name, which there must be."""
+    return next(backend for backend in DECODE_BACKENDS if backend.name == name)
 
 
 def check_name(argument: str, name: object) -> None:
@@ -245,7 +210,3 @@ def check_name(argument: str, name: object) -> None:
     names = [backend.name for backend in DECODE_BACKENDS]
     if name is not None and name not in names:
         raise MLAError(argument, f"one of {', '.join(names)}, or None", repr(name))
-
-
-def _known(size: Any) -> int | None:
-    return size if isinstance(size, int) else None

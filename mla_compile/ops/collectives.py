@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mla_compile.ops import validate
 from mla_compile.ops.implementations import Implementation, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
@@ -48,30 +47,22 @@ ALL_GATHER = (
 )
 
 
-@define_op(table=ALL_REDUCE, facts=facts_of)
+@define_op(table=ALL_REDUCE, layouts={"x": "tokens, columns"}, facts=facts_of)
 def all_reduce(x: Tensor, batch_invariant: bool = False) -> Tensor:
     """The sum of all processes' `x` `[tokens, columns]`, in its dtype, contiguous.
 
     batch_invariant: whether the parts are added in the processes' order, and so a token's bits depend on nothing but
     its rows; else many tokens may be added in another one.
-
-    Raises:
-        MLAError: x is not so, named.
     """
-    validate.Layouts().floats(x=(x, "tokens, columns"))
     return empty(x, x.shape)
 
 
-@define_op(table=ALL_GATHER, facts=facts_of, static="num_parts")
+@define_op(table=ALL_GATHER, layouts={"x": "tokens, columns"}, facts=facts_of, static="num_parts")
 def all_gather(x: Tensor, num_parts: int) -> Tensor:
     """All processes' `x` `[tokens, columns]`, one beside the other: `[tokens, num_parts * columns]`, contiguous.
 
     num_parts: the number of processes.
-
-    Raises:
-        MLAError: x is not so, named.
     """
-    validate.Layouts().floats(x=(x, "tokens, columns"))
     return empty(x, (x.shape[0], num_parts * x.shape[1]))
 
 

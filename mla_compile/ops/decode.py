@@ -10,14 +10,13 @@ from mla_compile.ops import validate
 from mla_compile.ops.backends import (
     DECODE_BACKENDS,
     DecodeBackend,
-    DecodeCall,
+    backend_named,
     decode_call,
-    planning_backend,
     select_backend,
 )
 from mla_compile.ops.by_token import attend_by_token
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.operands import DecodeOperands, PlanOperands
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import (
     accumulate_dtype,
     gather_latents,
@@ -34,27 +33,43 @@ def _run(*args: Any) -> tuple[Tensor, Tensor]:
     given = DecodeOperands(*operands)
     if not given.kv_cache.is_contiguous():  # one that a graph computes: see the op's layout
         given = given._replace(kv_cache=given.kv_cache.contiguous())
-    call, chosen = choose_backend(given, backend, batch_invariant)
+    chosen = choose_backend(given, backend, batch_invariant)
     q_latent = given.q_latent
     if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
         lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
         return q_latent.new_empty(q_latent.shape), lse
-    return chosen.run(call, given, plan)
+    return chosen.run(given, plan)
 
 
 def choose_backend(
     operands: DecodeOperands, backend: str | None, batch_invariant: bool = False
-) -> tuple[DecodeCall, DecodeBackend]:
+) -> DecodeBackend:
     """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
     # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
     captured = backend is None or (operands.q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
     call = decode_call(operands, captured=captured, batch_invariant=batch_invariant)
-    return call, select_backend(call, backend).chosen
+    return select_backend(call, backend).chosen
+
+
+_LAYOUTS = {
+    "q_latent": "tokens, heads, kv_lora_rank",
+    "q_pe": "tokens, heads, qk_rope_head_dim",
+    "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
+    "seq_lens": "int32 rows",
+    "q_lens": "int32 rows or None",
+    "block_table": validate.TABLE,
+}
 
 
 # Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache
 # that a graph computes otherwise than it was told.
-@define_op(table=DECODE_BACKENDS, run=_run, returns=("out", "lse"), layout=torch.Tag.flexible_layout)
+@define_op(
+    table=DECODE_BACKENDS,
+    layouts=_LAYOUTS,
+    run=_run,
+    returns=("out", "lse"),
+    layout=torch.Tag.flexible_layout,
+)
 def mla_decode(
     q_latent: Tensor,
     q_pe: Tensor,
@@ -98,16 +113,11 @@ def mla_decode(
         MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
             Lengths are checked where they are on the CPU.
     """
-    sizes = validate.Layouts()
-    sizes.floats(
-        q_latent=(q_latent, "tokens, heads, kv_lora_rank"),
-        q_pe=(q_pe, "tokens, heads, qk_rope_head_dim"),
-        kv_cache=(kv_cache.contiguous() if is_fake(kv_cache) else kv_cache, validate.PAGED),
-    )
-    sizes.rows(block_table, like=q_latent, seq_lens=seq_lens, q_lens=q_lens)
+    if not is_fake(kv_cache):
+        validate.Layouts().check("kv_cache", kv_cache, validate.PAGED)
     validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
-    validate.lengths("seq_lens", seq_lens, block_table, kv_cache)
-    validate.query_lengths("q_lens", q_lens, q_len)
+    validate.lengths("", seq_lens, block_table, kv_cache)
+    validate.within("q_lens", "lengths", q_lens, 0, q_len)
     if backend is not None:
         given = DecodeOperands(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
         call = decode_call(given, captured=False, batch_invariant=batch_invariant)  # see `plan_decode`
@@ -120,41 +130,22 @@ decode_op = torch.ops.mla_compile.mla_decode.default
 
 
 def _plan(*args: Any) -> list[Tensor]:
-    *operands, backend = args
-    given = PlanOperands(*operands)
-    return planning_backend(backend).plan(given, is_fake=is_fake(given.seq_lens))
+    *operands, place, backend = args
+    return backend_named(backend).plan(DecodeOperands(*operands), place)
 
 
-@define_op(run=_plan)
-def mla_decode_plan(
-    block_table: Tensor,
-    seq_lens: Tensor,
-    q_lens: Tensor | None,
-    q_len: int,
-    heads: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    page_size: int,
-    softmax_scale: float,
-    dtype: torch.dtype,
-    place: int,
-    backend: str,
-) -> list[Tensor]:
+@define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)
+def mla_decode_plan(operands: DecodeOperands, place: int, backend: str) -> list[Tensor]:
     """What a decode backend that divides its work by the rows' lengths computes of them, for the calls of all layers.
 
     Args:
-        block_table, seq_lens, q_lens, q_len, softmax_scale, backend: those of the `mla_decode` calls.
-        heads, kv_lora_rank, qk_rope_head_dim, page_size, dtype: of their queries and caches.
+        operands, backend: those of one of the `mla_decode` calls. Nothing but lengths and sizes matters.
         place: a number for each plan of a graph: what a backend keeps of one outlives the making of the next.
 
     Returns:
         The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
     """
-    validate.Layouts().rows(block_table, like=seq_lens, seq_lens=seq_lens, q_lens=q_lens)
-    sizes = q_len, heads, kv_lora_rank, qk_rope_head_dim, page_size
-    if not is_fake(seq_lens):
-        return []
-    return _plan(block_table, seq_lens, q_lens, *sizes, softmax_scale, dtype, place, backend)
+    return _plan(*operands, place, backend) if is_fake(operands.seq_lens) else []
 
 
 decode_plan_op = torch.ops.mla_compile.mla_decode_plan.default

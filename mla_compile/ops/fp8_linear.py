@@ -14,8 +14,8 @@ from mla_compile.ops.implementations import (
     HALF,
     SOME,
     UNIT,
-    Implementation,
     at_least,
+    by_token,
     reference,
     triton,
 )
@@ -66,24 +66,15 @@ FP8_LINEAR = (
         takes={**_IN_ORDER.takes, "dtype": FLOATS},
     ),
     reference("mla_compile.ops.fp8_linear:linear_torch"),
-    Implementation(
-        "by_row",
-        "plain torch, any device, each token by itself",
-        "mla_compile.ops.fp8_linear:linear_by_row",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.fp8_linear:linear_by_row", "by_row"),
 )
 
 
 @define_op(
     table=FP8_LINEAR,
     operands=FP8LinearOperands,
-    facts=lambda x, first, second: {
-        "dtype": x.dtype,
-        "tokens": x.shape[0],
-        "k": x.shape[1],
-        "columns": num_columns(first, second),
-    },
+    layouts={"x": "tokens, k"},
+    facts=lambda first, second: {"columns": num_columns(first, second)},
 )
 def fp8_linear(
     x: Tensor,
@@ -106,9 +97,6 @@ def fp8_linear(
 
     Returns:
         `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
     check_fp8_linear(x, first, first_scale, second, second_scale)
     return empty(x, (x.shape[0], num_columns(first, second)))

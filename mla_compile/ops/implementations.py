@@ -9,7 +9,7 @@ and `TORCH_LOGS="+mla_compile"` says of each kind of call who serves it and why 
 import functools
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -71,6 +71,8 @@ class Implementation:
     capturable: whether a call does no work on the host that depends on values.
     batch_invariant: whether a token gets the same bits in every call with the same keys, experts and weights, whatever
         is computed beside it.
+    takes_flag: whether its function takes the op's argument `batch_invariant` too. It calls other ops, which are so
+        where they are asked to be.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Implementation:
     takes: Mapping[str, Taken] = field(default_factory=dict, hash=False)
     capturable: bool = True
     batch_invariant: bool = False
+    takes_flag: bool = False
 
     def why_not(self, call: Call) -> str | None:
         """The first reason why it cannot serve a call, with the values; None where it can."""
@@ -154,6 +157,20 @@ def reference(function: str) -> Implementation:
     return Implementation("reference", "plain torch, any device", function)
 
 
+def by_token(function: str, name: str = "by_token") -> Implementation:
+    """The row for a function in plain torch of which a token's bits depend on nothing but the token."""
+    return Implementation(
+        name, "plain torch, any device, each token by itself", function, batch_invariant=True
+    )
+
+
+def apart(function: str) -> Implementation:
+    """The row for a function that does what an op does by several others, for every call."""
+    return Implementation(
+        "apart", "any device: one op after the other", function, batch_invariant=True, takes_flag=True
+    )
+
+
 Row = TypeVar("Row", bound=Implementation, covariant=True)
 
 
@@ -179,15 +196,6 @@ def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
             return Selection(row, tuple(passed_over))
         passed_over.append((row.name, reason))
     raise AssertionError("some row of a table serves every call")
-
-
-def check_takes(op: str, table: tuple[Implementation, ...], facts: Collection[str]) -> None:
-    """Raises `AssertionError` where a row limits what is no fact of its op: it would serve calls that it must not."""
-    for row in table:
-        for fact in row.takes:
-            if fact not in facts:
-                known = ", ".join(map(repr, facts))
-                raise AssertionError(f"{op}: {row.name} takes {fact!r}, expected facts of the op: {known}")
 
 
 def first_serves(table: tuple[Implementation, ...], x: torch.Tensor, **facts: object) -> bool:

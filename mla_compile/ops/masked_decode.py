@@ -30,15 +30,13 @@ MASKED_DECODE = (
 
 @define_op(
     table=MASKED_DECODE,
-    facts=lambda q_latent, q_pe, kv_c, k_pe: {
-        "dtype": q_latent.dtype,
-        "queries": q_latent.shape[:-1].numel(),
-        "keys": kv_c.shape[1],
-        "kv_lora_rank": q_latent.shape[-1],
-        "qk_rope_head_dim": q_pe.shape[-1],
-        "kv_c.stride(2)": kv_c.stride(2),
-        "k_pe.stride(2)": k_pe.stride(2),
+    layouts={
+        "q_latent": "rows, heads, q_len, kv_lora_rank",
+        "q_pe": "rows, heads, q_len, qk_rope_head_dim",
+        "kv_c": "rows or 1, keys, kv_lora_rank",
+        "k_pe": "rows or 1, keys, qk_rope_head_dim",
     },
+    facts=lambda q_latent: {"queries": q_latent.shape[:-1].numel()},
 )
 def mla_masked_decode(
     q_latent: Tensor,
@@ -65,17 +63,7 @@ def mla_masked_decode(
     Returns:
         `[rows, heads, q_len, kv_lora_rank]`, contiguous, in the dtype of `q_latent`; 0 for a query that sees no key.
         On a GPU latents that no query sees are mostly not read.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
-    sizes = validate.Layouts()
-    sizes.floats(
-        q_latent=(q_latent, "rows, heads, q_len, kv_lora_rank"),
-        q_pe=(q_pe, "rows, heads, q_len, qk_rope_head_dim"),
-        kv_c=(kv_c, "rows or 1, keys, kv_lora_rank"),
-        k_pe=(k_pe, "rows or 1, keys, qk_rope_head_dim"),
-    )
     if mask is not None:
         validate.mask(mask, (*q_latent.shape[:3], kv_c.shape[1]), q_latent)
     return empty(q_latent, q_latent.shape)

@@ -19,8 +19,8 @@ from mla_compile.ops.implementations import (
     FLOATS,
     HALF,
     SOME,
-    Implementation,
     Taken,
+    by_token,
     reference,
     triton,
 )
@@ -72,12 +72,7 @@ MOE_EXPERTS = (
         batch_invariant=True,
     ),
     reference("mla_compile.ops.moe:moe_torch"),
-    Implementation(
-        "by_token",
-        "plain torch, any device, each token by itself",
-        "mla_compile.ops.moe:moe_by_token",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.moe:moe_by_token"),
 )
 
 

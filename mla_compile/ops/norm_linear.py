@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mla_compile.ops import fp8
 from mla_compile.ops.fp8_linear import check_fp8_linear, fp8_linear_op
-from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, Implementation, triton
+from mla_compile.ops.implementations import FLOAT8, FLOATS, HALF, SOME, UNIT, apart, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.matmul import check_linear, fused_linear_op, is_one_matrix
 from mla_compile.ops.operands import NormLinearOperands
-from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm, rms_norm_op
+from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.ops.side_by_side import num_columns
 
 MOST_TOKENS = 2
@@ -41,13 +41,7 @@ NORM_LINEAR = (
         takes={**_GEMV.takes, "weights": ("one FP8 matrix",), "dtype": FLOATS, "tokens": UNIT},
         min_capability=FLOAT8,
     ),
-    Implementation("apart", "any device: the norm, then the product", "mla_compile.ops.norm_linear:apart"),
-    Implementation(
-        "apart_in_order",
-        "any device: the norm, then the batch-invariant product",
-        "mla_compile.ops.norm_linear:apart_in_order",
-        batch_invariant=True,
-    ),
+    apart("mla_compile.ops.norm_linear:norm_then_product"),
 )
 
 
@@ -63,27 +57,14 @@ def _weights(
 
 @define_op(
     table=NORM_LINEAR,
-    operands=NormLinearOperands,
-    facts=lambda x, first, first_scale, second, second_scale: {
+    layouts={"x": "tokens, k", "residual": "tokens, k or None", "norm_weight": "k or None"},
+    facts=lambda first, first_scale, second, second_scale: {
         "weights": _weights(first, first_scale, second, second_scale),
-        "dtype": x.dtype,
-        "tokens": x.shape[0],
-        "k": x.shape[1],
         "columns": num_columns(first, second),
     },
     returns=("product", "total"),
 )
-def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    first: Tensor,
-    first_scale: Tensor | None = None,
-    second: Tensor | None = None,
-    second_scale: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:
+def norm_linear(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """`fused_linear` or `fp8_linear` of `fused_rms_norm(x)`, or of `fused_add_rms_norm(x, residual)`.
 
     The norm may be rounded in between, or not.
@@ -96,11 +77,8 @@ def norm_linear(
     Returns:
         product: `[tokens, n_first + n_second]`, contiguous.
         total: `x + residual`, rounded to their dtype; `[0, k]` without a residual.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
-    check_norm(x, residual=residual, weight=norm_weight)
+    x, residual, _, _, first, first_scale, second, second_scale = operands
     if first_scale is None:
         check_linear(x, first, second, batch_invariant)
     else:
@@ -113,7 +91,7 @@ def norm_linear(
 norm_linear_op = torch.ops.mla_compile.norm_linear.default
 
 
-def apart(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
+def norm_then_product(operands: NormLinearOperands, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """`norm_linear`, one after the other."""
     x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
     if residual is None:
@@ -123,8 +101,3 @@ def apart(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[
     if first_scale is None:
         return fused_linear_op(normed, first, second, batch_invariant), total
     return fp8_linear_op(normed, first, first_scale, second, second_scale, batch_invariant), total
-
-
-def apart_in_order(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
-    """The same, and a token's bits depend on nothing but the token."""
-    return apart(operands, batch_invariant=True)

@@ -1,8 +1,19 @@
-"""What is done to the projected latents before they are cached: the norm and the rotation, in plain torch."""
+"""What is done to projected latents and queries: the norm and the rotation in plain torch, and as ops.
+
+`mla_rotate_queries` rotates queries where they lie. `mla_norm_rope_append` also norms and rotates what the projection
+gives, and appends it. No model calls them: the passes of these names put them in.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mla_compile.errors import MLAError
+from mla_compile.ops import validate
+from mla_compile.ops.implementations import FLOATS, SOME, UNIT, reference, triton
+from mla_compile.ops.library import define_op
+from mla_compile.ops.operands import NormRopeAppendOperands
+from mla_compile.ops.paging import write_latents
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,5 +52,113 @@ def rotate(
 
 
 def rotate_heads(q_pe: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool) -> None:
-    """`rotate` every head of queries `[tokens, heads, d]` in place; cos, sin: by token."""
+    """`mla_rotate_queries` in plain torch: every device and dtype."""
     q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))
+
+
+ROTATE_QUERIES = (
+    triton(
+        "one launch, a token's heads a program",
+        "mla_compile.ops.kernels.rotate_queries:rotate_queries_triton",
+        takes={"dtype": FLOATS, "tokens": SOME, "heads": SOME, "q_pe.stride(2)": UNIT},
+    ),
+    reference("mla_compile.ops.norm_rope:rotate_heads"),
+)
+
+
+@define_op(
+    table=ROTATE_QUERIES,
+    layouts={
+        "q_pe": "tokens, heads, qk_rope_head_dim",
+        "cos": "float tokens, angles",
+        "sin": "float tokens, angles",
+    },
+    mutates=("q_pe",),
+    layout=torch.Tag.flexible_layout,
+)
+def mla_rotate_queries(
+    q_pe: Tensor, cos: Tensor, sin: Tensor, *, interleaved_in: bool, interleaved_out: bool
+) -> None:
+    """Rotate every head of every token by the token's angles, in place.
+
+    Args:
+        q_pe: `[tokens, heads, qk_rope_head_dim]`, float, with any strides: columns of the projection's output.
+        cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float.
+        interleaved_in, interleaved_out: whether the two elements of a rotated pair are neighbours `(0, 1), (2, 3), ...`
+            before, and afterwards; else they are halves apart.
+    """
+    rope = q_pe.shape[2]
+    if rope < 2 or rope % 2:
+        raise MLAError("q_pe", "an even number of columns", rope)
+    validate.angles(cos, sin, rope)
+
+
+rotate_queries_op = torch.ops.mla_compile.mla_rotate_queries.default
+
+
+NORM_ROPE_APPEND = (
+    triton(
+        "one launch, a token a program",
+        "mla_compile.ops.kernels.norm_rope_append:norm_rope_append_triton",
+        takes={"dtype": FLOATS, "tokens": SOME, "kv_a.stride(1)": UNIT, "q_pe.stride(2)": UNIT},
+    ),
+    reference("mla_compile.ops.norm_rope:norm_rope_append_torch"),
+)
+
+
+@define_op(
+    table=NORM_ROPE_APPEND,
+    layouts={
+        "kv_a": "tokens, kv_lora_rank + qk_rope_head_dim",
+        "weight": "kv_lora_rank",
+        "kv_cache": validate.PAGED,
+        "q_pe": "tokens, heads, columns or None",
+        "cos": "float tokens, angles",
+        "sin": "float tokens, angles",
+        "slot_mapping": "int64 tokens",
+    },
+    mutates=("kv_cache", "q_pe"),
+)
+def mla_norm_rope_append(operands: NormRopeAppendOperands) -> None:
+    """Write `[rms_norm(kv_a[:, :rank]) | rotate(kv_a[:, rank:])]` of every token to its slot of `kv_cache`, in place.
+
+    With `q_pe` also do what `mla_rotate_queries` does, by the same angles.
+
+    Args:
+        kv_a: `[tokens, kv_lora_rank + qk_rope_head_dim]`, float; rows may lie apart.
+        weight: of the norm, `[kv_lora_rank]`, the dtype of `kv_a`.
+        cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float; a factor
+            that scales the rotary keys is in them.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_a`.
+        slot_mapping: as of `mla_append`.
+        eps: of the norm, added to the mean square.
+        interleaved_in, interleaved_out: whether the two elements of a rotated pair are neighbours `(0, 1), (2, 3), ...`
+            in `kv_a`, and in the cache; else they are halves apart.
+        q_pe: `[tokens, heads, qk_rope_head_dim]`, the dtype of `kv_a`: rotated in place.
+
+    Raises:
+        MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
+    """
+    kv_a, weight, cos, sin, kv_cache, slot_mapping, *_, q_pe = operands
+    rope = kv_a.shape[1] - weight.shape[0]
+    if rope < 2 or rope % 2:
+        raise MLAError(
+            "weight", f"an even number of columns less than kv_a's {kv_a.shape[1]}", weight.shape[0]
+        )
+    validate.angles(cos, sin, rope)
+    validate.slots("slot_mapping", slot_mapping, kv_cache)
+    if q_pe is not None and q_pe.shape[2] != rope:
+        raise MLAError("q_pe", f"{rope} columns, as many as are rotated of kv_a", q_pe.shape[2])
+
+
+norm_rope_append_op = torch.ops.mla_compile.mla_norm_rope_append.default
+
+
+def norm_rope_append_torch(operands: NormRopeAppendOperands) -> None:
+    """`mla_norm_rope_append` in plain torch: every device and dtype."""
+    kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out, q_pe = operands
+    kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
+    k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)
+    write_latents(torch.cat([rms_norm(kv_c, weight, eps), k_pe], dim=1), kv_cache, slot_mapping)
+    if q_pe is not None:
+        rotate_heads(q_pe, cos, sin, interleaved_in, interleaved_out)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.ops.implementations import FLOATS, Implementation, triton
+from mla_compile.ops.implementations import FLOATS, apart, triton
 from mla_compile.ops.library import define_op, empty
-from mla_compile.ops.rms_norm import add_rms_norm_op, check_norm
-from mla_compile.ops.routing import check_router, empty_choice, moe_router_op
+from mla_compile.ops.rms_norm import add_rms_norm_op
+from mla_compile.ops.routing import ROUTER, check_router, empty_choice, moe_router_op
 
 MOST_TOKENS = 32
 """For which the op has a kernel."""
@@ -23,31 +23,19 @@ NORM_ROUTER = (
         "mla_compile.ops.kernels.routing:norm_router_triton",
         takes={
             "dtype": FLOATS,
-            "weight's dtype": FLOATS,
+            "weight.dtype": FLOATS,
             "tokens": range(1, MOST_TOKENS + 1),
             "hidden": range(1, 2**13 + 1),
             "experts": range(1, 1025),
         },
     ),
-    Implementation("apart", "any device: the norm, then the router", "mla_compile.ops.norm_router:apart"),
-    Implementation(
-        "apart_in_order",
-        "any device: the norm, then the batch-invariant router",
-        "mla_compile.ops.norm_router:apart_in_order",
-        batch_invariant=True,
-    ),
+    apart("mla_compile.ops.norm_router:norm_then_router"),
 )
 
 
 @define_op(
     table=NORM_ROUTER,
-    facts=lambda x, weight: {
-        "dtype": x.dtype,
-        "weight's dtype": weight.dtype,
-        "tokens": x.shape[0],
-        "hidden": x.shape[1],
-        "experts": weight.shape[0],
-    },
+    layouts={**ROUTER, "residual": "tokens, hidden", "norm_weight": "hidden or None"},
     returns=("normed", "total", "weights", "ids"),
 )
 def norm_router(
@@ -65,29 +53,17 @@ def norm_router(
     scaling: float,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of the norm, with the arguments of both.
-
-    Raises:
-        MLAError: an argument that is not so, named.
-    """
-    check_norm(x, residual=residual, weight=norm_weight)
-    check_router(x, weight, bias, topk, num_groups, topk_groups, softmax=softmax)
+    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of the norm, with the arguments of both."""
+    check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty(x, x.shape), empty(x, x.shape), *empty_choice(x, weight, topk)
 
 
 norm_router_op = torch.ops.mla_compile.norm_router.default
 
 
-def apart(
+def norm_then_router(
     x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_router`, one after the other."""
+    """`norm_router`, one after the other. router: the arguments of `moe_router` from `weight` on."""
     normed, total = add_rms_norm_op(x, residual, norm_weight, eps)
     return normed, total, *moe_router_op(normed, *router)
-
-
-def apart_in_order(
-    x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and a token's bits depend on nothing but the token."""
-    return apart(x, residual, norm_weight, eps, *router, True)

@@ -6,7 +6,6 @@ declaration describes. A frozen dataclass would take four to six times as long t
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -21,22 +20,6 @@ class DecodeOperands(NamedTuple):
     q_lens: Tensor | None
     q_len: int
     softmax_scale: float
-
-
-class PlanOperands(NamedTuple):
-    """Of `mla_decode_plan`."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    q_lens: Tensor | None
-    q_len: int
-    heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    page_size: int
-    softmax_scale: float
-    dtype: torch.dtype
-    place: int
 
 
 class PrefillOperands(NamedTuple):
@@ -100,9 +83,9 @@ class NormLinearOperands(NamedTuple):
     norm_weight: Tensor | None
     eps: float
     first: Tensor
-    first_scale: Tensor | None
-    second: Tensor | None
-    second_scale: Tensor | None
+    first_scale: Tensor | None = None
+    second: Tensor | None = None
+    second_scale: Tensor | None = None
 
 
 class FP8LinearOperands(NamedTuple):

@@ -52,17 +52,6 @@ def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
     return torch.where(token < valid[:, None], bounds, 0).clamp(min=0)
 
 
-def flatten_to_single(
-    tokens: Tensor, block_table: Tensor, seq_lens: Tensor, q_lens: Tensor | None, q_len: int
-) -> tuple[Tensor, Tensor]:
-    """`block_table` and `seq_lens` that serve the chosen query tokens as rows of one token each.
-
-    tokens: indices into the `rows * q_len` query tokens, int64 `[n]`. Each keeps the keys that it sees.
-    """
-    bounds = visible_keys(seq_lens, q_lens, q_len).reshape(-1).index_select(0, tokens)
-    return block_table.index_select(0, tokens // q_len), bounds
-
-
 def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> int:
     """Columns of `block_table` that some row needs, at least 1.
 

@@ -13,6 +13,7 @@ from mla_compile.ops.implementations import (
     SOME,
     Implementation,
     at_least,
+    by_token,
     reference,
     triton,
 )
@@ -30,13 +31,10 @@ PREFILL = (
     # runs at that of cuBLAS, but writes and reads `nope + rope + v` elements a head for each latent it reads.
     # The bounds lie below these: the tokens may all be one row's. After 4096 keys an H200 takes less time absorbed than
     # with FlashAttention up to 64 tokens with V3's 16 heads, up to 128 with GLM, and with V3's 128 heads at 32, not 64.
-    Implementation(
-        "absorbed",
+    triton(
         "absorbed attention over the latents, for few tokens after long texts",
         "mla_compile.ops.kernels.absorbed_prefill:prefill_absorbed",
-        ("cuda",),
-        min_capability=(8, 0),
-        packages=("triton",),
+        name="absorbed",
         takes={
             "dtype": FLOATS,
             "tokens": range(1, 49),
@@ -76,26 +74,24 @@ PREFILL = (
         batch_invariant=True,
     ),
     reference("mla_compile.ops.prefill:prefill_torch"),
-    Implementation(
-        "by_token",
-        "plain torch, a token at a time, any device",
-        "mla_compile.ops.prefill:prefill_by_token",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.prefill:prefill_by_token"),
 )
 
 
 @define_op(
     table=PREFILL,
     operands=PrefillOperands,
+    layouts={
+        "q": "tokens, heads, qk_head_dim",
+        "w_uk": "heads, qk_nope_head_dim, kv_lora_rank",
+        "w_uv": "heads, kv_lora_rank, v_head_dim",
+        "kv_cache": "num_pages, page_size, width",
+        "cu_seqlens_q": "int32 rows + 1",
+        "cu_seqlens_k": "int32 parts, rows + 1",
+        "key_slots": "int64 parts, keys",
+    },
     facts=lambda q, kv_cache, w_uv, key_slots: {
-        "dtype": q.dtype,
-        "tokens": q.shape[0],
         "keys per token": key_slots.numel() // max(1, q.shape[0]),
-        "heads": q.shape[1],
-        "qk_head_dim": q.shape[2],
-        "v_head_dim": w_uv.shape[2],
-        "kv_lora_rank": w_uv.shape[1],
         "qk_rope_head_dim": kv_cache.shape[2] - w_uv.shape[1],
     },
 )
@@ -133,20 +129,12 @@ def mla_prefill(
     Raises:
         MLAError: an argument that is not so, named. Lengths and slots are checked where they are on the CPU.
     """
-    sizes = validate.Layouts()
-    sizes.floats(
-        q=(q, "tokens, heads, qk_head_dim"),
-        w_uk=(w_uk, "heads, qk_nope_head_dim, kv_lora_rank"),
-        w_uv=(w_uv, "heads, kv_lora_rank, v_head_dim"),
-        kv_cache=(kv_cache, "num_pages, page_size, width"),
-    )
     _, nope, rank = w_uk.shape
     if statically_known_true(q.shape[2] - nope != kv_cache.shape[2] - rank):
         expected = (
             f"{nope} + {kv_cache.shape[2] - rank} columns, those of w_uk and the keys rotated in kv_cache"
         )
         raise MLAError("q", expected, list(q.shape))
-    validate.prefill_keys(sizes, cu_seqlens_q, cu_seqlens_k, key_slots, q)
     validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], kv_cache)
     return empty(q, (*q.shape[:2], w_uv.shape[2]))
 

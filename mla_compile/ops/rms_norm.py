@@ -4,36 +4,29 @@ That is the addition of a residual, and the sum over processes that share a mode
 the row. No model calls them: the passes `fuse_rms_norm` and `fuse_all_reduce` put them in.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from mla_compile.ops import validate
 from mla_compile.ops.by_row import sum_by_row
-from mla_compile.ops.implementations import FLOATS, SOME, Implementation, Taken, triton
+from mla_compile.ops.implementations import FLOATS, SOME, apart, by_token, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.ops.peers import SLOT_COLUMNS, SMALL, facts_of
 
-_TAKES: dict[str, Taken] = {"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)}
-
-
-def _table(triton_function: str, torch_function: str) -> tuple[Implementation, ...]:
-    return (
-        triton("a program for each row", triton_function, takes=_TAKES, batch_invariant=True),
-        Implementation(
-            "by_halves",
-            "plain torch, any device: elementwise sums of halves",
-            torch_function,
-            batch_invariant=True,
-        ),
-    )
-
-
-RMS_NORM = _table(
-    "mla_compile.ops.kernels.rms_norm:rms_norm_triton", "mla_compile.ops.rms_norm:rms_norm_torch"
+RMS_NORM = (
+    triton(
+        "a program for each row",
+        "mla_compile.ops.kernels.rms_norm:rms_norm_triton",
+        takes={"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)},
+        batch_invariant=True,
+    ),
+    by_token("mla_compile.ops.rms_norm:rms_norm_torch", "by_halves"),
 )
-ADD_RMS_NORM = _table(
-    "mla_compile.ops.kernels.rms_norm:add_rms_norm_triton", "mla_compile.ops.rms_norm:add_rms_norm_torch"
+ADD_RMS_NORM = (
+    replace(RMS_NORM[0], function="mla_compile.ops.kernels.rms_norm:add_rms_norm_triton"),
+    by_token("mla_compile.ops.rms_norm:add_rms_norm_torch", "by_halves"),
 )
 ALL_REDUCE_ADD_RMS_NORM = (
     triton(
@@ -41,55 +34,36 @@ ALL_REDUCE_ADD_RMS_NORM = (
         "mla_compile.ops.kernels.collectives:all_reduce_add_rms_norm_triton",
         takes=SMALL | {"columns": range(1, SLOT_COLUMNS + 1)},
     ),
-    Implementation(
-        "apart",
-        "any device: all_reduce, then fused_add_rms_norm",
-        "mla_compile.ops.rms_norm:all_reduce_then_norm",
-    ),
-    # Not the kernel: which thread adds up what may be another in it, and many tokens are more than it takes.
-    Implementation(
-        "apart_in_order",
-        "any device: the same, and parts are added in order",
-        "mla_compile.ops.rms_norm:all_reduce_in_order_then_norm",
-        batch_invariant=True,
-    ),
+    # Asked for the same bits, not the kernel: which thread adds up what may be another in it, and many tokens are more
+    # than it takes.
+    apart("mla_compile.ops.rms_norm:all_reduce_then_norm"),
 )
 
-
-def _facts(x: Tensor) -> dict[str, object]:
-    return {"dtype": x.dtype, "rows": x.shape[0], "columns": x.shape[1]}
+_ADD_NORM = {"x": "rows, columns", "residual": "rows, columns", "weight": "columns or None"}
 
 
-@define_op(table=RMS_NORM, facts=_facts)
+@define_op(table=RMS_NORM, layouts={"x": "rows, columns", "weight": "columns or None"})
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`weight * (x / sqrt(mean(x ** 2) + eps))` of each row of `x` `[rows, columns]` (arXiv 1910.07467), in its dtype.
 
     Computed in float32 at least, and rounded before the weight `[columns]` multiplies, as DeepSeek's models do. None
     for no weight. Rows may lie apart.
-
-    Raises:
-        MLAError: x or weight is not so, named.
     """
-    check_norm(x, weight=weight)
     return empty(x, x.shape)
 
 
-@define_op(table=ADD_RMS_NORM, facts=_facts, returns=("normed", "total"))
+@define_op(table=ADD_RMS_NORM, layouts=_ADD_NORM, returns=("normed", "total"))
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`fused_rms_norm` of the sum `x + residual`, which is rounded to their dtype, and that sum.
-
-    Raises:
-        MLAError: x, residual or weight is not so, named.
-    """
-    check_norm(x, residual=residual, weight=weight)
+    """`fused_rms_norm` of the sum `x + residual`, which is rounded to their dtype, and that sum."""
     return empty(x, x.shape), empty(x, x.shape)
 
 
 @define_op(
     table=ALL_REDUCE_ADD_RMS_NORM,
-    facts=lambda x: facts_of(x) | {"columns": x.shape[1], "programs": x.shape[0]},
+    layouts=_ADD_NORM,
+    facts=lambda x: facts_of(x) | {"programs": x.shape[0]},
     returns=("normed", "total"),
 )
 def all_reduce_add_rms_norm(
@@ -98,22 +72,8 @@ def all_reduce_add_rms_norm(
     """`fused_add_rms_norm` of the sum of all processes' `x` (`all_reduce`), which is rounded to its dtype.
 
     batch_invariant: as that of `all_reduce`.
-
-    Raises:
-        MLAError: x, residual or weight is not so, named.
     """
-    check_norm(x, residual=residual, weight=weight)
     return empty(x, x.shape), empty(x, x.shape)
-
-
-def check_norm(x: Tensor, *, weight: Tensor | None, residual: Tensor | None = None) -> None:
-    """Check the arguments of these ops."""
-    given = {"x": (x, "rows, columns")}
-    if residual is not None:
-        given["residual"] = (residual, "rows, columns")
-    if weight is not None:
-        given["weight"] = (weight, "columns")
-    validate.Layouts().floats(like=None, **given)
 
 
 rms_norm_op = torch.ops.mla_compile.fused_rms_norm.default
@@ -138,16 +98,9 @@ def add_rms_norm_torch(
 
 
 def all_reduce_then_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
     """`all_reduce_add_rms_norm`, one after the other."""
-    normed, total = add_rms_norm_op(torch.ops.mla_compile.all_reduce.default(x), residual, weight, eps)
-    return normed, total
-
-
-def all_reduce_in_order_then_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The same, and a row's bits depend on nothing but the row."""
-    normed, total = add_rms_norm_op(torch.ops.mla_compile.all_reduce.default(x, True), residual, weight, eps)
+    reduced = torch.ops.mla_compile.all_reduce.default(x, batch_invariant)
+    normed, total = add_rms_norm_op(reduced, residual, weight, eps)
     return normed, total

@@ -11,23 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.errors import MLAError
-from mla_compile.ops import validate
 from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import (
-    FLOATS,
-    SOME,
-    Implementation,
-    Taken,
-    reference,
-    triton,
-)
+from mla_compile.ops.implementations import FLOATS, SOME, Taken, by_token, reference, triton
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.paging import accumulate_dtype
 from mla_compile.torch_internals import statically_known_true
 
 _TAKES: dict[str, Taken] = {
     "dtype": FLOATS,
-    "weight's dtype": FLOATS,
+    "weight.dtype": FLOATS,
     "tokens": range(1, 33),
     "experts": range(1, 1025),
 }
@@ -55,12 +47,7 @@ MOE_ROUTER = (
         description="the same of any number of tokens",
         takes=_TAKES | {"tokens": SOME},
     ),
-    Implementation(
-        "by_token",
-        "plain torch, any device, each token by itself",
-        "mla_compile.ops.routing:router_by_token",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.routing:router_by_token"),
 )
 
 
@@ -96,14 +83,13 @@ def choose_experts(
     return weights * scaling, ids
 
 
+ROUTER = {"x": "tokens, hidden", "weight": "float experts, hidden", "bias": "float experts or None"}
+"""The layouts of its tensors."""
+
+
 @define_op(
     table=MOE_ROUTER,
-    facts=lambda x, weight: {
-        "dtype": x.dtype,
-        "weight's dtype": weight.dtype,
-        "tokens": x.shape[0],
-        "experts": weight.shape[0],
-    },
+    layouts=ROUTER,
     returns=("weights", "ids"),
 )
 def moe_router(
@@ -128,30 +114,13 @@ def moe_router(
     Returns:
         weights: `[tokens, topk]`, float32 at least.
         ids: int64 `[tokens, topk]`, in no order that is promised.
-
-    Raises:
-        MLAError: an argument that is not so, named.
     """
-    check_router(x, weight, bias, topk, num_groups, topk_groups, softmax=softmax)
+    check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty_choice(x, weight, topk)
 
 
-def check_router(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    *,
-    softmax: bool,
-) -> None:
-    """Check the arguments of `moe_router`."""
-    sizes = validate.Layouts()
-    sizes.floats(x=(x, "tokens, hidden"))
-    sizes.floats(like=x, weight=(weight, "experts, hidden"))
-    if bias is not None:
-        sizes.floats(like=x, bias=(bias, "experts"))
+def check_router(weight: Tensor, topk: int, num_groups: int, topk_groups: int, *, softmax: bool) -> None:
+    """Check the numbers that are given to `moe_router`."""
     experts = weight.shape[0]
     least = 1 if softmax or num_groups == 1 else 2
     if num_groups < 1 or experts % num_groups or experts < least * num_groups:

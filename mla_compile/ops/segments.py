@@ -12,8 +12,7 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.decode_metadata import mla_decode_metadata
-from mla_compile.ops.prefill_metadata import prefill_metadata_op
+from mla_compile.ops.metadata import mla_decode_metadata, prefill_metadata_op
 from mla_compile.torch_internals import run_check
 
 

@@ -7,25 +7,31 @@ fake tensors.
 
 A layout names the dimensions of a tensor: "tokens, heads, qk_nope_head_dim". A name stands for one size in all
 arguments of a call. A dimension may also be computed from names ("kv_lora_rank + qk_rope_head_dim", "rows + 1",
-"2 * intermediate"), or broadcast ("rows or 1").
+"2 * intermediate"), or broadcast ("rows or 1"). A dtype may come before ("int32 rows"), and " or None" after.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.paging import check_capacity, slots_of
+from mla_compile.ops.implementations import in_words
+from mla_compile.ops.paging import slots_of
 from mla_compile.torch_internals import is_fake, refuse, size_hint, statically_known_true
 
 PAGED = "num_pages, page_size, kv_lora_rank + qk_rope_head_dim"
 """The layout of a paged cache, which must be contiguous and have a page."""
+TABLE = "int32 rows, max_pages"
+"""The layout of a block table."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = {"int32": torch.int32, "int64": torch.int64}
+_AT_LEAST_1 = ("num_pages", "page_size", "max_pages")
+"""Dimensions that are never empty."""
 
 
 class Layouts:
@@ -41,23 +47,33 @@ class Layouts:
 
     def floats(self, *, like: Tensor | None = None, **tensors: tuple[Tensor, str]) -> None:
         """Check float tensors. The first one, which is on the device of `like`, sets dtype and device for all."""
-        first_name, (first, _) = next(iter(tensors.items()))
-        for name, (x, layout) in tensors.items():
-            self.check(name, x, layout, like=like if x is first else first)
+        layouts = {name: layout for name, (_, layout) in tensors.items()}
+        self.tensors(layouts, {name: x for name, (x, _) in tensors.items()}, like)
+
+    def tensors(
+        self, layouts: Mapping[str, str], given: Mapping[str, Any], like: Tensor | None = None
+    ) -> None:
+        """Check those of the arguments `given` that have a layout, all on one device, the one of `like`.
+
+        Without a dtype in its layout a tensor has the float dtype of the first; "float" is any of them.
+        """
+        first_name = next(iter(layouts))
+        first = given[first_name]
+        beside = first if like is None else like
+        for name, text in layouts.items():
+            kind, layout, or_none = parse(text)
+            x: Any = given.get(name)
+            if x is None and or_none:
+                continue
+            self.check(name, x, layout, dtype=_INTEGERS.get(kind), like=beside)
+            if kind in _INTEGERS:
+                continue
             if x.dtype not in _FLOATS:
                 raise MLAError(name, "float16, bfloat16, float32 or float64", _show(x))
-            if x.dtype != first.dtype:
+            if kind != "float" and x.dtype != first.dtype:
                 mend = "allocate the cache in it" if layout == PAGED else "convert one of them"
                 raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), mend)
             inference_only(name, x)
-
-    def angles(self, cos: Tensor, sin: Tensor, rope: int, *, like: Tensor) -> None:
-        """Check cos and sin of a rotation of `rope` columns, which `rotate` describes."""
-        self.check("cos", cos, "tokens, angles", like=like)
-        if cos.shape[1] not in (rope // 2, rope):
-            expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
-            raise MLAError("cos", expected, list(cos.shape))
-        self.floats(cos=(cos, "tokens, angles"), sin=(sin, "tokens, angles"))
 
     def check(
         self,
@@ -72,22 +88,22 @@ class Layouts:
         argument, name = name, self.prefix + name
         if not isinstance(x, Tensor):
             raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
-        dims, shape = _dims(layout), x.shape
+        dims, shape = dims_of(layout), x.shape
         if len(shape) != len(dims):
             raise MLAError(name, f"{len(dims)} dimensions [{layout}]", f"{len(shape)}: {list(shape)}")
         if dtype is not None and x.dtype != dtype:
-            expected = short_name(dtype)
+            expected = in_words((dtype,))
             raise MLAError(name, f"{expected} [{layout}]", _show(x), f"convert it with .to(torch.{expected})")
         if like is not None and x.device != like.device:
             raise MLAError(name, f"a tensor on {like.device}", x.device)
         if layout == PAGED and not x.is_contiguous():
             mend = "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
             raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", mend)
-        if layout == PAGED and any(statically_known_true(size < 1) for size in shape[:2]):
-            raise MLAError(name, "num_pages >= 1 and page_size >= 1", list(shape))
         sizes = self._sizes
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
+            if word in _AT_LEAST_1 and statically_known_true(size < 1):
+                raise MLAError(name, f"{word} >= 1", list(shape))
             if word not in sizes:
                 computed = None if word.isidentifier() else self._computed(word)
                 if computed is None:
@@ -112,33 +128,17 @@ class Layouts:
             total += product
         return total
 
-    def rows(self, table: Tensor, *, like: Tensor, **lens: Tensor | None) -> None:
-        """Check the rows' lengths, int32 `[rows]` or None, and their block table, int32 `[rows, max_pages]`."""
-        for name, x in lens.items():
-            if x is not None:
-                self.check(name, x, "rows", dtype=torch.int32, like=like)
-        self.table(table, like=like)
 
-    def table(self, table: Tensor, *, like: Tensor | None = None) -> None:
-        """Check a block table, int32 `[rows, max_pages]`."""
-        self.check("block_table", table, "rows, max_pages", dtype=torch.int32, like=like)
-        if statically_known_true(table.shape[1] < 1):
-            raise MLAError(f"{self.prefix}block_table", "at least one page per row", list(table.shape))
-
-    def slots(self, slot_mapping: Tensor, kv_cache: Tensor) -> None:
-        """Check the tokens' slots, int64 `[tokens]`: places of the cache, or -1."""
-        name = f"{self.prefix}slot_mapping"
-        self.check("slot_mapping", slot_mapping, "tokens", dtype=torch.int64, like=kv_cache)
-        if not is_readable(slot_mapping) or slot_mapping.numel() == 0:
-            return
-        count = kv_cache.shape[0] * kv_cache.shape[1]
-        low, high = (int(x) for x in slot_mapping.aminmax())
-        if low < -1 or high >= count:
-            raise MLAError(name, f"slots in [-1, {count})", f"[{low}, {high}]", "allocate more pages")
+@functools.cache
+def parse(text: str) -> tuple[str, str, bool]:
+    """A layout's dtype, or nothing, what is left of it, and whether None will do as well."""
+    layout = text.removesuffix(" or None")
+    kind, _, rest = layout.partition(" ")
+    return (kind, rest, layout != text) if kind in (*_INTEGERS, "float") else ("", layout, layout != text)
 
 
 @functools.cache
-def _dims(layout: str) -> tuple[tuple[str, bool], ...]:
+def dims_of(layout: str) -> tuple[tuple[str, bool], ...]:
     """The words of a layout, and whether a size of 1 will do as well."""
     return tuple((word.removesuffix(" or 1"), word.endswith(" or 1")) for word in layout.split(", "))
 
@@ -149,12 +149,7 @@ def _terms(word: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _show(x: Tensor) -> str:
-    return f"{short_name(x.dtype)} {list(x.shape)}"
-
-
-def short_name(dtype: object) -> str:
-    """The name of a dtype without its module, "bfloat16" say."""
-    return str(dtype).removeprefix("torch.")
+    return f"{in_words((x.dtype,))} {list(x.shape)}"
 
 
 def inference_only(name: str, tensor: Tensor) -> None:
@@ -205,7 +200,7 @@ def row_lengths(
     name: str, lens: Sequence[int], num_cached: Sequence[int], table: Tensor, page_size: int
 ) -> None:
     """Each row of a table has one token or more, `lens`, which is the argument `name`, and room for them."""
-    Layouts().table(table)
+    Layouts().tensors({"block_table": TABLE}, {"block_table": table})
     whole_number("page_size", page_size, 1)
     rows, max_pages = table.shape
     list_of(int, name, lens, rows)
@@ -249,20 +244,32 @@ def _differs(size: int, expected: int) -> bool:
     return statically_known_true(size != expected) and statically_known_true(size != 1)
 
 
-def prefill_rows(sizes: Layouts, seq_lens: Tensor, table: Tensor, host_lens: Tensor, like: Tensor) -> None:
-    sizes.rows(table, like=like, seq_lens=seq_lens)
-    sizes.check("host_lens", host_lens, "rows, 2", dtype=torch.int32)
-    if host_lens.device.type != "cpu":
-        mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
-        raise MLAError(f"{sizes.prefix}host_lens", "a CPU tensor", host_lens.device, mend)
+def angles(cos: Tensor, sin: Tensor, rope: int) -> None:
+    """cos and sin are those of a rotation of `rope` columns, which `rotate` describes."""
+    if cos.shape[1] not in (rope // 2, rope):
+        expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
+        raise MLAError("cos", expected, list(cos.shape))
+    if sin.dtype != cos.dtype:
+        raise MLAError("sin", f"the dtype of cos, {cos.dtype}", sin.dtype)
 
 
-def prefill_keys(
-    sizes: Layouts, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_slots: Tensor, like: Tensor
-) -> None:
-    sizes.check("cu_seqlens_q", cu_seqlens_q, "rows + 1", dtype=torch.int32, like=like)
-    sizes.check("cu_seqlens_k", cu_seqlens_k, "parts, rows + 1", dtype=torch.int32, like=like)
-    sizes.check("key_slots", key_slots, "parts, keys", dtype=torch.int64, like=like)
+def is_readable(x: Tensor) -> bool:
+    """Whether values may be read: on the CPU, outside of a compile."""
+    return x.device.type == "cpu" and not is_fake(x)
+
+
+def within(name: str, what: str, x: Tensor | None, least: int, most: int, mend: str = "") -> None:
+    """Values that may be read lie between these bounds."""
+    if x is None or not is_readable(x) or x.numel() == 0:
+        return
+    low, high = (int(bound) for bound in x.aminmax())
+    if low < least or high > most:
+        raise MLAError(name, f"{what} in [{least}, {most}]", f"[{low}, {high}]", mend if high > most else "")
+
+
+def slots(name: str, x: Tensor, kv_cache: Tensor) -> None:
+    """Slots are places of a cache, or -1."""
+    within(name, "slots", x, -1, kv_cache.shape[0] * kv_cache.shape[1] - 1, "allocate more pages")
 
 
 def key_ranges(
@@ -277,67 +284,33 @@ def key_ranges(
     ):
         if bool((sums[:, 0] != 0).any() | (sums.diff() < 0).any() | (sums[:, -1] > end).any()):
             raise MLAError(prefix + name, f"prefix sums from 0 that end at {end} at most", sums.tolist())
-    num_slots = kv_cache.shape[0] * kv_cache.shape[1]
-    low, high = (int(x) for x in key_slots.aminmax())
-    if low < -1 or high >= num_slots:
-        raise MLAError(f"{prefix}key_slots", f"-1, or slots in [0, {num_slots})", f"[{low}, {high}]")
+    slots(f"{prefix}key_slots", key_slots, kv_cache)
 
 
-def is_readable(x: Tensor) -> bool:
-    """Whether values may be read: on the CPU, outside of a compile."""
-    return x.device.type == "cpu" and not is_fake(x)
-
-
-def lengths(name: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) -> None:
+def lengths(prefix: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) -> None:
     """seq_lens fit the table, and the table entries that serve them are pages of the cache."""
-    if not is_readable(seq_lens) or seq_lens.numel() == 0:
-        return
-    low, high = (int(x) for x in seq_lens.aminmax())
-    if low < 0:
-        raise MLAError(name, "lengths >= 0", low)
-    check_capacity(name, high, block_table.shape[1], kv_cache.shape[1])
-    used = torch.arange(block_table.shape[1], device="cpu") * kv_cache.shape[1] < seq_lens[:, None]
-    pages = block_table[used]
-    if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= kv_cache.shape[0]):
-        got = f"[{int(pages.min())}, {int(pages.max())}]"
-        raise MLAError(name.replace("seq_lens", "block_table"), f"pages in [0, {kv_cache.shape[0]})", got)
+    (num_pages, page_size, _), columns = kv_cache.shape, block_table.shape[1]
+    within(f"{prefix}seq_lens", "lengths", seq_lens, 0, columns * page_size, "widen block_table")
+    if is_readable(seq_lens):
+        used = torch.arange(columns, device="cpu") * page_size < seq_lens[:, None]
+        within(f"{prefix}block_table", "pages", block_table[used], 0, num_pages - 1)
 
 
-def query_lengths(name: str, q_lens: Tensor | None, q_len: int) -> None:
-    """No row has more valid query tokens than there are."""
-    if q_lens is None or not is_readable(q_lens) or q_lens.numel() == 0:
-        return
-    low, high = (int(x) for x in q_lens.aminmax())
-    if low < 0 or high > q_len:
-        raise MLAError(name, f"lengths in [0, q_len = {q_len}]", f"[{low}, {high}]")
-
-
-def chunk_lengths(
-    prefix: str,
-    lens: Tensor,
-    cu_seqlens_q: Tensor,
-    seq_lens: Tensor,
-    tokens: int,
-    block_table: Tensor,
-    kv_cache: Tensor,
-) -> None:
+def chunk_lengths(prefix: str, prefill: PrefillSegment) -> None:
     """The host's lengths are sound in themselves, and those of the device where it is the CPU too."""
+    lens, seq_lens, cu_seqlens_q = prefill.host_lens, prefill.seq_lens, prefill.cu_seqlens_q
     if not is_readable(lens):
         return
-    name = f"{prefix}host_lens"
-    q_lens, ends = lens.unbind(1)
-    if int(q_lens.sum()) != tokens:
-        raise MLAError(name, f"query lengths that sum to {tokens} tokens", q_lens.tolist())
-    if bool((q_lens < 0).any()) or bool((ends < q_lens).any()):
-        raise MLAError(name, "query lengths >= 0 and sequence lengths >= query lengths", lens.tolist())
-    check_capacity(name, max(ends.tolist(), default=0), block_table.shape[1], kv_cache.shape[1])
+    (q_lens, ends), tokens = lens.unbind(1), prefill.slot_mapping.shape[0]
+    if int(q_lens.sum()) != tokens or bool((q_lens < 0).any() | (ends < q_lens).any()):
+        expected = f"query lengths >= 0 that sum to {tokens} tokens, and sequence lengths that are no shorter"
+        raise MLAError(f"{prefix}host_lens", expected, lens.tolist())
     if not is_readable(seq_lens):
         return
-    if not torch.equal(ends, seq_lens):
-        raise MLAError(f"{prefix}seq_lens", f"those of host_lens, {ends.tolist()}", seq_lens.tolist())
     sums = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
-    if not torch.equal(sums, cu_seqlens_q):
-        raise MLAError(f"{prefix}cu_seqlens_q", f"{sums.tolist()}, from host_lens", cu_seqlens_q.tolist())
+    for name, got, right in (("seq_lens", seq_lens, ends), ("cu_seqlens_q", cu_seqlens_q, sums)):
+        if not torch.equal(got, right):
+            raise MLAError(prefix + name, f"{right.tolist()}, by host_lens", got.tolist())
 
 
 def page_size(page_size: int, kv_cache: Tensor) -> None:
@@ -371,34 +344,53 @@ def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
         _written_pages_have_one_owner(batch, kv_cache)
 
 
+_DECODE = {
+    "seq_lens": "int32 rows",
+    "q_lens": "int32 rows or None",
+    "block_table": TABLE,
+    "slot_mapping": "int64 tokens",
+}
+_PREFILL = {
+    "seq_lens": "int32 rows or None",
+    "block_table": f"{TABLE} or None",
+    "cu_seqlens_q": "int32 rows + 1",
+    "cu_seqlens_k": "int32 parts, rows + 1",
+    "key_slots": "int64 parts, keys",
+    "slot_mapping": "int64 tokens",
+}
+"""Compiled code has None for what it does not read of prompt chunks."""
+
+
 def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> None:
-    sizes = Layouts(prefix)
-    sizes.rows(decode.block_table, like=kv_cache, seq_lens=decode.seq_lens, q_lens=decode.q_lens)
-    sizes.slots(decode.slot_mapping, kv_cache)
-    query_rows(prefix, decode.q_len, decode.slot_mapping.shape[0], decode.seq_lens.shape[0])
-    lengths(f"{prefix}seq_lens", decode.seq_lens, decode.block_table, kv_cache)
-    query_lengths(f"{prefix}q_lens", decode.q_lens, decode.q_len)
+    Layouts(prefix).tensors(_DECODE, vars(decode), kv_cache)
+    seq_lens, q_len = decode.seq_lens, decode.q_len
+    slots(f"{prefix}slot_mapping", decode.slot_mapping, kv_cache)
+    query_rows(prefix, q_len, decode.slot_mapping.shape[0], seq_lens.shape[0])
+    lengths(prefix, seq_lens, decode.block_table, kv_cache)
+    within(f"{prefix}q_lens", "lengths", decode.q_lens, 0, q_len)
     if is_readable(kv_cache):
-        valid = torch.full_like(decode.seq_lens, decode.q_len) if decode.q_lens is None else decode.q_lens
-        index = torch.arange(decode.q_len, device="cpu")
-        positions = torch.where(index < valid[:, None], (decode.seq_lens - valid)[:, None] + index, -1)
-        _slots_follow(prefix, decode, positions)
+        valid = torch.full_like(seq_lens, q_len) if decode.q_lens is None else decode.q_lens
+        index = torch.arange(q_len, device="cpu")
+        positions = torch.where(index < valid[:, None], (seq_lens - valid)[:, None] + index, -1)
+        row = torch.arange(len(seq_lens), device="cpu").repeat_interleave(q_len)
+        _slots_follow(prefix, decode, positions.flatten(), row)
 
 
 def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> None:
+    known: dict[str, Any] = vars(prefill)
     sizes = Layouts(prefix)
-    cu_seqlens_q, seq_lens, table = prefill.cu_seqlens_q, prefill.seq_lens, prefill.block_table
-    prefill_keys(sizes, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, kv_cache)
-    sizes.slots(prefill.slot_mapping, kv_cache)
-    tokens = prefill.slot_mapping.shape[0]
+    sizes.tensors(_PREFILL, known, kv_cache)
+    tokens, cu_seqlens_q = prefill.slot_mapping.shape[0], prefill.cu_seqlens_q
+    slots(f"{prefix}slot_mapping", prefill.slot_mapping, kv_cache)
     key_ranges(prefix, cu_seqlens_q, prefill.cu_seqlens_k, prefill.key_slots, tokens, kv_cache)
-    if cast("Tensor | None", seq_lens) is None:  # compiled code reads nothing else
+    if known["seq_lens"] is None:
         return
-    of_rows = Layouts(prefix)
-    prefill_rows(of_rows, seq_lens, table, prefill.host_lens, kv_cache)
-    of_rows.check("cu_seqlens_q", cu_seqlens_q, "rows + 1")
-    lengths(f"{prefix}seq_lens", seq_lens, table, kv_cache)
-    chunk_lengths(prefix, prefill.host_lens, cu_seqlens_q, seq_lens, tokens, table, kv_cache)
+    sizes.check("host_lens", prefill.host_lens, "rows, 2", dtype=torch.int32)
+    if prefill.host_lens.device.type != "cpu":
+        mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
+        raise MLAError(f"{prefix}host_lens", "a CPU tensor", prefill.host_lens.device, mend)
+    lengths(prefix, prefill.seq_lens, prefill.block_table, kv_cache)
+    chunk_lengths(prefix, prefill)
     if is_readable(kv_cache):
         lens, ends = prefill.host_lens.unbind(1)
         row = torch.arange(len(lens), device="cpu").repeat_interleave(lens)
@@ -407,24 +399,20 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
 
 
 def _slots_follow(
-    prefix: str, segment: DecodeSegment | PrefillSegment, positions: Tensor, row: Tensor | None = None
+    prefix: str, segment: DecodeSegment | PrefillSegment, positions: Tensor, row: Tensor
 ) -> None:
-    """Each token writes to the place that its row's table gives its position, or nowhere.
+    """Each token writes to the place that the table of its row gives its position, or nowhere.
 
-    positions: int `[rows, n]`, or `[tokens]` with the `row` of each; -1 for what must write nowhere.
+    positions, row: int `[tokens]`; position -1 is that of a token that must write nowhere.
     """
-    table, got = segment.block_table, segment.slot_mapping
-    if row is not None:
-        table, positions = table[row], positions[:, None]
-    expected = slots_of(table, positions, segment.page_size).view(-1)
+    got = segment.slot_mapping
+    expected = slots_of(segment.block_table[row], positions[:, None], segment.page_size)[:, 0]
     wrong = (got != expected) & (got != -1)
     if wrong.any():
         token = int(wrong.nonzero()[0])
         mend = "build the segment with decode_segment, prefill_segment or pack_batch"
-        name = f"{prefix}slot_mapping"
-        raise MLAError(
-            name, f"{int(expected[token])} or -1 for token {token}, by block_table", int(got[token]), mend
-        )
+        place = f"{int(expected[token])} or -1 for token {token}, by block_table"
+        raise MLAError(f"{prefix}slot_mapping", place, int(got[token]), mend)
 
 
 def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:

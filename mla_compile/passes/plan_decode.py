@@ -47,7 +47,7 @@ def plan_decode(
         for node in calls(gm.graph, op) if backend is not None else ():
             if op_arguments(node)[name] is None:
                 _change(node, **{name: backend})
-    plans: dict[tuple[str, str], Any] = {}
+    plans: dict[str, Any] = {}
     for node in calls(gm.graph, decode_op):
         given = op_arguments(node)
         operands = DecodeOperands(*(given[name] for name in DecodeOperands._fields))
@@ -63,12 +63,11 @@ def plan_decode(
         if not chosen.planner or given["plan"] is not None:
             continue
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]
-        lengths = operands.block_table, operands.seq_lens, operands.q_lens, operands.q_len
-        shared = *lengths, *sizes, operands.softmax_scale, values.q_latent.dtype
-        key = str(shared), chosen.name  # as text: comparing a symbolic size would add a guard
+        key = str(
+            (operands[3:], sizes, values.q_latent.dtype, chosen.name)
+        )  # to compare symbols would add a guard
         if key not in plans:
-            place = len(plans)
-            plans[key] = inline(node, decode_plan_op, (*shared, place, chosen.name))
+            plans[key] = inline(node, decode_plan_op, (*operands, len(plans), chosen.name))
         _change(node, backend=chosen.name, plan=plans[key])
     return gm
 

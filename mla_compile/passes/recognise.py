@@ -33,7 +33,7 @@ _ROUTED_TOKENS = 37
 
 @dataclass(frozen=True)
 class Rotation:
-    """`ops.norm_rope_append.rotate` of the last columns."""
+    """`ops.norm_rope.rotate` of the last columns."""
 
     interleaved_in: bool
     interleaved_out: bool

@@ -29,9 +29,8 @@ from torch import Tensor, fx
 
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.ops.norm_rope import ROTATE_QUERIES, norm_rope_append_op, rotate_queries_op
 from mla_compile.ops.prefill import prefill_op
-from mla_compile.ops.rotate_queries import ROTATE_QUERIES, rotate_queries_op
 from mla_compile.passes.angles import are_alike, cos_and_sin, materialize
 from mla_compile.passes.cone import Cone, Recognition, cut, made_of_both
 from mla_compile.passes.effects import made_of, memory, writer_between

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
-from mla_compile.ops.prefill_metadata import prefill_metadata_op
+from mla_compile.ops.metadata import prefill_metadata_op
 from mla_compile.ops.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState

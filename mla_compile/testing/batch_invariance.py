@@ -1,7 +1,7 @@
 """Whether a model's tokens, log-probabilities and latents have the same bits alone and in any mix of requests."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,17 +220,14 @@ def _difference(expected: _Result, got: _Result) -> str | None:
                 f"the latents of layer {layer} at position {expected.start + place} are the first, {apart:.3g} apart: "
                 f"look between {before} and the latents of layer {layer}"
             )
-    for place, (mine, theirs) in enumerate(_places(expected.completion, got.completion)):
+    told = zip(_told(expected.completion), _told(got.completion))
+    for place, (mine, theirs) in enumerate(told):
         if mine != theirs:
             return f"token {place} of the completion is {theirs}, alone {mine}"
     return None
 
 
-def _places(*completions: Completion) -> Iterator[tuple[Any, ...]]:
-    """Each place's token and what is told of it, of both."""
-    told = [[None] * len(c.token_ids) if c.logprobs is None else c.logprobs for c in completions]
-    ends = [[(c.finish_reason, None)] for c in completions]
-    both = [
-        [*zip(c.token_ids, logprobs, strict=True), *end] for c, logprobs, end in zip(completions, told, ends)
-    ]
-    return zip(*both)
+def _told(completion: Completion) -> list[tuple[Any, Any]]:
+    """Each place's token and what is told of it, then how the completion ended."""
+    logprobs: Sequence[Any] = completion.logprobs or [None] * len(completion.token_ids)
+    return [*zip(completion.token_ids, logprobs, strict=True), (completion.finish_reason, None)]

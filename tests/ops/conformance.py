@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, DecodeCall, decode_call
-from mla_compile.ops.implementations import ANY
+from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, decode_call
+from mla_compile.ops.implementations import ANY, Call
 from tests.kernel_cases import HUGE, DecodeCase, check_decode, decode_case
 
 INVARIANT = [backend for backend in DECODE_BACKENDS if backend.batch_invariant]
@@ -48,13 +48,13 @@ class Subject:
         return case
 
     def run(self, case: DecodeCase) -> tuple[Tensor, Tensor]:
-        return self.backend.run(self._call(case), case.operands())
+        return self.backend.run(case.operands())
 
     def check(self, lengths: list[int], **sizes: Any) -> None:
         case = self.case(lengths, **sizes)
         check_decode(case, self.run(case))
 
-    def _call(self, case: DecodeCase) -> DecodeCall:
+    def _call(self, case: DecodeCase) -> Call:
         return decode_call(case.operands(), captured=False)
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mla_compile import MLABatch, mla_attention, prefill_segment
 from mla_compile.ops import prefill as prefill_module
 from mla_compile.ops.paging import visible_keys
-from mla_compile.ops.reference import mla_attention_reference
 from tests.cases import Case, make_case, relative_error
+from tests.reference import mla_attention_reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 

@@ -15,11 +15,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops import batch_invariant_matmul, cublas
+from mla_compile.ops import cublas
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.kernels.plan import H200, Device, ProductTiles, matmul_tiles
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import batch_invariant_matmul_op
+from mla_compile.ops.matmul import batch_invariant_matmul, batch_invariant_matmul_op
 from tests.kernel_cases import check_matmul, drawn_matmul
 from tests.ops.test_choice import fake, on
 

@@ -21,11 +21,10 @@ from mla_compile import (
     mla_prefill,
     prefill_segment,
 )
-from mla_compile.ops.decode_metadata import mla_decode_metadata
-from mla_compile.ops.prefill_metadata import mla_prefill_metadata
-from mla_compile.ops.reference import mla_attention_reference
+from mla_compile.ops.metadata import mla_decode_metadata, mla_prefill_metadata
 from tests.cases import Case, make_case, relative_error
 from tests.kernel_cases import metadata_args, prefill_metadata_args
+from tests.reference import mla_attention_reference
 
 ops = torch.ops.mla_compile
 

@@ -14,17 +14,17 @@ from mla_compile.ops import backends, implementations
 from mla_compile.ops.backends import (
     DECODE_BACKENDS,
     DecodeBackend,
-    DecodeCall,
     QueryLenSupport,
     decode_call,
     select_backend,
 )
+from mla_compile.ops.implementations import Call
 from tests.cases import make_case
 from tests.kernel_cases import BACKENDS, check_decode, decode_case
 
 FLASHINFER, GLUON, GLUON_INVARIANT, TRITON, TRITON_INVARIANT, REFERENCE, BY_TOKEN = DECODE_BACKENDS
 
-GLM = DecodeCall(
+GLM = Call(
     device_type="cuda",
     capability=(9, 0),
     captured=True,
@@ -35,20 +35,18 @@ GLM = DecodeCall(
         "qk_rope_head_dim": 64,
         "page_size": 64,
     },
-    q_len=4,
-    has_q_lens=True,
 )
 """The verify step of GLM-4.7-Flash with three drafts on a Hopper GPU."""
 HOST_WORK = "needs the host in every step, so it serves by name only, where no CUDA graph is captured"
 
 
-def glm(**changes: Any) -> DecodeCall:
+def glm(**changes: Any) -> Call:
     """GLM's call with other facts, or on another device."""
     facts = {name: changes.pop(name) for name in list(changes) if name in GLM.facts}
     return replace(GLM, facts={**GLM.facts, **facts}, **changes)
 
 
-def serving(call: DecodeCall) -> str:
+def serving(call: Call) -> str:
     """Who serves a call, as errors say it."""
     return ", ".join(backend.name for backend in DECODE_BACKENDS if backend.why_not(call) is None)
 
@@ -111,7 +109,7 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_known_of_a_call_is_no_reason() -> None:
     for backend in DECODE_BACKENDS:
         (device, *_) = backend.device_types or ("cuda",)
-        assert backend.why_not(DecodeCall(device)) is None
+        assert backend.why_not(Call(device)) is None
 
 
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
@@ -170,6 +168,14 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
     )
 
 
+def is_flattened(backend: DecodeBackend, q_len: int, heads: int = 20, *, has_q_lens: bool = False) -> bool:
+    q_lens = [1, 1] if has_q_lens else None
+    operands = decode_case([5, 3], q_len=q_len, q_lens=q_lens, heads=heads).operands()
+    fitting = backend.fitting(operands)
+    assert fitting.q_len * len(fitting.seq_lens) == 2 * q_len
+    return fitting is not operands
+
+
 @pytest.mark.parametrize(
     ("support", "q_len", "has_q_lens", "flattened"),
     [
@@ -185,14 +191,13 @@ def test_query_tokens_become_rows_where_a_backend_cannot_take_them_as_they_are(
     support: str, q_len: int, has_q_lens: bool, flattened: bool
 ) -> None:
     backend = replace(REFERENCE, query_len_support=QueryLenSupport[support])
-    assert backend.flattens(glm(q_len=q_len, has_q_lens=has_q_lens)) == flattened
+    assert is_flattened(backend, q_len, has_q_lens=has_q_lens) == flattened
 
 
 @pytest.mark.parametrize(("heads", "flattened"), [(16, False), (20, True), (40, True), (128, False)])
 def test_flashinfer_gets_one_token_a_row_where_its_causal_mask_is_wrong(heads: int, flattened: bool) -> None:
-    call = glm(heads=heads, has_q_lens=False)
-    assert FLASHINFER.flattens(call) == flattened
-    assert not FLASHINFER.flattens(replace(call, q_len=1))
+    assert is_flattened(FLASHINFER, 4, heads) == flattened
+    assert not is_flattened(FLASHINFER, 1, heads)
 
 
 def test_names_are_unique_and_functions_exist() -> None:
@@ -259,10 +264,9 @@ def test_a_call_reads_no_value_and_leaves_symbolic_sizes_out() -> None:
     meta = tensors._replace(**{name: getattr(tensors, name).to("meta") for name in names})
     call = decode_call(meta, captured=False)
     assert call.device_type == "meta"
-    assert [call.facts[name] for name in ("heads", "kv_lora_rank", "page_size")] == [4, 32, 16]
+    assert call.facts == {"dtype": torch.float32, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
     symbols = FakeTensorMode(shape_env=ShapeEnv())
     symbolic = {name: symbols.from_tensor(getattr(tensors, name), static_shapes=False) for name in names}
     call = decode_call(tensors._replace(**symbolic), captured=True)
-    assert [call.facts[name] for name in ("dtype", "heads", "page_size")] == [torch.float32, None, None]
-    assert call.q_len == 2
+    assert call.facts == {"dtype": torch.float32}
     assert select_backend(call).chosen is REFERENCE

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeCall, QueryLenSupport
+from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport
 from mla_compile.ops.decode import decode_torch
+from mla_compile.ops.implementations import Call
 from mla_compile.ops.operands import DecodeOperands
 from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
@@ -27,7 +28,7 @@ def as_many_in_every_row(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 
 
 SUBJECTS = [
-    *(backend for backend in DECODE_BACKENDS if backend.why_not(DecodeCall("cpu")) is None),
+    *(backend for backend in DECODE_BACKENDS if backend.why_not(Call("cpu")) is None),
     replace(
         REFERENCE,
         name="single",
@@ -53,9 +54,7 @@ class TestOnTheCpu(DecodeConformance):
 
 
 class TestBatchInvariantOnTheCpu(DecodeInvariance):
-    @pytest.fixture(
-        params=[b for b in INVARIANT if b.why_not(DecodeCall("cpu")) is None], ids=lambda b: b.name
-    )
+    @pytest.fixture(params=[b for b in INVARIANT if b.why_not(Call("cpu")) is None], ids=lambda b: b.name)
     def subject(self, request: pytest.FixtureRequest) -> Subject:
         return Subject(request.param)
 

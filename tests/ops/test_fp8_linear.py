@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops import fp8_linear
 from mla_compile.ops.fp8 import BLOCK, dequantize, quantize
-from mla_compile.ops.fp8_linear import fp8_linear_op
+from mla_compile.ops.fp8_linear import fp8_linear, fp8_linear_op
 from mla_compile.ops.kernels.plan import (
     H200,
     Device,

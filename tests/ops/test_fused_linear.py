@@ -12,10 +12,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops import batch_invariant_matmul, cublas, fused_linear
+from mla_compile.ops import cublas
 from mla_compile.ops.by_row import product_by_row
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import BATCH_INVARIANT_MATMUL, fused_linear_op
+from mla_compile.ops.matmul import (
+    BATCH_INVARIANT_MATMUL,
+    batch_invariant_matmul,
+    fused_linear,
+    fused_linear_op,
+)
 from mla_compile.ops.side_by_side import lies_before
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ import mla_compile.passes.pipeline  # noqa: F401 - it imports the ops that passe
 from mla_compile import MLAError, mla_decode
 from mla_compile.ops import library, validate
 from mla_compile.ops.library import define_op, empty, implementations, schema_of
-from mla_compile.ops.norm_rope_append import mla_norm_rope_append
+from mla_compile.ops.norm_rope import mla_norm_rope_append
 from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
 from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
@@ -86,9 +86,8 @@ SCHEMAS = {
         "bool batch_invariant=False) -> (Tensor normed, Tensor total, Tensor weights, Tensor ids)"
     ),
     "mla_decode_plan": (
-        "(Tensor block_table, Tensor seq_lens, Tensor? q_lens, SymInt q_len, SymInt heads, SymInt kv_lora_rank, "
-        "SymInt qk_rope_head_dim, SymInt page_size, float softmax_scale, ScalarType dtype, SymInt place, str backend) "
-        "-> Tensor[]"
+        "(Tensor q_latent, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor? q_lens, "
+        "SymInt q_len, float softmax_scale, SymInt place, str backend) -> Tensor[]"
     ),
     "matmul_by_head": "(Tensor x, Tensor w) -> Tensor",
     "fused_rms_norm": "(Tensor x, Tensor? weight, float eps) -> Tensor",
@@ -256,7 +255,7 @@ def test_the_checked_call_looks_like_its_declaration() -> None:
         "(kv_a: torch.Tensor, weight: torch.Tensor"
     )
     assert mla_norm_rope_append.__name__ == "mla_norm_rope_append" and mla_norm_rope_append.__doc__
-    assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope_append"
+    assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope"
 
 
 @pytest.mark.long

@@ -8,12 +8,12 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.norm_router import apart, apart_in_order, norm_router, norm_router_op
+from mla_compile.ops.norm_router import norm_router, norm_router_op
 from tests.ops.routing import ROUTINGS, check_after_norm, router_args
 
 
 @pytest.mark.parametrize("name", list(ROUTINGS))
-@pytest.mark.parametrize("product", [apart, apart_in_order, norm_router])
+@pytest.mark.parametrize("product", [norm_router, partial(norm_router, batch_invariant=True)])
 def test_it_is_the_router_of_the_norm(name: str, product: object) -> None:
     for tokens, dtype in ((1, torch.float32), (9, torch.bfloat16)):
         check_after_norm(product, router_args(name, tokens, 40, dtype))  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ def test_a_tokens_bits_can_be_its_own() -> None:
 
 def test_a_mistake_is_named() -> None:
     x, weight, bias, *rest = router_args("v3", 3, 12, torch.float32)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(rows of x\)"):
+    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\)"):
         norm_router(x, x[:2], None, 1e-5, weight, bias, *rest)
     with pytest.raises(MLAError, match=r"topk: expected between 1 and 128 experts, got 129"):
         norm_router(x, x, None, 1e-5, weight, bias, 129, *rest[1:])

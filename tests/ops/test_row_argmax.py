@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from mla_compile import MLAError
 from mla_compile.ops.kernels.plan import H200
-from mla_compile.ops.row_argmax import row_argmax, row_argmax_op
+from mla_compile.ops.reductions import row_argmax, row_argmax_op
 from mla_compile.speculate.sampling import argmax
 from tests.ops.row_argmax import VOCABULARIES, check, rows_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models.layout import lay_side_by_side
-from mla_compile.ops import fused_rms_norm
+from mla_compile.ops.rms_norm import fused_rms_norm
 from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
 from mla_compile.passes.drop_idle import drop_idle

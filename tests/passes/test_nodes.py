@@ -15,7 +15,7 @@ from mla_compile.ops.attention import attention_op
 from mla_compile.ops.decode import decode_op
 from mla_compile.ops.masked_decode import masked_decode_op
 from mla_compile.ops.moe import moe_experts_op
-from mla_compile.ops.norm_rope_append import norm_rope_append_op
+from mla_compile.ops.norm_rope import norm_rope_append_op
 from mla_compile.ops.prefill import prefill_op
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import appended_cache, may_write

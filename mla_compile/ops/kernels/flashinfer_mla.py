@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops.backends import Planner
-from mla_compile.ops.operands import DecodeOperands, PlanOperands
+from mla_compile.ops.operands import DecodeOperands
 from mla_compile.ops.paging import check_capacity, visible_keys
 
 _WORKSPACE_BYTES = 128 * 2**20
@@ -32,7 +32,7 @@ def _wrapper(device: torch.device, place: int):
     return BatchMLAPagedAttentionWrapper(_workspace(device), backend=kernels)
 
 
-def plan_flashinfer(operands: PlanOperands) -> list[Tensor]:
+def plan_flashinfer(operands: DecodeOperands, place: int) -> list[Tensor]:
     """A plan for rows that all have `q_len` tokens: `q_lens` must be None.
 
     The device is waited for: FlashInfer divides the work on the host, by the rows' lengths.
@@ -43,8 +43,8 @@ def plan_flashinfer(operands: PlanOperands) -> list[Tensor]:
     Raises:
         MLAError: a row is longer than its pages.
     """
-    block_table, seq_lens, q_lens, q_len, *_ = operands
-    page_size = operands.page_size
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
+    page_size = kv_cache.shape[1]
     assert q_lens is None, "the table flattens ragged rows"
     (rows,) = seq_lens.shape
     lengths = seq_lens.cpu()
@@ -53,26 +53,26 @@ def plan_flashinfer(operands: PlanOperands) -> list[Tensor]:
     used = (
         torch.arange(block_table.shape[1], device=block_table.device) < pages.to(block_table.device)[:, None]
     )
-    _wrapper(seq_lens.device, operands.place).plan(
+    _wrapper(seq_lens.device, place).plan(
         qo_indptr=torch.arange(rows + 1, dtype=torch.int32, device="cpu") * q_len,
         kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
         # Never empty, also where all rows are.
         kv_indices=torch.nn.functional.pad(block_table[used], (0, 1)),
         kv_len_arr=lengths,
-        num_heads=operands.heads,
-        head_dim_ckv=operands.kv_lora_rank,
-        head_dim_kpe=operands.qk_rope_head_dim,
+        num_heads=q_latent.shape[1],
+        head_dim_ckv=q_latent.shape[2],
+        head_dim_kpe=q_pe.shape[2],
         page_size=page_size,
         causal=q_len > 1,
-        sm_scale=operands.softmax_scale,
-        q_data_type=operands.dtype,
-        kv_data_type=operands.dtype,
+        sm_scale=softmax_scale,
+        q_data_type=q_latent.dtype,
+        kv_data_type=q_latent.dtype,
     )
     unseeing = visible_keys(seq_lens, None, q_len).view(-1) == 0
-    return [torch.tensor([operands.place], device="cpu"), unseeing]
+    return [torch.tensor([place], device="cpu"), unseeing]
 
 
-def _like_plan(operands: PlanOperands) -> list[Tensor]:
+def _like_plan(operands: DecodeOperands) -> list[Tensor]:
     tokens = operands.seq_lens.shape[0] * operands.q_len
     place = operands.seq_lens.new_empty(1, dtype=torch.int64, device="cpu")
     return [place, operands.seq_lens.new_empty(tokens, dtype=torch.bool)]
@@ -85,13 +85,9 @@ def decode_flashinfer(
     operands: DecodeOperands, plan: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """What `mla_decode` computes. Without a plan it makes one: see `plan_flashinfer`."""
-    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
+    q_latent, q_pe, kv_cache, *_ = operands
     tokens, heads, rank = q_latent.shape
-    if plan is None:
-        sizes = heads, rank, q_pe.shape[2], kv_cache.shape[1]
-        lengths = block_table, seq_lens, q_lens, q_len
-        plan = plan_flashinfer(PlanOperands(*lengths, *sizes, softmax_scale, q_latent.dtype, _ALONE))
-    place, unseeing = plan
+    place, unseeing = plan_flashinfer(operands, _ALONE) if plan is None else plan
     out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q_latent.device)
     _wrapper(q_latent.device, int(place)).run(
