@@ -141,7 +141,7 @@ FUSED_LINEAR = (
     ),
     Implementation(
         "each_matmul",
-        "batch_invariant_matmul by each weight; by both at once where that changes no bit",
+        "batch_invariant_matmul by each weight; one product of blocks by both",
         "mla_compile.ops.matmul:linear_by_each",
         batch_invariant=True,
     ),
@@ -193,7 +193,6 @@ def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invarian
         for weight in (first, second):
             if weight is not None:
                 cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
-        _cublas_has_bits_of_each(x.unsqueeze(1), first, second)
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
@@ -293,26 +292,19 @@ def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
 
 
 def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
-    """`fused_linear` with the bits of `batch_invariant_matmul`."""
+    """`fused_linear` with the bits of `batch_invariant_matmul`.
+
+    Blocks of a weight are added alike in one product by both weights.
+    """
     x = x.unsqueeze(1)
     weights = [_as_matrix(weight) for weight in (first, second) if weight is not None]
-    rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
-    agrees = (
-        _cublas_has_bits_of_each(x, first, second) if rows[0].name == "cublas" else rows[0].name == "blocks"
-    )
-    if second is not None and rows[0] is rows[1] and lies_before(first, second) and agrees:
-        joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
-        return joined.squeeze(1)
+    if second is not None and lies_before(first, second):
+        rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
+        if all(row.name == "blocks" for row in rows):
+            joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
+            return joined.squeeze(1)
     products = [batch_invariant_matmul_op(x, weight) for weight in weights]
     return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)
-
-
-def _cublas_has_bits_of_each(x: Tensor, first: Tensor, second: Tensor | None) -> bool:
-    """Whether cuBLAS is known to give each column the same bits in one product by both weights as in two, for x
-    `[tokens, 1, k]`."""
-    if second is None or not lies_before(first, second):
-        return False
-    return cublas.parts_agree(x, _as_matrix(one_matrix(first, second)), first.shape[0])
 
 
 def _as_matrix(weight: Tensor) -> Tensor:
