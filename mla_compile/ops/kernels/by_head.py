@@ -4,7 +4,6 @@ One or two tokens are multiplied on the plain cores, more on tensor cores. As in
 while the kernel before still runs.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,18 +117,17 @@ def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
     along_k = w.stride(1) == 1
     block_n, warps = (4, 1) if along_k else (32, 2)
     out = x.new_empty(tokens, heads, n)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        by_head_kernel[(triton.cdiv(n, block_n), heads)](
-            *(x, w, out, x.stride(0), x.stride(1), *w.stride()),
-            K=k,
-            N=n,
-            TOKENS=tokens,
-            BLOCK_K=max(64, power_of_two(k)),
-            BLOCK_N=block_n,
-            ALONG_K=along_k,
-            num_warps=warps,
-            **early_options(x),
-        )
+    by_head_kernel[(triton.cdiv(n, block_n), heads)](
+        *(x, w, out, x.stride(0), x.stride(1), *w.stride()),
+        K=k,
+        N=n,
+        TOKENS=tokens,
+        BLOCK_K=max(64, power_of_two(k)),
+        BLOCK_N=block_n,
+        ALONG_K=along_k,
+        num_warps=warps,
+        **early_options(x),
+    )
     return out
 
 
@@ -140,14 +138,13 @@ def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: ProductTiles | None =
     n = w.shape[2]
     tiles = tiles or by_head_tiles(tokens, k)
     out = x.new_empty(tokens, heads, n)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        by_head_tiles_kernel[(triton.cdiv(n, tiles.columns), heads, triton.cdiv(tokens, tiles.tokens))](
-            *(x, w, out, tokens, x.stride(0), x.stride(1), *w.stride()),
-            K=k,
-            N=n,
-            WIDE_K=max(64, power_of_two(k)),
-            ALONG_K=w.stride(1) == 1,
-            **early_options(x),
-            **tiles.options(k),
-        )
+    by_head_tiles_kernel[(triton.cdiv(n, tiles.columns), heads, triton.cdiv(tokens, tiles.tokens))](
+        *(x, w, out, tokens, x.stride(0), x.stride(1), *w.stride()),
+        K=k,
+        N=n,
+        WIDE_K=max(64, power_of_two(k)),
+        ALONG_K=w.stride(1) == 1,
+        **early_options(x),
+        **tiles.options(k),
+    )
     return out

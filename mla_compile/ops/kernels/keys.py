@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.matmul import matmul_triton
 from mla_compile.ops.kernels.plan import power_of_two
+from mla_compile.ops.kernels.softmax import padded
 
 
 @triton.jit
@@ -28,8 +29,6 @@ def gather_kernel(
     GAP: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -48,10 +47,10 @@ def gather_kernel(
     live = (slot >= 0)[:, None]
     at = kv_cache + slot[:, None] * (RANK + ROPE)
     place = n.to(tl.int64)[:, None]
-    c = tl.arange(0, RANK_BLOCK)[None, :]
+    c = tl.arange(0, padded(RANK))[None, :]
     found = tl.load(at + c, mask=live & (c < RANK), other=0.0)
     tl.store(latents + place * RANK + c, found, mask=inside & (c < RANK))
-    p = tl.arange(0, ROPE_BLOCK)[None, :]
+    p = tl.arange(0, padded(ROPE))[None, :]
     found = tl.load(at + RANK + p, mask=live & (p < ROPE), other=0.0)
     for head in range(heads):
         tl.store(rotated + place * key_stride + head * head_stride + p, found, mask=inside & (p < ROPE))
@@ -95,8 +94,6 @@ def expanded_keys(
         GAP=gap,
         RANK=rank,
         ROPE=rope,
-        RANK_BLOCK=power_of_two(rank),
-        ROPE_BLOCK=power_of_two(rope),
         ROWS_BLOCK=power_of_two(rows + 1),
         BLOCK=16,
     )

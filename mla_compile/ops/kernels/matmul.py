@@ -116,21 +116,20 @@ def matmul_triton(
     split &= parts > 1
     out = x.new_empty(tokens, groups, n)
     written = x.new_empty(parts, tokens, groups, n) if split else out
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        matmul_kernel[(programs, groups, parts if split else 1)](
-            x,
-            w,
-            written,
-            tokens,
-            groups,
-            n,
-            *x.stride()[:2],
-            *w.stride(),
-            K=k,
-            PART=part,
-            SPLIT=split,
-            **tiles.options(part),
-        )
+    matmul_kernel[(programs, groups, parts if split else 1)](
+        x,
+        w,
+        written,
+        tokens,
+        groups,
+        n,
+        *x.stride()[:2],
+        *w.stride(),
+        K=k,
+        PART=part,
+        SPLIT=split,
+        **tiles.options(part),
+    )
     return add_parts(written, out) if split else out
 
 

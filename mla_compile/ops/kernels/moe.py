@@ -418,10 +418,9 @@ def sort_pairs(
     starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
     padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
     chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
-    with torch.cuda.device_of(topk_ids):  # Triton launches on the current device
-        sort_kernel[(experts,)](
-            topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
-        )
+    sort_kernel[(experts,)](
+        topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
+    )
     return starts, order, places
 
 
@@ -471,31 +470,30 @@ def moe_triton(
     activated = x.new_empty((pairs + shared * tokens, intermediate))
     pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=torch.float32)
     out = x.new_empty((tokens, hidden))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        routing = (topk_ids, starts, pairs, experts, *padding, sizes)
-        gate_up_kernel[programs(intermediate, gate_up)](
-            *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing),
-            IN_ORDER=in_order and not has_one_order(gate_up, device),
-            **early,
-            **gate_up.options(hidden),
-        )
-        down_kernel[programs(hidden, down)](
-            *(activated, Down.of(operands), pair_outs, tokens, *routing),
-            IN_ORDER=in_order and not has_one_order(down, device),
-            **early,
-            **down.options(intermediate),
-        )
-        # Of few tokens a thread has so few columns that it asks for those of all experts at once.
-        block_c = 256 if tokens <= 64 else 1024
-        weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
-            *(pair_outs, places, topk_weights, out, tokens, *padding),
-            TOPK=topk,
-            SHARED=shared,
-            HIDDEN=hidden,
-            BLOCK_C=block_c,
-            num_warps=4,
-            **early,
-        )
+    routing = (topk_ids, starts, pairs, experts, *padding, sizes)
+    gate_up_kernel[programs(intermediate, gate_up)](
+        *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing),
+        IN_ORDER=in_order and not has_one_order(gate_up, device),
+        **early,
+        **gate_up.options(hidden),
+    )
+    down_kernel[programs(hidden, down)](
+        *(activated, Down.of(operands), pair_outs, tokens, *routing),
+        IN_ORDER=in_order and not has_one_order(down, device),
+        **early,
+        **down.options(intermediate),
+    )
+    # Of few tokens a thread has so few columns that it asks for those of all experts at once.
+    block_c = 256 if tokens <= 64 else 1024
+    weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
+        *(pair_outs, places, topk_weights, out, tokens, *padding),
+        TOPK=topk,
+        SHARED=shared,
+        HIDDEN=hidden,
+        BLOCK_C=block_c,
+        num_warps=4,
+        **early,
+    )
     return out
 
 

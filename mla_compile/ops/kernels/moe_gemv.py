@@ -8,7 +8,6 @@ Weights are not asked for before the kernel before ends, as they are in `gemv.py
 choice is known by then, it was tried on an H200, and won nothing.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -166,17 +165,16 @@ def moe_gemv(
     experts = operands.num_shared + topk_ids.shape[1]
     activated = x.new_empty((tokens, experts, intermediate))
     out = x.new_empty((tokens, hidden))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), tokens, experts)](
-            *(x, *GateUp.of(operands), activated, topk_ids, *padding),
-            **constants,
-            **early,
-            **options(gate_up),
-        )
-        down_kernel[(triton.cdiv(hidden, down[0]), tokens)](
-            *(activated, Down.of(operands), topk_weights, out, topk_ids, *padding),
-            **constants,
-            **early,
-            **options(down),
-        )
+    gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), tokens, experts)](
+        *(x, *GateUp.of(operands), activated, topk_ids, *padding),
+        **constants,
+        **early,
+        **options(gate_up),
+    )
+    down_kernel[(triton.cdiv(hidden, down[0]), tokens)](
+        *(activated, Down.of(operands), topk_weights, out, topk_ids, *padding),
+        **constants,
+        **early,
+        **options(down),
+    )
     return out

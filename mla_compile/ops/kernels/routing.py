@@ -61,7 +61,7 @@ def logits_kernel(
 def norm_logits_kernel(
     x,  # [tokens, HIDDEN], rows x_stride apart
     residual,  # likewise
-    norm_weight,  # [HIDDEN]; not read without one
+    norm_weight,  # [HIDDEN]; None: no weight
     weight,  # [EXPERTS, HIDDEN], contiguous
     logits,  # float32 [tokens, EXPERTS]
     normed,  # [tokens, HIDDEN], contiguous
@@ -69,7 +69,6 @@ def norm_logits_kernel(
     x_stride,
     residual_stride,
     eps,
-    HAS_WEIGHT: tl.constexpr,
     EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -87,7 +86,7 @@ def norm_logits_kernel(
     of_experts = weight + e[:, None] * HIDDEN + k[None, :]
     w = tl.load(of_experts, mask=(e < EXPERTS)[:, None] & inside[None, :], other=0.0)
     factor = 1.0
-    if HAS_WEIGHT:
+    if norm_weight is not None:
         factor = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(residual + token * residual_stride + k, mask=inside, other=0.0).to(tl.float32)
@@ -139,11 +138,10 @@ def _within_best_groups(
 @triton.jit
 def choice_kernel(
     logits,  # float32 [tokens, GROUPS * PER_GROUP]
-    bias,  # [experts], unread unless HAS_BIAS
+    bias,  # [experts]; None: no bias
     weights,  # float32 [tokens, TOPK]
     ids,  # int64 [tokens, TOPK]
     scaling,
-    HAS_BIAS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
     TOPK: tl.constexpr,
@@ -170,7 +168,7 @@ def choice_kernel(
     else:
         scores = 1.0 / (1.0 + tl.exp(-logit))
     choice = scores
-    if HAS_BIAS:
+    if bias is not None:
         choice += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)
     choice = tl.where(there, choice, -float("inf"))
     if TOPK_GROUPS < GROUPS:
@@ -202,21 +200,20 @@ def router_triton(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) ->
     (tokens, hidden), experts = x.shape, weight.shape[0]
     block_t = 1 if tokens <= _FEW else _TOKENS
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        logits_kernel[(triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, block_t))](
-            x,
-            weight.contiguous(),
-            logits,
-            stride,
-            tokens,
-            EXPERTS=experts,
-            HIDDEN=hidden,
-            BLOCK_T=block_t,
-            BLOCK_E=_EXPERTS,
-            BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
-            num_warps=4,
-            **early_options(x),
-        )
+    logits_kernel[(triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, block_t))](
+        x,
+        weight.contiguous(),
+        logits,
+        stride,
+        tokens,
+        EXPERTS=experts,
+        HIDDEN=hidden,
+        BLOCK_T=block_t,
+        BLOCK_E=_EXPERTS,
+        BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
+        num_warps=4,
+        **early_options(x),
+    )
     return _choose(logits, bias, *rule)
 
 
@@ -238,18 +235,16 @@ def norm_router_triton(
         x.new_empty(tokens, hidden),
     )  # an op's results share no memory
     block = power_of_two(hidden)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
-            *(x, residual, x if norm_weight is None else norm_weight.contiguous(), weight.contiguous()),
-            *(logits, normed, total, x_stride, residual_stride, eps),
-            HAS_WEIGHT=norm_weight is not None,
-            EXPERTS=experts,
-            HIDDEN=hidden,
-            BLOCK_E=_EXPERTS,
-            BLOCK=block,
-            num_warps=4 if block <= 2048 else 8,
-            **early_options(x),
-        )
+    norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
+        *(x, residual, None if norm_weight is None else norm_weight.contiguous(), weight.contiguous()),
+        *(logits, normed, total, x_stride, residual_stride, eps),
+        EXPERTS=experts,
+        HIDDEN=hidden,
+        BLOCK_E=_EXPERTS,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
+        **early_options(x),
+    )
     return normed, total, *_choose(logits, bias, *rule)
 
 
@@ -277,24 +272,22 @@ def _choose(
     per_group = experts // num_groups
     weights = logits.new_empty(tokens, topk)
     ids = logits.new_empty(tokens, topk, dtype=torch.int64)
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
-        choice_kernel[(tokens,)](
-            logits,
-            logits if bias is None else bias.contiguous(),
-            weights,
-            ids,
-            scaling,
-            HAS_BIAS=bias is not None,
-            SOFTMAX=softmax,
-            NORMALIZE=normalize,
-            TOPK=topk,
-            GROUPS=num_groups,
-            PER_GROUP=per_group,
-            TOPK_GROUPS=topk_groups,
-            BLOCK_K=triton.next_power_of_2(topk),
-            BLOCK_G=triton.next_power_of_2(num_groups),
-            BLOCK_P=triton.next_power_of_2(per_group),
-            num_warps=1,
-            **early_options(logits),
-        )
+    choice_kernel[(tokens,)](
+        logits,
+        None if bias is None else bias.contiguous(),
+        weights,
+        ids,
+        scaling,
+        SOFTMAX=softmax,
+        NORMALIZE=normalize,
+        TOPK=topk,
+        GROUPS=num_groups,
+        PER_GROUP=per_group,
+        TOPK_GROUPS=topk_groups,
+        BLOCK_K=triton.next_power_of_2(topk),
+        BLOCK_G=triton.next_power_of_2(num_groups),
+        BLOCK_P=triton.next_power_of_2(per_group),
+        num_warps=1,
+        **early_options(logits),
+    )
     return weights, ids

@@ -46,6 +46,22 @@ def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr)
 
 
 @triton.jit
+def load_queries(
+    q_latent,  # pointers to rows of queries, [rows]
+    q_pe,  # likewise
+    inside,  # [rows]: which of them there are
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Queries as the columns that `attend_latents` takes."""
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
+    q = tl.load(q_latent[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
+    qp = tl.load(q_pe[:, None] + p[None, :], mask=inside[:, None] & (p < ROPE)[None, :], other=0.0)
+    return tl.trans(q), tl.trans(qp)
+
+
+@triton.jit
 def attend_latents(
     q,  # [RANK, rows], padded to a power of two
     q_pe,  # [ROPE, rows], likewise

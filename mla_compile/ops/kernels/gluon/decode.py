@@ -38,28 +38,27 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     part_out = lse.new_empty((2 * programs, block_r, RANK.value))
     part_lse = lse.new_empty((2 * programs, block_r))
     pieces = lse.new_empty((units, 2), dtype=torch.int32)
-    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        results = Results(out, lse, part_out, part_lse, pieces)
-        _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
-        # Few units are cut into many pieces each, many into few.
-        columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
-        column_blocks = RANK.value // columns_each
-        share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
-        join_kernel[(units, column_blocks, share)](
-            part_out,
-            part_lse,
-            pieces,
-            out,
-            lse,
-            rows,
-            R=query_rows,
-            BLOCK_R=block_r,
-            RANK=RANK.value,
-            BLOCK_C=columns_each,
-            BLOCK_P=at_once,
-            num_warps=4,
-            launch_pdl=True,
-        )
+    results = Results(out, lse, part_out, part_lse, pieces)
+    _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
+    # Few units are cut into many pieces each, many into few.
+    columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
+    column_blocks = RANK.value // columns_each
+    share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
+    join_kernel[(units, column_blocks, share)](
+        part_out,
+        part_lse,
+        pieces,
+        out,
+        lse,
+        rows,
+        R=query_rows,
+        BLOCK_R=block_r,
+        RANK=RANK.value,
+        BLOCK_C=columns_each,
+        BLOCK_P=at_once,
+        num_warps=4,
+        launch_pdl=True,
+    )
     return out, lse
 
 
