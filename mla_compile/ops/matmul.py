@@ -40,7 +40,7 @@ BATCH_INVARIANT_MATMUL = (
     Implementation(
         "cublas",
         "cuBLAS, where it was seen to give the same bits in any batch",
-        "mla_compile.ops.matmul:matmul_cublas",
+        "mla_compile.ops.matmul:cublas.multiply",
         ("cuda",),
         takes={"dtype": HALF, "tokens": SOME, "bits in any batch": ("equal",)},
         batch_invariant=True,
@@ -92,11 +92,6 @@ def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
 
 
 batch_invariant_matmul_op = torch.ops.mla_compile.batch_invariant_matmul.default
-
-
-def matmul_cublas(x: Tensor, w: Tensor) -> Tensor:
-    """`batch_invariant_matmul` by cuBLAS, for weights of which its bits are known to be the same in any batch."""
-    return cublas.multiply(x, w)
 
 
 def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
@@ -215,7 +210,7 @@ MATMUL_BY_HEAD = (
     Implementation(
         "cublas",
         "cuBLAS, which writes each head's columns where they belong",
-        "mla_compile.ops.matmul:matmul_by_head_cublas",
+        "mla_compile.ops.matmul:cublas.multiply_by_head",
         ("cuda", "hip"),
     ),
     reference("mla_compile.ops.matmul:matmul_by_head_torch"),
@@ -253,11 +248,6 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
 
 
 matmul_by_head_op = torch.ops.mla_compile.matmul_by_head.default
-
-
-def matmul_by_head_cublas(x: Tensor, w: Tensor) -> Tensor:
-    """`matmul_by_head` on GPUs."""
-    return cublas.multiply_by_head(x, w)
 
 
 def matmul_by_head_torch(x: Tensor, w: Tensor) -> Tensor:
