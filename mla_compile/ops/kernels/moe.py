@@ -264,6 +264,8 @@ def gate_up_kernel(
     COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK * COLUMN_BLOCKS
     gate_of, up_of = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
+    gate_scale = None
+    up_scale = None
     if scales.both is not None:
         gate_scale, up_scale = gate_and_up(scales, expert, shared, shared >= 0, S.SHARED, BLOCKS)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
