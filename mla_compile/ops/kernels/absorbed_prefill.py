@@ -49,10 +49,8 @@ def absorbed_kernel(
     tokens,
     rows,
     softmax_scale,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
+    q_strides,  # of tokens and heads
+    pe_strides,
     CAUSAL: tl.constexpr,  # the last token of a row sees its last key; else all see all
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -87,8 +85,8 @@ def absorbed_kernel(
         tl.store(lse + target, tl.full([BLOCK_R], -float("inf"), tl.float32), mask=inside)
         return
 
-    q_at = q_latent + (query * q_token_stride + (r % HEADS) * q_head_stride)
-    pe_at = q_pe + (query * pe_token_stride + (r % HEADS) * pe_head_stride)
+    q_at = q_latent + (query * q_strides[0] + (r % HEADS) * q_strides[1])
+    pe_at = q_pe + (query * pe_strides[0] + (r % HEADS) * pe_strides[1])
     q, qp = load_queries(q_at, pe_at, inside, RANK, ROPE)
 
     scale = softmax_scale * LOG2_E
@@ -109,7 +107,7 @@ def absorbed_kernel(
             q, qp, latent, live, key, bounds, scale, top, total, acc,
             RANK, ROPE,
         )  # fmt: skip
-    store_split(out, lse, target, inside, top, total, acc, RANK)
+    store_split(out, lse, target, inside, inside, top, total, acc, RANK)
 
 
 def prefill_absorbed(
@@ -153,8 +151,8 @@ def prefill_absorbed(
             tokens,
             rows,
             softmax_scale,
-            *q_latent.stride()[:2],
-            *q_pe.stride()[:2],
+            q_latent.stride()[:2],
+            q_pe.stride()[:2],
             CAUSAL=causal,
             HEADS=heads,
             RANK=rank,

@@ -88,7 +88,7 @@ def _attend_split(
             q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
             RANK, ROPE,
         )  # fmt: skip
-    store_split(out + first_target * RANK, lse + first_target, r, inside, top, total, acc, RANK)
+    store_split(out + first_target * RANK, lse + first_target, r, inside, inside, top, total, acc, RANK)
 
 
 _VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
@@ -109,10 +109,8 @@ def split_kernel(
     has_q_lens,
     q_len,
     columns,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
+    q_strides,  # of tokens and heads
+    pe_strides,
     table_stride,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -148,8 +146,8 @@ def split_kernel(
         return
 
     query_token = (row * q_len + token).to(tl.int64)
-    q_at = q_latent + (query_token * q_token_stride + (r % HEADS) * q_head_stride)
-    pe_at = q_pe + (query_token * pe_token_stride + (r % HEADS) * pe_head_stride)
+    q_at = q_latent + (query_token * q_strides[0] + (r % HEADS) * q_strides[1])
+    pe_at = q_pe + (query_token * pe_strides[0] + (r % HEADS) * pe_strides[1])
     q, qp = load_queries(q_at, pe_at, r < R, RANK, ROPE)
 
     scale = softmax_scale * LOG2_E
@@ -195,8 +193,8 @@ def _launch(
         int(q_lens is not None),
         q_len,
         columns,
-        *q_latent.stride()[:2],
-        *q_pe.stride()[:2],
+        q_latent.stride()[:2],
+        q_pe.stride()[:2],
         block_table.stride(0),
         HEADS=heads,
         RANK=rank,

@@ -24,8 +24,7 @@ def gather_kernel(
     places,
     rows,
     heads,
-    key_stride,
-    head_stride,
+    rotated_strides,  # of places and heads
     GAP: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -53,7 +52,11 @@ def gather_kernel(
     p = tl.arange(0, padded(ROPE))[None, :]
     found = tl.load(at + RANK + p, mask=live & (p < ROPE), other=0.0)
     for head in range(heads):
-        tl.store(rotated + place * key_stride + head * head_stride + p, found, mask=inside & (p < ROPE))
+        tl.store(
+            rotated + place * rotated_strides[0] + head * rotated_strides[1] + p,
+            found,
+            mask=inside & (p < ROPE),
+        )
 
 
 class ExpandedKeys(NamedTuple):
@@ -90,7 +93,7 @@ def expanded_keys(
         places,
         rows,
         heads,
-        *key.stride()[:2],
+        key.stride()[:2],
         GAP=gap,
         RANK=rank,
         ROPE=rope,

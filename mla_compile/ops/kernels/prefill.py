@@ -98,8 +98,7 @@ def prefill_kernel(
     rows,
     softmax_scale,
     heads,
-    q_token_stride,
-    q_head_stride,
+    q_strides,  # of tokens and heads
     CAUSAL: tl.constexpr,  # the last query of a row sees its last key; else all see all
     W: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
@@ -130,7 +129,7 @@ def prefill_kernel(
     d = tl.arange(0, VALUE_BLOCK)
     token = (first_q + m).to(tl.int64)
     inside = (m < q_len)[:, None]
-    q_at = (token * q_token_stride + head * q_head_stride)[:, None]
+    q_at = (token * q_strides[0] + head * q_strides[1])[:, None]
     query = tl.load(q + q_at + c[None, :], mask=inside & (c < W.QK)[None, :], other=0.0)
     query_tail = query
     if W.QK_TAIL > 0:
@@ -143,18 +142,13 @@ def prefill_kernel(
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
-    for n0 in range(0, unmasked, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        top, total, acc = _attend(
-            query, query_tail, key, value, first_key, n, keys, last_visible, top, total, acc, scale, heads,
-            False, W,
-        )  # fmt: skip
-    for n0 in range(unmasked, keys, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        top, total, acc = _attend(
-            query, query_tail, key, value, first_key, n, keys, last_visible, top, total, acc, scale, heads,
-            True, W,
-        )  # fmt: skip
+    for masked in tl.static_range(2):
+        for n0 in range(unmasked if masked else 0, keys if masked else unmasked, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            top, total, acc = _attend(
+                query, query_tail, key, value, first_key, n, keys, last_visible, top, total, acc, scale, heads,
+                masked, W,
+            )  # fmt: skip
 
     seen = total != 0  # NaN is; else the row has no key in this part
     result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
@@ -193,7 +187,7 @@ def prefill_triton(operands: PrefillOperands, *, tiles: AttentionTiles | None = 
             rows,
             softmax_scale,
             heads,
-            *q.stride()[:2],
+            q.stride()[:2],
             CAUSAL=causal,
             W=widths,
             ROWS_BLOCK=power_of_two(rows),

@@ -94,6 +94,7 @@ def store_split(
     lse,  # float32 [splits * total]
     target,  # [rows]: where the rows of this program are
     inside,  # [rows]: which of them there are
+    written,  # [rows]: whose `out` is written
     top,
     total,
     acc,
@@ -104,7 +105,7 @@ def store_split(
     filled = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
     result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
-    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=inside[:, None] & (c < RANK)[None, :])
+    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=written[:, None] & (c < RANK)[None, :])
 
 
 @triton.jit
