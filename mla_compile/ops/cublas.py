@@ -9,15 +9,12 @@ finds the same answer.
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_compile.ops.implementations import HALF, is_nvidia_gpu_here
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 NUMBERS: tuple[int, ...] = (
     *range(1, 34),
@@ -52,7 +49,6 @@ class Weights(NamedTuple):
 
 _same_bits: dict[Weights, bool] = {}
 _as_contiguous: dict[tuple[Weights, tuple[int, int]], bool] = {}
-_as_parts: dict[tuple[Weights, int], bool] = {}
 _probing = threading.Lock()
 
 
@@ -81,19 +77,6 @@ def has_same_bits(x: Tensor, w: Tensor) -> bool:
         return False
     _takes_as_is(weights, x)  # so that it is known when a graph is recorded
     return True
-
-
-def parts_agree(x: Tensor, w: Tensor, columns: int) -> bool:
-    """Whether cuBLAS may serve `x @ w`, and its first so many columns and the others by themselves, with the same bits.
-
-    As with `has_same_bits`, nothing is tried while a CUDA graph is recorded.
-    """
-    if not all(has_same_bits(x, part) for part in (w, w[..., :columns], w[..., columns:])):
-        return False
-    weights = weights_of(x, w)
-    assert weights is not None
-    key = weights, columns
-    return _known(_as_parts, key, lambda: _try_parts(*key)) is True
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
@@ -133,19 +116,18 @@ def _takes_as_is(weights: Weights, x: Tensor) -> bool:
     if along_k != 1 or not 0 < along_group <= along_token or along_group % unit or along_token % unit:
         return False
     key = weights, (along_token, along_group)
-    agrees = _known(_as_contiguous, key, lambda: _try_strides(*key))
-    return agrees is True
+    return _known(_as_contiguous, key, lambda: _try_strides(*key))
 
 
-def _known(found: dict[K, V], key: K, find: Callable[[], V]) -> V | None:
-    """What was found for a key, else what `find` finds, unless a CUDA graph is being recorded: then None, for now.
+def _known(found: dict[Any, bool], key: object, find: Callable[[], bool]) -> bool:
+    """What was found for a key, else what `find` finds, unless a CUDA graph is being recorded: then False, for now.
 
     It runs in a thread of its own, which has none of the caller's modes: tensors are real there while a graph is traced
     with fake ones, and no operation becomes a part of that graph. Random numbers come from generators of its own.
     """
     if key not in found:
         if torch.cuda.is_current_stream_capturing():
-            return None
+            return False
         with _probing, ThreadPoolExecutor(1) as thread:
             found[key] = thread.submit(find).result()
     return found[key]
@@ -162,14 +144,6 @@ def _try_strides(weights: Weights, strides: tuple[int, int]) -> bool:
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, (*strides, 1)))
     x = x.new_empty(size).as_strided(x.shape, (*strides, 1)).copy_(x)
     return _all_agree(x, w, expected)
-
-
-def _try_parts(weights: Weights, columns: int) -> bool:
-    """All numbers of tokens give the same bits, so one number is tried: the most."""
-    x, w = _draw(weights)
-    expected = _product(x, w)
-    parts = slice(columns), slice(columns, None)
-    return all(torch.equal(_product(x, w[..., part]), expected[..., part]) for part in parts)
 
 
 def _all_agree(x: Tensor, w: Tensor, expected: Tensor) -> bool:

@@ -127,7 +127,7 @@ class Implementation:
 
     def load(self) -> Callable[..., Any]:
         """The function, imported."""
-        return _imported(self.function)
+        return (_on_its_device if "triton" in self.packages else _imported)(self.function)
 
 
 def triton(
@@ -228,6 +228,18 @@ def is_nvidia_gpu_here(device: torch.device) -> bool:
 def _imported(function: str) -> Callable[..., Any]:
     found: Callable[..., Any] = pkgutil.resolve_name(function)
     return found
+
+
+@functools.cache
+def _on_its_device(function: str) -> Callable[..., Any]:
+    """The function, called where its first tensor is: Triton launches on the current device."""
+    found = _imported(function)
+
+    def run(first: Any, *others: Any) -> Any:
+        with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first[0]):
+            return found(first, *others)
+
+    return run
 
 
 @functools.cache

@@ -40,7 +40,7 @@ BATCH_INVARIANT_MATMUL = (
     Implementation(
         "cublas",
         "cuBLAS, where it was seen to give the same bits in any batch",
-        "mla_compile.ops.matmul:matmul_cublas",
+        "mla_compile.ops.matmul:cublas.multiply",
         ("cuda",),
         takes={"dtype": HALF, "tokens": SOME, "bits in any batch": ("equal",)},
         batch_invariant=True,
@@ -94,11 +94,6 @@ def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
 batch_invariant_matmul_op = torch.ops.mla_compile.batch_invariant_matmul.default
 
 
-def matmul_cublas(x: Tensor, w: Tensor) -> Tensor:
-    """`batch_invariant_matmul` by cuBLAS, for weights of which its bits are known to be the same in any batch."""
-    return cublas.multiply(x, w)
-
-
 def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
     """`batch_invariant_matmul` in plain torch: every device and dtype."""
     return product_by_row(x, w)
@@ -141,7 +136,7 @@ FUSED_LINEAR = (
     ),
     Implementation(
         "each_matmul",
-        "batch_invariant_matmul by each weight; by both at once where that changes no bit",
+        "batch_invariant_matmul by each weight; one product of blocks by both",
         "mla_compile.ops.matmul:linear_by_each",
         batch_invariant=True,
     ),
@@ -193,7 +188,6 @@ def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invarian
         for weight in (first, second):
             if weight is not None:
                 cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
-        _cublas_has_bits_of_each(x.unsqueeze(1), first, second)
 
 
 fused_linear_op = torch.ops.mla_compile.fused_linear.default
@@ -213,23 +207,10 @@ MATMUL_BY_HEAD = (
             "w.stride(1) or w.stride(2)": UNIT,
         },
     ),
-    triton(
-        "few tokens: a program multiplies a few columns of a head's matrix, on tensor cores",
-        "mla_compile.ops.kernels.by_head:multiply_by_head_tiles",
-        name="tiles",
-        takes={
-            "dtype": HALF,
-            "tokens": range(3, 33),
-            "heads": SOME,
-            "k": range(1, 1025),
-            "n": SOME,
-            "w.stride(1) or w.stride(2)": UNIT,
-        },
-    ),
     Implementation(
         "cublas",
         "cuBLAS, which writes each head's columns where they belong",
-        "mla_compile.ops.matmul:matmul_by_head_cublas",
+        "mla_compile.ops.matmul:cublas.multiply_by_head",
         ("cuda", "hip"),
     ),
     reference("mla_compile.ops.matmul:matmul_by_head_torch"),
@@ -269,11 +250,6 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
 matmul_by_head_op = torch.ops.mla_compile.matmul_by_head.default
 
 
-def matmul_by_head_cublas(x: Tensor, w: Tensor) -> Tensor:
-    """`matmul_by_head` on GPUs."""
-    return cublas.multiply_by_head(x, w)
-
-
 def matmul_by_head_torch(x: Tensor, w: Tensor) -> Tensor:
     """`matmul_by_head` in plain torch: every device and dtype."""
     return torch.einsum("thk,hkn->thn", x, w).contiguous()
@@ -293,26 +269,19 @@ def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
 
 
 def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
-    """`fused_linear` with the bits of `batch_invariant_matmul`."""
+    """`fused_linear` with the bits of `batch_invariant_matmul`.
+
+    Blocks of a weight are added alike in one product by both weights.
+    """
     x = x.unsqueeze(1)
     weights = [_as_matrix(weight) for weight in (first, second) if weight is not None]
-    rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
-    agrees = (
-        _cublas_has_bits_of_each(x, first, second) if rows[0].name == "cublas" else rows[0].name == "blocks"
-    )
-    if second is not None and rows[0] is rows[1] and lies_before(first, second) and agrees:
-        joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
-        return joined.squeeze(1)
+    if second is not None and lies_before(first, second):
+        rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
+        if all(row.name == "blocks" for row in rows):
+            joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
+            return joined.squeeze(1)
     products = [batch_invariant_matmul_op(x, weight) for weight in weights]
     return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)
-
-
-def _cublas_has_bits_of_each(x: Tensor, first: Tensor, second: Tensor | None) -> bool:
-    """Whether cuBLAS is known to give each column the same bits in one product by both weights as in two, for x
-    `[tokens, 1, k]`."""
-    if second is None or not lies_before(first, second):
-        return False
-    return cublas.parts_agree(x, _as_matrix(one_matrix(first, second)), first.shape[0])
 
 
 def _as_matrix(weight: Tensor) -> Tensor:

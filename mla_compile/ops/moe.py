@@ -113,13 +113,11 @@ def _experts(
     shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, of
         experts that every token passes, as one MLP whose output is added; all or none.
     shared_gate_scale, shared_up_scale, shared_down_scale: of these weights in FP8, where all others are; one for each
-        of their blocks.
+        of their blocks. The pass that gives the op shared experts has checked them.
     """
     sizes = validate.Layouts()
     of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"
-    is_fp8 = gate_up_scale is not None or down_scale is not None
-    dtype = fp8.DTYPE if is_fp8 else x.dtype
-    if is_fp8:
+    if gate_up_scale is not None or down_scale is not None:
         sizes.floats(x=(x, "tokens, hidden"))
         sizes.check("w_down", w_down, of_down, like=x)
         sizes.check("w_gate_up", w_gate_up, of_gate_up, like=x)
@@ -127,29 +125,6 @@ def _experts(
         fp8.check("w_down", w_down, "down_scale", down_scale)
     else:
         sizes.floats(x=(x, "tokens, hidden"), w_down=(w_down, of_down), w_gate_up=(w_gate_up, of_gate_up))
-    shared = {
-        "shared_gate": (shared_gate, shared_gate_scale),
-        "shared_up": (shared_up, shared_up_scale),
-        "shared_down": (shared_down, shared_down_scale),
-    }
-    if any(w is not None for w, _ in shared.values()):
-        for name, (w, scale) in shared.items():
-            layout = ["shared * intermediate", "hidden"][:: -1 if name == "shared_down" else 1]
-            if w is None or w.dtype != dtype:
-                got = "None" if w is None else w.dtype
-                raise MLAError(name, f"{dtype} [{', '.join(layout)}], as all three", got)
-            sizes.check(name, w, ", ".join(layout), like=x)
-            if is_fp8:
-                fp8.check(name, w, f"{name}_scale", scale)
-        assert shared_gate is not None
-        intermediate = w_down.shape[2]
-        if statically_known_true(shared_gate.shape[0] % intermediate != 0):
-            raise MLAError("shared_gate", f"a multiple of {intermediate} rows", shared_gate.shape[0])
-        if is_fp8 and not shared_fits(shared_gate, w_down):
-            expected = f"rows of one expert, or experts of a multiple of {fp8.BLOCK} rows"
-            raise MLAError(
-                "shared_gate", expected, f"{shared_gate.shape[0]} rows for experts of {intermediate}"
-            )
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
     sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -410,3 +411,21 @@ def test_the_log_says_once_who_serves_a_kind_of_call_and_why(caplog: pytest.LogC
     assert [record.getMessage() for record in caplog.records] == [
         "implementation of mla_append:\ntriton: runs on cuda, got cpu\nreference: chosen (plain torch, any device)"
     ]
+
+
+def echo(*args: object) -> tuple[object, ...]:
+    return args
+
+
+def test_kernels_are_launched_on_the_device_of_the_first_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Tensor] = []
+
+    def device_of(x: Tensor) -> nullcontext[None]:
+        devices.append(x)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x, w = torch.zeros(1), torch.zeros(2)
+    run = implementations.triton("", f"{__name__}:echo", takes={}).load()
+    assert run(x, w) == (x, w) and run((w, x), None) == ((w, x), None)
+    assert len(devices) == 2 and devices[0] is x and devices[1] is w

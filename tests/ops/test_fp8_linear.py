@@ -234,20 +234,12 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
         ({"gate_up_scale": None}, "gate_up_scale: expected contiguous float32 .*got None"),
         ({"down_scale": torch.ones(3)}, "down_scale: expected a scale for each block"),
         ({"w_down": torch.zeros(8, 48, 40)}, "w_down: expected contiguous float8_e4m3fn"),
-        ({"shared_up_scale": None}, "shared_up_scale: expected contiguous float32"),
         (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: expected float16, bfloat16"),
     ],
-    ids=range(5),
+    ids=range(4),
 )
 def test_wrong_scales_of_experts_are_named(changes: dict[str, Any], message: str) -> None:
     names = [argument.name for argument in moe_experts_op._schema.arguments]
     given = dict(zip(names, moe_case(4, 2, shared=1, fp8=True).all_args(), strict=False))
     with pytest.raises(MLAError, match=f"^{message}"):
         _experts(**given | changes)
-
-
-def test_blocks_that_two_shared_experts_share_are_refused() -> None:
-    with pytest.raises(
-        MLAError, match=r"^shared_gate: expected rows of one expert, or experts of a multiple of 128"
-    ):
-        _experts(*moe_case(4, 2, shared=2, fp8=True).all_args())

@@ -26,6 +26,7 @@ from mla_compile.ops.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
+    load_queries,
     padded,
     split_of,
     split_results,
@@ -48,10 +49,8 @@ def absorbed_kernel(
     tokens,
     rows,
     softmax_scale,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
+    q_strides,  # of tokens and heads
+    pe_strides,
     CAUSAL: tl.constexpr,  # the last token of a row sees its last key; else all see all
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -86,14 +85,9 @@ def absorbed_kernel(
         tl.store(lse + target, tl.full([BLOCK_R], -float("inf"), tl.float32), mask=inside)
         return
 
-    c = tl.arange(0, padded(RANK))
-    p = tl.arange(0, padded(ROPE))
-    q_at = query * q_token_stride + (r % HEADS) * q_head_stride
-    pe_at = query * pe_token_stride + (r % HEADS) * pe_head_stride
-    q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
-    qp = tl.load(q_pe + pe_at[:, None] + p[None, :], mask=inside[:, None] & (p < ROPE)[None, :], other=0.0)
-    q = tl.trans(q)
-    qp = tl.trans(qp)
+    q_at = q_latent + (query * q_strides[0] + (r % HEADS) * q_strides[1])
+    pe_at = q_pe + (query * pe_strides[0] + (r % HEADS) * pe_strides[1])
+    q, qp = load_queries(q_at, pe_at, inside, RANK, ROPE)
 
     scale = softmax_scale * LOG2_E
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
@@ -113,7 +107,7 @@ def absorbed_kernel(
             q, qp, latent, live, key, bounds, scale, top, total, acc,
             RANK, ROPE,
         )  # fmt: skip
-    store_split(out, lse, target, inside, top, total, acc, RANK)
+    store_split(out, lse, target, inside, inside, top, total, acc, RANK)
 
 
 def prefill_absorbed(
@@ -157,8 +151,8 @@ def prefill_absorbed(
             tokens,
             rows,
             softmax_scale,
-            *q_latent.stride()[:2],
-            *q_pe.stride()[:2],
+            q_latent.stride()[:2],
+            q_pe.stride()[:2],
             CAUSAL=causal,
             HEADS=heads,
             RANK=rank,
@@ -174,8 +168,7 @@ def prefill_absorbed(
             combine(part_out, part_lse, out, lse)
         return out, lse
 
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        latents = in_parts(attend, parts).to(q.dtype)
-        out = q.new_empty((tokens, heads, w_uv.shape[2]))
-        torch.bmm(latents.transpose(0, 1), w_uv, out=out.transpose(0, 1))
-        return out
+    latents = in_parts(attend, parts).to(q.dtype)
+    out = q.new_empty((tokens, heads, w_uv.shape[2]))
+    torch.bmm(latents.transpose(0, 1), w_uv, out=out.transpose(0, 1))
+    return out

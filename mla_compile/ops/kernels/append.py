@@ -1,6 +1,5 @@
 """Writing new latents into their pages, in one launch: a program copies one token's latent, or nothing."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,16 +36,15 @@ def append_triton(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Te
     """What `mla_append` does, with its arguments, on the GPU or in Triton's interpreter."""
     tokens, rank = kv_c.shape
     rope = k_pe.shape[1]
-    with torch.cuda.device_of(kv_c):  # Triton launches on the current device
-        append_kernel[(tokens,)](
-            kv_c,
-            k_pe,
-            kv_cache,
-            slot_mapping.contiguous(),
-            kv_c.stride(0),
-            k_pe.stride(0),
-            RANK=rank,
-            ROPE=rope,
-            BLOCK=power_of_two(rank + rope),
-            num_warps=4,
-        )
+    append_kernel[(tokens,)](
+        kv_c,
+        k_pe,
+        kv_cache,
+        slot_mapping.contiguous(),
+        kv_c.stride(0),
+        k_pe.stride(0),
+        RANK=rank,
+        ROPE=rope,
+        BLOCK=power_of_two(rank + rope),
+        num_warps=4,
+    )

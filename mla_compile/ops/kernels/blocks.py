@@ -160,14 +160,13 @@ def multiply(
     (tokens, k), columns = x.shape, weight.shape[0]
     tiles = tiles or block_tiles(tokens, k, device_of(x))
     out = x.new_empty(tokens, columns)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        blocks_kernel[(triton.cdiv(columns, tiles.columns), triton.cdiv(tokens, tiles.tokens))](
-            *(x, weight, scale, out, x.stride(0), tokens, columns),
-            K=k,
-            IN_ORDER=in_order,
-            **early_options(x),
-            **tiles.options(k),
-        )
+    blocks_kernel[(triton.cdiv(columns, tiles.columns), triton.cdiv(tokens, tiles.tokens))](
+        *(x, weight, scale, out, x.stride(0), tokens, columns),
+        K=k,
+        IN_ORDER=in_order,
+        **early_options(x),
+        **tiles.options(k),
+    )
     return out
 
 
@@ -194,13 +193,12 @@ def multiply_in_order(
     programs = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(columns, tiles.columns)
     out = x.new_empty(tokens, columns)
     written = x.new_empty(parts, tokens, columns, dtype=torch.float32) if split else out
-    with torch.cuda.device_of(x):
-        many_blocks_kernel[(programs, parts if split else 1)](
-            *(x, weight, scale, written, x.stride(0), tokens, columns),
-            K=k,
-            PARTS=parts,
-            SPLIT=split,
-            IN_ORDER=not has_one_order(tiles, device),
-            **tiles.options(k),
-        )
+    many_blocks_kernel[(programs, parts if split else 1)](
+        *(x, weight, scale, written, x.stride(0), tokens, columns),
+        K=k,
+        PARTS=parts,
+        SPLIT=split,
+        IN_ORDER=not has_one_order(tiles, device),
+        **tiles.options(k),
+    )
     return add_parts(written, out) if split else out

@@ -21,7 +21,6 @@ finished runs on every GPU, or will: it signals before it waits, and then has al
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -127,7 +126,7 @@ def collective_kernel(
 def all_reduce_add_rms_norm_kernel(
     x,  # [rows, COLUMNS], rows x_stride apart
     residual,  # likewise
-    weight,  # [COLUMNS]; not read without one
+    weight,  # [COLUMNS]; None: no weight
     normed,  # [rows, COLUMNS], contiguous
     total,  # likewise: the sum of all ranks' x, and the residual
     x_stride,
@@ -135,7 +134,6 @@ def all_reduce_add_rms_norm_kernel(
     eps,
     addresses,
     epochs,
-    HAS_WEIGHT: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -154,7 +152,7 @@ def all_reduce_add_rms_norm_kernel(
     # Asked for before the peers are waited for.
     added = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
-    if HAS_WEIGHT:
+    if weight is not None:
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     _share(value, column, inside, addresses, slot, epoch, normed, RANK, RANKS)
     reduced = _total(value, column, inside, addresses, slot, epoch, normed, RANK, RANKS).to(dtype)
@@ -184,13 +182,12 @@ def _collective(x: Tensor, out: Tensor, *, gathers: bool) -> Tensor:
     x, x_stride = aligned_rows(x)
     rows, columns = x.shape
     block, blocks = blocks_of(rows, columns)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        collective_kernel[(rows * blocks,)](
-            *(x, out, x_stride, peers.addresses, peers.epochs),
-            GATHERS=gathers,
-            num_warps=max(4, row_warps(block)),
-            **_options(peers, x, block),
-        )
+    collective_kernel[(rows * blocks,)](
+        *(x, out, x_stride, peers.addresses, peers.epochs),
+        GATHERS=gathers,
+        num_warps=max(4, row_warps(block)),
+        **_options(peers, x, block),
+    )
     return out
 
 
@@ -204,14 +201,12 @@ def all_reduce_add_rms_norm_triton(
     rows, columns = x.shape
     normed, total = (x.new_empty(rows, columns) for _ in range(2))
     block = power_of_two(columns)
-    with torch.cuda.device_of(x):
-        all_reduce_add_rms_norm_kernel[(rows,)](
-            *(x, residual, x if weight is None else weight.contiguous(), normed, total),
-            *(x_stride, residual_stride, eps, peers.addresses, peers.epochs),
-            HAS_WEIGHT=weight is not None,
-            num_warps=row_warps(block),
-            **_options(peers, x, block),
-        )
+    all_reduce_add_rms_norm_kernel[(rows,)](
+        *(x, residual, None if weight is None else weight.contiguous(), normed, total),
+        *(x_stride, residual_stride, eps, peers.addresses, peers.epochs),
+        num_warps=row_warps(block),
+        **_options(peers, x, block),
+    )
     return normed, total
 
 

@@ -37,6 +37,7 @@ from mla_compile.ops.kernels.softmax import (
     LOG2_E,
     attend_latents,
     combine,
+    load_queries,
     padded,
     split_of,
     split_results,
@@ -87,7 +88,7 @@ def _attend_split(
             q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
             RANK, ROPE,
         )  # fmt: skip
-    store_split(out + first_target * RANK, lse + first_target, r, inside, top, total, acc, RANK)
+    store_split(out + first_target * RANK, lse + first_target, r, inside, inside, top, total, acc, RANK)
 
 
 _VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
@@ -108,10 +109,8 @@ def split_kernel(
     has_q_lens,
     q_len,
     columns,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
+    q_strides,  # of tokens and heads
+    pe_strides,
     table_stride,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -146,15 +145,10 @@ def split_kernel(
     if idle:
         return
 
-    c = tl.arange(0, padded(RANK))
-    p = tl.arange(0, padded(ROPE))
     query_token = (row * q_len + token).to(tl.int64)
-    q_at = query_token * q_token_stride + (r % HEADS) * q_head_stride
-    pe_at = query_token * pe_token_stride + (r % HEADS) * pe_head_stride
-    q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=(r < R)[:, None] & (c < RANK)[None, :], other=0.0)
-    qp = tl.load(q_pe + pe_at[:, None] + p[None, :], mask=(r < R)[:, None] & (p < ROPE)[None, :], other=0.0)
-    q = tl.trans(q)
-    qp = tl.trans(qp)
+    q_at = q_latent + (query_token * q_strides[0] + (r % HEADS) * q_strides[1])
+    pe_at = q_pe + (query_token * pe_strides[0] + (r % HEADS) * pe_strides[1])
+    q, qp = load_queries(q_at, pe_at, r < R, RANK, ROPE)
 
     scale = softmax_scale * LOG2_E
     table = block_table + row.to(tl.int64) * table_stride
@@ -199,8 +193,8 @@ def _launch(
         int(q_lens is not None),
         q_len,
         columns,
-        *q_latent.stride()[:2],
-        *q_pe.stride()[:2],
+        q_latent.stride()[:2],
+        q_pe.stride()[:2],
         block_table.stride(0),
         HEADS=heads,
         RANK=rank,
@@ -238,10 +232,9 @@ def decode_triton(
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
     part_out, part_lse = split_results(out, lse, splits)
-    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        _launch(operands, part_out, part_lse, tiles=tiles, programs=splits, min_keys=min_keys)
-        if splits > 1:
-            combine(part_out, part_lse, out, lse)
+    _launch(operands, part_out, part_lse, tiles=tiles, programs=splits, min_keys=min_keys)
+    if splits > 1:
+        combine(part_out, part_lse, out, lse)
     return out, lse
 
 

@@ -48,19 +48,18 @@ def decode_metadata_triton(
     rows = num_cached.shape[0]
     seq_lens, valid = (num_cached.new_empty(rows) for _ in range(2))
     slot_mapping, positions = (num_cached.new_empty(rows * q_len, dtype=torch.int64) for _ in range(2))
-    with torch.cuda.device_of(num_cached):  # Triton launches on the current device
-        decode_metadata_kernel[(rows,)](
-            num_cached.contiguous(),
-            block_table.contiguous(),
-            None if q_lens is None else q_lens.contiguous(),
-            seq_lens,
-            valid,
-            slot_mapping,
-            positions,
-            block_table.shape[1],
-            q_len,
-            PAGE_SIZE=page_size,
-            BLOCK=power_of_two(q_len),
-            num_warps=1,
-        )
+    decode_metadata_kernel[(rows,)](
+        num_cached.contiguous(),
+        block_table.contiguous(),
+        None if q_lens is None else q_lens.contiguous(),
+        seq_lens,
+        valid,
+        slot_mapping,
+        positions,
+        block_table.shape[1],
+        q_len,
+        PAGE_SIZE=page_size,
+        BLOCK=power_of_two(q_len),
+        num_warps=1,
+    )
     return seq_lens, valid, slot_mapping, positions

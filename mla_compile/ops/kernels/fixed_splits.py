@@ -127,37 +127,36 @@ def decode_by_fixed_splits(
     part_out = lse.new_empty((splits, at_once * q_len * heads, rank))
     part_lse = lse.new_empty((splits, at_once * q_len * heads))
     columns_of_out = columns_at_once(rank, split_block)
-    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        for first in range(0, rows, at_once):
-            mine = slice(first, first + at_once)
-            tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
-            part = operands._replace(
-                q_latent=q_latent[tokens_of_mine],
-                q_pe=q_pe[tokens_of_mine],
-                block_table=block_table[mine],
-                seq_lens=seq_lens[mine],
-                q_lens=None if q_lens is None else q_lens[mine],
-            )
-            launch(part, part_out, part_lse)
-            total = part.q_latent.shape[0] * heads
-            join_kernel[(total, triton.cdiv(rank, columns_of_out))](
-                part_out,
-                part_lse,
-                out[tokens_of_mine],
-                lse[tokens_of_mine],
-                part.seq_lens,
-                part.seq_lens if part.q_lens is None else part.q_lens,
-                int(q_lens is not None),
-                q_len,
-                max_keys,
-                total,
-                HEADS=heads,
-                RANK=rank,
-                SPLIT_UNIT=split_unit,
-                SPLIT_BLOCK=split_block,
-                BLOCK_C=columns_of_out,
-                EARLY=early,
-                num_warps=4,
-                launch_pdl=early,
-            )
+    for first in range(0, rows, at_once):
+        mine = slice(first, first + at_once)
+        tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
+        part = operands._replace(
+            q_latent=q_latent[tokens_of_mine],
+            q_pe=q_pe[tokens_of_mine],
+            block_table=block_table[mine],
+            seq_lens=seq_lens[mine],
+            q_lens=None if q_lens is None else q_lens[mine],
+        )
+        launch(part, part_out, part_lse)
+        total = part.q_latent.shape[0] * heads
+        join_kernel[(total, triton.cdiv(rank, columns_of_out))](
+            part_out,
+            part_lse,
+            out[tokens_of_mine],
+            lse[tokens_of_mine],
+            part.seq_lens,
+            part.seq_lens if part.q_lens is None else part.q_lens,
+            int(q_lens is not None),
+            q_len,
+            max_keys,
+            total,
+            HEADS=heads,
+            RANK=rank,
+            SPLIT_UNIT=split_unit,
+            SPLIT_BLOCK=split_block,
+            BLOCK_C=columns_of_out,
+            EARLY=early,
+            num_warps=4,
+            launch_pdl=early,
+        )
     return out, lse

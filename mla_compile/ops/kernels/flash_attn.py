@@ -6,7 +6,6 @@ bits. It sizes nothing by lengths, so a CUDA graph may have recorded it.
 
 import warnings
 
-import torch
 from flash_attn.cute.interface import flash_attn_varlen_func
 from torch import Tensor
 
@@ -41,5 +40,4 @@ def prefill_flash_attn(operands: PrefillOperands) -> Tensor:
         )
         return out, lse.T
 
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        return in_parts(attend, key_slots.shape[0]).to(q.dtype)
+    return in_parts(attend, key_slots.shape[0]).to(q.dtype)

@@ -77,6 +77,5 @@ def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     rows, columns = weight.shape
     out = weight.new_empty(weight.shape, dtype=dtype)
     grid = (triton.cdiv(columns, fp8.BLOCK), triton.cdiv(rows, 32))
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        dequantize_kernel[grid](weight, scale, out, rows, columns, ROWS=32, num_warps=4)
+    dequantize_kernel[grid](weight, scale, out, rows, columns, ROWS=32, num_warps=4)
     return out

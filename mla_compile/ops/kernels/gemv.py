@@ -9,7 +9,6 @@ them whole anyway: it adds up their squares beside the products, which are divid
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -124,18 +123,17 @@ def multiply(
     block_c, block_k, warps = tiles
     out = x.new_empty(tokens, columns)
     total = x.new_empty(tokens if residual is not None else 0, k)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        gemv_kernel[(triton.cdiv(columns, block_c),)](
-            *(x, residual, norm_weight, weight, scale, out, total),
-            *(x.stride(0), 0 if residual is None else residual.stride(0), columns, eps),
-            K=k,
-            TOKENS=tokens,
-            NORM=norm is not None,
-            BLOCK_C=block_c,
-            BLOCK_K=block_k,
-            num_warps=warps,
-            **early_options(x),
-        )
+    gemv_kernel[(triton.cdiv(columns, block_c),)](
+        *(x, residual, norm_weight, weight, scale, out, total),
+        *(x.stride(0), 0 if residual is None else residual.stride(0), columns, eps),
+        K=k,
+        TOKENS=tokens,
+        NORM=norm is not None,
+        BLOCK_C=block_c,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        **early_options(x),
+    )
     return out, total
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mla_compile.ops.kernels.matmul import matmul_triton
 from mla_compile.ops.kernels.plan import power_of_two
+from mla_compile.ops.kernels.softmax import padded
 
 
 @triton.jit
@@ -23,13 +24,10 @@ def gather_kernel(
     places,
     rows,
     heads,
-    key_stride,
-    head_stride,
+    rotated_strides,  # of places and heads
     GAP: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROPE_BLOCK: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -48,13 +46,17 @@ def gather_kernel(
     live = (slot >= 0)[:, None]
     at = kv_cache + slot[:, None] * (RANK + ROPE)
     place = n.to(tl.int64)[:, None]
-    c = tl.arange(0, RANK_BLOCK)[None, :]
+    c = tl.arange(0, padded(RANK))[None, :]
     found = tl.load(at + c, mask=live & (c < RANK), other=0.0)
     tl.store(latents + place * RANK + c, found, mask=inside & (c < RANK))
-    p = tl.arange(0, ROPE_BLOCK)[None, :]
+    p = tl.arange(0, padded(ROPE))[None, :]
     found = tl.load(at + RANK + p, mask=live & (p < ROPE), other=0.0)
     for head in range(heads):
-        tl.store(rotated + place * key_stride + head * head_stride + p, found, mask=inside & (p < ROPE))
+        tl.store(
+            rotated + place * rotated_strides[0] + head * rotated_strides[1] + p,
+            found,
+            mask=inside & (p < ROPE),
+        )
 
 
 class ExpandedKeys(NamedTuple):
@@ -91,12 +93,10 @@ def expanded_keys(
         places,
         rows,
         heads,
-        *key.stride()[:2],
+        key.stride()[:2],
         GAP=gap,
         RANK=rank,
         ROPE=rope,
-        RANK_BLOCK=power_of_two(rank),
-        ROPE_BLOCK=power_of_two(rope),
         ROWS_BLOCK=power_of_two(rows + 1),
         BLOCK=16,
     )

@@ -11,7 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.plan import AttentionTiles, decode_tiles, device_of, num_splits
-from mla_compile.ops.kernels.softmax import LN_2, LOG2_E, accumulate, combine, padded, split_results
+from mla_compile.ops.kernels.softmax import (
+    LOG2_E,
+    accumulate,
+    combine,
+    load_queries,
+    padded,
+    split_results,
+    store_split,
+)
 
 _LOWEST = tl.constexpr(-3.0e38)
 """Stands for finite numbers of a mask, `finfo.min` say, that would be -inf once scores count as powers of two.
@@ -19,21 +27,21 @@ Torch gives a query that sees nothing else the mean of all values; here each spl
 
 
 @triton.jit
-def _bias(mask_at, key, keys, key_stride, HAS_MASK: tl.constexpr, IS_BOOL: tl.constexpr):
+def _bias(mask_at, key, keys, key_stride):
     """What is added to the scores of a tile, float32 `[keys, rows or 1]`: -inf for a key that is not seen.
 
-    mask_at: pointers to the mask of key 0, `[1, rows or 1]`.
+    mask_at: pointers to the mask of key 0, `[1, rows or 1]`, or None.
     """
-    if HAS_MASK:
+    if mask_at is None:
+        bias = tl.where(key < keys, 0.0, -float("inf"))[:, None]
+    else:
         at = mask_at + key.to(tl.int64)[:, None] * key_stride
         live = (key < keys)[:, None]
-        if IS_BOOL:
+        if mask_at.dtype.element_ty == tl.int1:
             bias = tl.where(tl.load(at, mask=live, other=0) != 0, 0.0, -float("inf"))
         else:
             added = tl.load(at, mask=live, other=-float("inf")).to(tl.float32)
             bias = tl.where(added == -float("inf"), added, tl.maximum(added * LOG2_E, _LOWEST))
-    else:
-        bias = tl.where(key < keys, 0.0, -float("inf"))[:, None]
     return bias
 
 
@@ -43,27 +51,16 @@ def masked_split_kernel(
     q_pe,  # [rows, HEADS, Q_LEN, ROPE], likewise
     kv_c,  # [rows, keys, RANK], likewise
     k_pe,  # [rows, keys, ROPE], likewise
-    mask,  # bool or float [rows, HEADS, Q_LEN, keys], any strides, unread unless HAS_MASK
+    mask,  # bool or float [rows, HEADS, Q_LEN, keys], any strides; None: all keys are seen
     out,  # [splits, rows * HEADS * Q_LEN, RANK], contiguous
     lse,  # float32 [splits, rows * HEADS * Q_LEN]
     softmax_scale,
     keys,
-    q_row_stride,
-    q_head_stride,
-    q_token_stride,
-    q_pe_row_stride,
-    q_pe_head_stride,
-    q_pe_token_stride,
-    kv_row_stride,
-    kv_key_stride,
-    k_pe_row_stride,
-    k_pe_key_stride,
-    mask_row_stride,
-    mask_head_stride,
-    mask_token_stride,
-    mask_key_stride,
-    HAS_MASK: tl.constexpr,
-    IS_BOOL: tl.constexpr,
+    q_strides,  # of each of these, but for that of the columns
+    pe_strides,
+    kv_strides,
+    k_pe_strides,
+    mask_strides,
     VARIES: tl.constexpr,  # whether the mask does, among the queries of a row
     Q_LEN: tl.constexpr,
     HEADS: tl.constexpr,
@@ -86,24 +83,23 @@ def masked_split_kernel(
     token = (tl.minimum(r, R - 1) % Q_LEN).to(tl.int64)
     c = tl.arange(0, padded(RANK))
     p = tl.arange(0, padded(ROPE))
-    q_at = row * q_row_stride + head * q_head_stride + token * q_token_stride
-    q_pe_at = row * q_pe_row_stride + head * q_pe_head_stride + token * q_pe_token_stride
-    q = tl.load(q_latent + q_at[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
-    qp = tl.load(q_pe + q_pe_at[:, None] + p[None, :], mask=inside[:, None] & (p < ROPE)[None, :], other=0.0)
-    q = tl.trans(q)
-    qp = tl.trans(qp)
-    kv_c += row * kv_row_stride
-    k_pe += row * k_pe_row_stride
-    mask_at = mask + row * mask_row_stride + tl.zeros([1, 1], tl.int64)
+    q_at = row * q_strides[0] + head * q_strides[1] + token * q_strides[2]
+    pe_at = row * pe_strides[0] + head * pe_strides[1] + token * pe_strides[2]
+    q, qp = load_queries(q_latent + q_at, q_pe + pe_at, inside, RANK, ROPE)
+    kv_c += row * kv_strides[0]
+    k_pe += row * k_pe_strides[0]
+    mask_at = mask
+    if mask is not None:
+        mask_at = mask + row * mask_strides[0] + tl.zeros([1, 1], tl.int64)
     if VARIES:
-        mask_at += (head * mask_head_stride + token * mask_token_stride)[None, :]
+        mask_at += (head * mask_strides[1] + token * mask_strides[2])[None, :]
 
     scale = softmax_scale * LOG2_E
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
     key = split * BLOCK_N + tl.arange(0, BLOCK_N)
-    seen = tl.max(_bias(mask_at, key, keys, mask_key_stride, HAS_MASK, IS_BOOL), 1) > -float("inf")
+    seen = tl.max(_bias(mask_at, key, keys, mask_strides[3]), 1) > -float("inf")
     # A tile that nobody sees costs two products of zeros, no reading. Under an `if` that saves these too, Triton 3.6
     # pipelines no load, and on Hopper the latents would spill.
     for first in range(split * BLOCK_N, keys, splits * BLOCK_N):
@@ -111,14 +107,14 @@ def masked_split_kernel(
         # Zeros for keys that nobody sees, not only hidden scores: 0 x NaN is NaN.
         at = key.to(tl.int64)[:, None]
         k = tl.load(
-            kv_c + at * kv_key_stride + c[None, :], mask=seen[:, None] & (c < RANK)[None, :], other=0.0
+            kv_c + at * kv_strides[1] + c[None, :], mask=seen[:, None] & (c < RANK)[None, :], other=0.0
         )
         kp = tl.load(
-            k_pe + at * k_pe_key_stride + p[None, :], mask=seen[:, None] & (p < ROPE)[None, :], other=0.0
+            k_pe + at * k_pe_strides[1] + p[None, :], mask=seen[:, None] & (p < ROPE)[None, :], other=0.0
         )
-        bias = _bias(mask_at, key, keys, mask_key_stride, HAS_MASK, IS_BOOL)
+        bias = _bias(mask_at, key, keys, mask_strides[3])
         # One tile ahead, so that it is known which latents to read when their turn comes.
-        after = _bias(mask_at, key + splits * BLOCK_N, keys, mask_key_stride, HAS_MASK, IS_BOOL)
+        after = _bias(mask_at, key + splits * BLOCK_N, keys, mask_strides[3])
         seen = tl.max(after, 1) > -float("inf")
 
         scores = tl.dot(k, q, input_precision="ieee")
@@ -127,12 +123,9 @@ def masked_split_kernel(
         top, total, acc = accumulate(scores, k, top, total, acc)
 
     target = (split.to(tl.int64) * (tl.num_programs(0) // R_BLOCKS) + row) * R + r
-    filled = tl.where(total == 0.0, 1.0, total)
-    tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
-    result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
     # The sum skips a split that sees nothing, so its `out` may stay unwritten.
     written = inside & ((total != 0.0) | (splits == 1))
-    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=written[:, None] & (c < RANK)[None, :])
+    store_split(out, lse, target, inside, written, top, total, acc, RANK)
 
 
 def masked_decode_triton(
@@ -167,34 +160,31 @@ def masked_decode_triton(
     out = q_latent.new_empty(q_latent.shape)
     lse = q_latent.new_empty((rows * query_rows,), dtype=torch.float32)
     part_out, part_lse = split_results(out, lse, splits)
-    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        masked_split_kernel[(blocks, splits)](
-            q_latent,
-            q_pe,
-            kv_c,
-            k_pe,
-            q_latent if seen is None else seen,
-            part_out,
-            part_lse,
-            softmax_scale,
-            keys,
-            *q_latent.stride()[:3],
-            *q_pe.stride()[:3],
-            *kv_c.stride()[:2],
-            *k_pe.stride()[:2],
-            *((0, 0, 0, 0) if seen is None else seen.stride()),
-            HAS_MASK=seen is not None,
-            IS_BOOL=seen is not None and seen.dtype == torch.bool,
-            VARIES=varies,
-            Q_LEN=q_len,
-            HEADS=heads,
-            RANK=rank,
-            ROPE=rope,
-            BLOCK_R=tiles.queries,
-            BLOCK_N=tiles.keys,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-        if splits > 1:
-            combine(part_out, part_lse, out, lse)
+    masked_split_kernel[(blocks, splits)](
+        q_latent,
+        q_pe,
+        kv_c,
+        k_pe,
+        seen,
+        part_out,
+        part_lse,
+        softmax_scale,
+        keys,
+        q_latent.stride()[:3],
+        q_pe.stride()[:3],
+        kv_c.stride()[:2],
+        k_pe.stride()[:2],
+        (0, 0, 0, 0) if seen is None else seen.stride(),
+        VARIES=varies,
+        Q_LEN=q_len,
+        HEADS=heads,
+        RANK=rank,
+        ROPE=rope,
+        BLOCK_R=tiles.queries,
+        BLOCK_N=tiles.keys,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if splits > 1:
+        combine(part_out, part_lse, out, lse)
     return out

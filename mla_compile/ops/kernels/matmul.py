@@ -59,11 +59,8 @@ def matmul_kernel(
     tokens,
     groups,
     n,
-    x_token_stride,
-    x_group_stride,
-    w_group_stride,
-    w_k_stride,
-    w_n_stride,
+    x_strides,
+    w_strides,
     K: tl.constexpr,
     PART: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -83,14 +80,16 @@ def matmul_kernel(
     t = (program % token_tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     c = (program // token_tiles * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    x_at = x + group * x_group_stride + (t * x_token_stride)[:, None] + k[None, :]
-    w_at = w + group * w_group_stride + (c * w_n_stride)[None, :] + (k * w_k_stride)[:, None]
+    x_at = x + group * x_strides[1] + (t * x_strides[0])[:, None] + k[None, :]
+    w_at = w + group * w_strides[0] + (c * w_strides[2])[None, :] + (k * w_strides[1])[:, None]
     in_x, in_w = (t < tokens)[:, None], (c < n)[None, :]
-    result = _partial_sum(x_at, w_at, in_x, in_w, part * PART, w_k_stride, K, PART, BLOCK_T, BLOCK_C, BLOCK_K)
+    result = _partial_sum(
+        x_at, w_at, in_x, in_w, part * PART, w_strides[1], K, PART, BLOCK_T, BLOCK_C, BLOCK_K
+    )
     if not SPLIT:
         for first in range(PART, K, PART):
             result += _partial_sum(
-                x_at, w_at, in_x, in_w, first, w_k_stride, K, PART, BLOCK_T, BLOCK_C, BLOCK_K
+                x_at, w_at, in_x, in_w, first, w_strides[1], K, PART, BLOCK_T, BLOCK_C, BLOCK_K
             )
     at = out + (((part.to(tl.int64) * tokens + t) * groups + group) * n)[:, None] + c[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=in_x & in_w)
@@ -116,21 +115,20 @@ def matmul_triton(
     split &= parts > 1
     out = x.new_empty(tokens, groups, n)
     written = x.new_empty(parts, tokens, groups, n) if split else out
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        matmul_kernel[(programs, groups, parts if split else 1)](
-            x,
-            w,
-            written,
-            tokens,
-            groups,
-            n,
-            *x.stride()[:2],
-            *w.stride(),
-            K=k,
-            PART=part,
-            SPLIT=split,
-            **tiles.options(part),
-        )
+    matmul_kernel[(programs, groups, parts if split else 1)](
+        x,
+        w,
+        written,
+        tokens,
+        groups,
+        n,
+        x.stride(),
+        w.stride(),
+        K=k,
+        PART=part,
+        SPLIT=split,
+        **tiles.options(part),
+    )
     return add_parts(written, out) if split else out
 
 

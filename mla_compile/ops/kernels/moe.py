@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
-from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
+from mla_compile.ops.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
 from mla_compile.ops.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.kernels.plan import (
     MOST_UNSORTED_PAIRS,
@@ -56,52 +56,57 @@ class _Choices(NamedTuple):
     q_len: Any
 
 
+class _Sizes(NamedTuple):
+    """What a kernel is compiled for."""
+
+    TOPK: int
+    SHARED: int
+    HIDDEN: int
+    INTERMEDIATE: int
+    BY_PAIR: bool  # see `_expert`
+    CHUNK: int  # pairs that a program looks at in one go
+    BLOCK_E: int  # experts rounded up to a power of two
+
+
 @triton.jit
-def _chosen(choices, pair, TOPK: tl.constexpr, PADDED: tl.constexpr):
+def _chosen(choices, pair, TOPK: tl.constexpr):
     """The experts of pairs; -1 past the last pair and for those of padding."""
     inside = pair < choices.pairs
-    if PADDED:
+    if choices.row_lens is not None:
         inside &= runs(pair // TOPK, choices.row_lens, choices.rows, choices.q_len)
     return tl.load(choices.topk_ids + pair, mask=inside, other=-1)
 
 
 @triton.jit
-def _expert(
-    choices,
-    slot,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _expert(choices, slot, S: tl.constexpr):
     """The expert that a slot stands for, and how many pairs chose it.
 
     A slot is an expert, or with BY_PAIR a pair: then the first pair of an expert stands for it, and the count is 0
     for the others, so that few pairs make few programs.
     """
     expert = slot
-    if BY_PAIR:
-        expert = _chosen(choices, slot, TOPK, PADDED).to(tl.int32)
+    if S.BY_PAIR:
+        expert = _chosen(choices, slot, S.TOPK).to(tl.int32)
     count = 0
     earlier = 0
-    for start in range(0, choices.pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        mine = _chosen(choices, pair, TOPK, PADDED) == expert
+    for start in range(0, choices.pairs, S.CHUNK):
+        pair = start + tl.arange(0, S.CHUNK)
+        mine = _chosen(choices, pair, S.TOPK) == expert
         count += tl.sum(mine.to(tl.int32), 0)
         earlier += tl.sum((mine & (pair < slot)).to(tl.int32), 0)
-    if BY_PAIR:
+    if S.BY_PAIR:
         count = tl.where((earlier > 0) | (expert < 0), 0, count)
     return expert, count
 
 
 @triton.jit
-def _members(choices, expert, wanted, TOPK: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr):
+def _members(choices, expert, wanted, S: tl.constexpr):
     """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer."""
     result = tl.zeros_like(wanted)
     seen = 0
-    for start in range(0, choices.pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        mine = (_chosen(choices, pair, TOPK, PADDED) == expert).to(tl.int32)
+    for start in range(0, choices.pairs, S.CHUNK):
+        pair = start + tl.arange(0, S.CHUNK)
+        mine = (_chosen(choices, pair, S.TOPK) == expert).to(tl.int32)
         rank = tl.where(mine == 1, seen + tl.cumsum(mine, 0) - 1, -1)
         result += tl.sum(tl.where(rank[None, :] == wanted[:, None], pair[None, :], 0), 1)
         seen += tl.sum(mine, 0)
@@ -119,7 +124,6 @@ def sort_kernel(
     rows,
     q_len,
     TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One expert's part of what `sort_pairs` returns; grid `[experts]`.
@@ -131,13 +135,13 @@ def sort_kernel(
     earlier = tl.zeros([CHUNK], tl.int32)
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        chosen = _chosen(choices, pair, TOPK, PADDED)
+        chosen = _chosen(choices, pair, TOPK)
         earlier += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
     end = tl.sum(earlier, 0)
     tl.store(starts + expert, end)
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
-        mine = (_chosen(choices, pair, TOPK, PADDED) == expert).to(tl.int32)
+        mine = (_chosen(choices, pair, TOPK) == expert).to(tl.int32)
         place = end + tl.cumsum(mine, 0) - 1
         tl.store(order + place, pair, mask=mine == 1)
         tl.store(places + pair, place, mask=mine == 1)
@@ -147,17 +151,7 @@ def sort_kernel(
 
 @triton.jit
 def _chosen_tile(
-    choices,
-    program,
-    starts,
-    experts,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    COLUMN_TILES: tl.constexpr,
+    choices, program, starts, experts, S: tl.constexpr, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.constexpr
 ):
     """What a program does for chosen experts: one of them, a tile of its columns, and the range of its pairs.
 
@@ -166,11 +160,11 @@ def _chosen_tile(
     Unsorted, pairs go by their rank within the expert, and a program gets all.
     """
     if starts is None:
-        expert, end = _expert(choices, program // COLUMN_TILES, TOPK, PADDED, BY_PAIR, CHUNK)
+        expert, end = _expert(choices, program // COLUMN_TILES, S)
         column = program % COLUMN_TILES
         begin = 0
     else:
-        e = tl.arange(0, BLOCK_E)
+        e = tl.arange(0, S.BLOCK_E)
         start_of_e = tl.load(starts + e, mask=e < experts, other=0)
         end_of_e = tl.load(starts + e + 1, mask=e < experts, other=0)
         programs = (end_of_e - start_of_e + BLOCK_T - 1) // BLOCK_T * COLUMN_TILES
@@ -188,61 +182,35 @@ def _chosen_tile(
 
 @triton.jit
 def _tile(
-    choices,
-    tokens,
-    starts,
-    experts,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    SHARED: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    COLUMN_TILES: tl.constexpr,
+    choices, tokens, starts, experts, S: tl.constexpr, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.constexpr
 ):
     """What a program does: a chosen expert, or a shared one (else -1), a tile of its columns, a range of its tokens.
 
     The first programs have shared experts, so that these do not end last; `_chosen_tile` knows the range of the others.
     """
     program = tl.program_id(0)
-    if SHARED == 0:
-        expert, column, begin, end = _chosen_tile(
-            choices, program, starts, experts, TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
-        )
+    if S.SHARED == 0:
+        expert, column, begin, end = _chosen_tile(choices, program, starts, experts, S, BLOCK_T, COLUMN_TILES)
         shared = -1
     else:
         tiles = tl.cdiv(tokens, BLOCK_T)
         shared = program // (tiles * COLUMN_TILES)
-        if shared < SHARED:
+        if shared < S.SHARED:
             expert = shared * 0
             column = program // tiles % COLUMN_TILES
             begin = program % tiles * BLOCK_T
             end = tl.minimum(tokens, begin + BLOCK_T)
         else:
             shared = -1 + shared * 0
-            behind = program - SHARED * tiles * COLUMN_TILES
+            behind = program - S.SHARED * tiles * COLUMN_TILES
             expert, column, begin, end = _chosen_tile(
-                choices, behind, starts, experts, TOPK, PADDED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
+                choices, behind, starts, experts, S, BLOCK_T, COLUMN_TILES
             )
     return expert, shared, column, begin, end
 
 
 @triton.jit
-def _rows(
-    choices,
-    t,
-    end,
-    expert,
-    shared,
-    tokens,
-    starts,
-    order,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    SHARED: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexpr):
     """Which tokens the t-th ones of a `_tile`'s expert are, and the rows of their results; int64.
 
     order: None where nobody asks for tokens.
@@ -253,11 +221,11 @@ def _rows(
         # None of a shared expert is looked for.
         pairs = choices.pairs if shared < 0 else 0
         searched = _Choices(choices.topk_ids, pairs, choices.row_lens, choices.rows, choices.q_len)
-        row = _members(searched, expert, t, TOPK, PADDED, CHUNK)
-        token = row // TOPK
+        row = _members(searched, expert, t, S)
+        token = row // S.TOPK
     elif order is not None:
-        token = tl.load(order + t, mask=t < end, other=0).to(tl.int64) // TOPK
-    if SHARED > 0:
+        token = tl.load(order + t, mask=t < end, other=0).to(tl.int64) // S.TOPK
+    if S.SHARED > 0:
         token = tl.where(shared >= 0, t, token)
         row = tl.where(shared >= 0, choices.pairs + tl.cast(shared, tl.int64) * tokens + t, row)
     return token, row
@@ -266,12 +234,8 @@ def _rows(
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN], rows x_stride apart
-    w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
-    shared_gate,  # [SHARED * INTERMEDIATE, HIDDEN], as shared_up; unread where SHARED is 0
-    shared_up,
-    gate_up_scale,  # float32 [experts, 2 * blocks of INTERMEDIATE, blocks of HIDDEN]; None: weights are not FP8
-    shared_gate_scale,  # of shared_gate, as the next of shared_up
-    shared_up_scale,
+    weights,  # `GateUp`
+    scales,  # likewise
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE], in the dtype of x; sorted pairs are in their places
     x_stride,
     tokens,
@@ -280,17 +244,10 @@ def gate_up_kernel(
     starts,
     pairs,  # tokens * TOPK
     experts,
-    row_lens,  # int32 [rows], unread unless PADDED
+    row_lens,  # int32 [rows], see `runs`; None: no token is padding
     rows,
     q_len,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    SHARED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -300,51 +257,40 @@ def gate_up_kernel(
     """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
     choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    HIDDEN: tl.constexpr = S.HIDDEN
+    INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
     COLUMN_TILES: tl.constexpr = (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C
-    expert, shared, column, begin, end = _tile(
-        choices, tokens, starts, experts, TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
-    )
-    gate_of = w_gate_up + expert.to(tl.int64) * (2 * INTERMEDIATE * HIDDEN)
-    up_of = gate_of + INTERMEDIATE * HIDDEN
-    ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
+    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
     COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    gate_scale = gate_up_scale
-    up_scale = gate_up_scale
-    if gate_up_scale is not None:
-        gate_scale += expert.to(tl.int64) * (2 * ROW_BLOCKS * COLUMN_BLOCKS)
-        up_scale = gate_scale + ROW_BLOCKS * COLUMN_BLOCKS
-    if SHARED > 0:  # noqa: SIM102 - one of the two is known to the compiler
-        if shared >= 0:
-            gate_of = shared_gate + shared.to(tl.int64) * (INTERMEDIATE * HIDDEN)
-            up_of = shared_up + shared.to(tl.int64) * (INTERMEDIATE * HIDDEN)
-            if gate_up_scale is not None:
-                gate_scale = shared_gate_scale + shared.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
-                up_scale = shared_up_scale + shared.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
+    BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK * COLUMN_BLOCKS
+    gate_of, up_of = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
+    gate_scale = None
+    up_scale = None
+    if scales.both is not None:
+        gate_scale, up_scale = gate_and_up(scales, expert, shared, shared >= 0, S.SHARED, BLOCKS)
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        token, row = _rows(
-            choices, t, end, expert, shared, tokens, starts, order, TOPK, PADDED, SHARED, CHUNK
-        )
+        token, row = _rows(choices, t, end, expert, shared, tokens, starts, order, S)
         x_at = x + (token * x_stride)[:, None]
-        gate = zeros(BLOCK_T, BLOCK_C, gate_up_scale)
-        up = zeros(BLOCK_T, BLOCK_C, gate_up_scale)
+        gate = zeros(BLOCK_T, BLOCK_C, scales.both)
+        up = zeros(BLOCK_T, BLOCK_C, scales.both)
         for start in range(0, HIDDEN, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
             of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
             w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
             w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
-            of_gate = gate_up_scale
-            of_up = gate_up_scale
-            if gate_up_scale is not None:
+            of_gate = scales.both
+            of_up = scales.both
+            if scales.both is not None:
                 block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
                 of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
                 of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
             gate = add_product(gate, of_tokens, w_gate, of_gate, IN_ORDER)
             up = add_product(up, of_tokens, w_up, of_up, IN_ORDER)
-        if gate_up_scale is not None:
+        if scales.both is not None:
             gate = tl.trans(gate)
             up = tl.trans(up)
         result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
@@ -355,10 +301,7 @@ def gate_up_kernel(
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def down_kernel(
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
-    w_down,  # [experts, HIDDEN, INTERMEDIATE]
-    shared_down,  # [HIDDEN, SHARED * INTERMEDIATE], unread where SHARED is 0
-    down_scale,  # float32 [experts, blocks of HIDDEN, blocks of INTERMEDIATE]; None: weights are not FP8
-    shared_down_scale,
+    weights,  # `Down`
     out,  # float32 [pairs + SHARED * tokens, HIDDEN], each row in its place in `activated`
     tokens,
     topk_ids,  # this and the others as in `gate_up_kernel`
@@ -368,14 +311,7 @@ def down_kernel(
     row_lens,
     rows,
     q_len,
-    TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
-    SHARED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    INTERMEDIATE: tl.constexpr,
-    BY_PAIR: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -385,41 +321,41 @@ def down_kernel(
     """The down projection of one `_tile`, BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
     choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    HIDDEN: tl.constexpr = S.HIDDEN
+    INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
     COLUMN_TILES: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
-    expert, shared, column, begin, end = _tile(
-        choices, tokens, starts, experts, TOPK, PADDED, SHARED, BY_PAIR, CHUNK, BLOCK_E, BLOCK_T, COLUMN_TILES
-    )
-    w_of = w_down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
+    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    w_of = weights.down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
     width = INTERMEDIATE
     COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
     column_blocks = COLUMN_BLOCKS
-    scale_of = down_scale
-    if down_scale is not None:
+    scale_of = weights.scale
+    if scale_of is not None:
         scale_of += expert.to(tl.int64) * ((HIDDEN + BLOCK - 1) // BLOCK * COLUMN_BLOCKS)
-    if SHARED > 0:  # noqa: SIM102
+    if S.SHARED > 0:  # noqa: SIM102
         if shared >= 0:
-            w_of = shared_down + shared * INTERMEDIATE
-            width = SHARED * INTERMEDIATE
-            column_blocks = SHARED * COLUMN_BLOCKS
-            if down_scale is not None:
-                scale_of = shared_down_scale + shared * COLUMN_BLOCKS
+            w_of = weights.shared_down + shared * INTERMEDIATE
+            width = S.SHARED * INTERMEDIATE
+            column_blocks = S.SHARED * COLUMN_BLOCKS
+            if scale_of is not None:
+                scale_of = weights.shared_scale + shared * COLUMN_BLOCKS
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     w_at = w_of + (c.to(tl.int64) * width)[:, None]
     for first in range(begin, end, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
-        _, row = _rows(choices, t, end, expert, shared, tokens, starts, None, TOPK, PADDED, SHARED, CHUNK)
+        _, row = _rows(choices, t, end, expert, shared, tokens, starts, None, S)
         row_at = activated + (row * INTERMEDIATE)[:, None]
-        result = zeros(BLOCK_T, BLOCK_C, down_scale)
+        result = zeros(BLOCK_T, BLOCK_C, scale_of)
         for start in range(0, INTERMEDIATE, BLOCK_K):
             k = (start + tl.arange(0, BLOCK_K))[None, :]
             inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
             w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
-            scale = down_scale
-            if down_scale is not None:
+            scale = scale_of
+            if scale_of is not None:
                 scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
                 scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)
             result = add_product(result, inner, w, scale, IN_ORDER)
-        if down_scale is not None:
+        if scale_of is not None:
             result = tl.trans(result)
         at = out + row[:, None] * HIDDEN + c[None, :]
         tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
@@ -436,7 +372,6 @@ def weighted_sum_kernel(
     rows,
     q_len,
     TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
     SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -451,7 +386,7 @@ def weighted_sum_kernel(
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     result = tl.zeros([BLOCK_C], tl.float32)
     there = c < HIDDEN
-    if PADDED:
+    if row_lens is not None:
         there &= runs(token, row_lens, rows, q_len)
     for k in tl.static_range(TOPK):
         pair = token * TOPK + k
@@ -483,12 +418,11 @@ def sort_pairs(
     """
     pairs = topk_ids.numel()
     starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
-    padding, padded = padding_of(topk_ids, row_lens, q_len)
+    padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
     chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
-    with torch.cuda.device_of(topk_ids):  # Triton launches on the current device
-        sort_kernel[(experts,)](
-            topk_ids, starts, order, places, pairs, *padding, **padded, CHUNK=chunk, num_warps=16
-        )
+    sort_kernel[(experts,)](
+        topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
+    )
     return starts, order, places
 
 
@@ -506,12 +440,11 @@ def moe_triton(
     gate_up, down: tiles, chosen by `plan.py` unless given; with weights in FP8, no deeper than a block.
     in_order: of FP8 weights, have a token's bits be the same in every batch.
     """
-    x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
+    x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
     tokens, hidden = x.shape
     experts, _, intermediate = w_down.shape
     pairs = topk_ids.numel()
     shared = operands.num_shared
-    shared_gate, shared_up, shared_down = shared_weights(operands)
     x = x if x.stride(1) == 1 else x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
 
@@ -520,10 +453,9 @@ def moe_triton(
     gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
     down = down or plan(pairs, experts, 1, x.dtype, device)
     is_sorted = pairs > MOST_UNSORTED_PAIRS
-    padding, padded = padding_of(topk_ids, row_lens, q_len)
-    padded["SHARED"] = shared
-    shapes = padded | {"HIDDEN": hidden, "INTERMEDIATE": intermediate, "BY_PAIR": pairs < experts}
-    shapes |= {"CHUNK": min(_MOST_AT_ONCE, power_of_two(pairs)), "BLOCK_E": power_of_two(experts)}
+    padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
+    chunk = min(_MOST_AT_ONCE, power_of_two(pairs))
+    sizes = _Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
     def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
         """The grid: at most so many tiles are there for `_tile` to hand out, whoever chose which expert."""
@@ -540,36 +472,30 @@ def moe_triton(
     activated = x.new_empty((pairs + shared * tokens, intermediate))
     pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=torch.float32)
     out = x.new_empty((tokens, hidden))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        routing = (topk_ids, starts, pairs, experts, *padding)
-        sizes = (x.stride(0), tokens)
-        gate_up_kernel[programs(intermediate, gate_up)](
-            *(x, w_gate_up, shared_gate, shared_up),
-            *(operands.gate_up_scale, operands.shared_gate_scale, operands.shared_up_scale),
-            *(activated, *sizes, order, *routing),
-            **shapes,
-            IN_ORDER=in_order and not has_one_order(gate_up, device),
-            **early,
-            **gate_up.options(hidden),
-        )
-        down_kernel[programs(hidden, down)](
-            *(activated, w_down, shared_down, operands.down_scale, operands.shared_down_scale),
-            *(pair_outs, tokens, *routing),
-            **shapes,
-            IN_ORDER=in_order and not has_one_order(down, device),
-            **early,
-            **down.options(intermediate),
-        )
-        # Of few tokens a thread has so few columns that it asks for those of all experts at once.
-        block_c = 256 if tokens <= 64 else 1024
-        weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
-            *(pair_outs, places, topk_weights, out, tokens, *padding),
-            **padded,
-            HIDDEN=hidden,
-            BLOCK_C=block_c,
-            num_warps=4,
-            **early,
-        )
+    routing = (topk_ids, starts, pairs, experts, *padding, sizes)
+    gate_up_kernel[programs(intermediate, gate_up)](
+        *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing),
+        IN_ORDER=in_order and not has_one_order(gate_up, device),
+        **early,
+        **gate_up.options(hidden),
+    )
+    down_kernel[programs(hidden, down)](
+        *(activated, Down.of(operands), pair_outs, tokens, *routing),
+        IN_ORDER=in_order and not has_one_order(down, device),
+        **early,
+        **down.options(intermediate),
+    )
+    # Of few tokens a thread has so few columns that it asks for those of all experts at once.
+    block_c = 256 if tokens <= 64 else 1024
+    weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
+        *(pair_outs, places, topk_weights, out, tokens, *padding),
+        TOPK=topk,
+        SHARED=shared,
+        HIDDEN=hidden,
+        BLOCK_C=block_c,
+        num_warps=4,
+        **early,
+    )
     return out
 
 

@@ -8,13 +8,12 @@ Weights are not asked for before the kernel before ends, as they are in `gemv.py
 choice is known by then, it was tried on an H200, and won nothing.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
-from mla_compile.ops.kernels.experts import padding_of, runs, shared_weights
+from mla_compile.ops.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
 from mla_compile.ops.kernels.fp8 import BLOCK
 from mla_compile.ops.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
 from mla_compile.ops.operands import ExpertOperands
@@ -23,19 +22,14 @@ from mla_compile.ops.operands import ExpertOperands
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN]
-    w_gate_up,  # [experts, 2 * INTERMEDIATE, HIDDEN]
-    shared_gate,  # [SHARED * INTERMEDIATE, HIDDEN], as shared_up; unread where SHARED is 0
-    shared_up,
-    gate_up_scale,  # float32 [experts, 2 * blocks of INTERMEDIATE, blocks of HIDDEN]; None: weights are not FP8
-    shared_gate_scale,  # of shared_gate, as the next of shared_up
-    shared_up_scale,
+    weights,  # `GateUp`
+    scales,  # likewise
     activated,  # [tokens, SHARED + TOPK, INTERMEDIATE], in the dtype of x
     topk_ids,  # int64 [tokens, TOPK]
-    row_lens,  # int32 [rows], unread unless PADDED
+    row_lens,  # int32 [rows], see `runs`; None: no token is padding
     rows,
     q_len,
     TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
     SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
@@ -47,28 +41,19 @@ def gate_up_kernel(
     wait_for_kernel_before(EARLY)
     token = tl.program_id(1)
     nth = tl.program_id(2)
-    ROW_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
-    COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     there = True
-    if PADDED:
+    if row_lens is not None:
         there = runs(token, row_lens, rows, q_len)
     if there:
         expert = tl.load(topk_ids + token * TOPK + nth - SHARED, mask=nth >= SHARED, other=0)
-        gate_of = w_gate_up + expert * (2 * INTERMEDIATE * HIDDEN)
-        up_of = gate_of + INTERMEDIATE * HIDDEN
-        gate_scale = gate_up_scale
-        up_scale = gate_up_scale
-        if gate_up_scale is not None:
-            gate_scale += expert * (2 * ROW_BLOCKS * COLUMN_BLOCKS)
-            up_scale = gate_scale + ROW_BLOCKS * COLUMN_BLOCKS
-        if SHARED > 0:  # noqa: SIM102 - one of the two is known to the compiler
-            if nth < SHARED:
-                gate_of = shared_gate + nth.to(tl.int64) * (INTERMEDIATE * HIDDEN)
-                up_of = shared_up + nth.to(tl.int64) * (INTERMEDIATE * HIDDEN)
-                if gate_up_scale is not None:
-                    gate_scale = shared_gate_scale + nth.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
-                    up_scale = shared_up_scale + nth.to(tl.int64) * (ROW_BLOCKS * COLUMN_BLOCKS)
-        if gate_up_scale is not None:
+        is_shared = nth < SHARED
+        gate_of, up_of = gate_and_up(weights, expert, nth, is_shared, SHARED, INTERMEDIATE * HIDDEN)
+        gate_scale = None
+        up_scale = None
+        if scales.both is not None:
+            COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+            BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK * COLUMN_BLOCKS
+            gate_scale, up_scale = gate_and_up(scales, expert, nth, is_shared, SHARED, BLOCKS)
             gate_scale += tl.program_id(0) * BLOCK_C // BLOCK * COLUMN_BLOCKS
             up_scale += tl.program_id(0) * BLOCK_C // BLOCK * COLUMN_BLOCKS
         c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -102,10 +87,7 @@ def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.const
 @triton.jit(do_not_specialize=["rows"])
 def down_kernel(
     activated,  # [tokens, SHARED + TOPK, INTERMEDIATE]
-    w_down,  # [experts, HIDDEN, INTERMEDIATE]
-    shared_down,  # [HIDDEN, SHARED * INTERMEDIATE], unread where SHARED is 0
-    down_scale,  # float32 [experts, blocks of HIDDEN, blocks of INTERMEDIATE]; None: weights are not FP8
-    shared_down_scale,
+    weights,  # `Down`
     topk_weights,  # [tokens, TOPK]
     out,  # [tokens, HIDDEN]
     topk_ids,  # this and the others as in `gate_up_kernel`
@@ -113,7 +95,6 @@ def down_kernel(
     rows,
     q_len,
     TOPK: tl.constexpr,
-    PADDED: tl.constexpr,
     SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
@@ -135,21 +116,21 @@ def down_kernel(
     row_block = tl.program_id(0) * BLOCK_C // BLOCK
     total = unit_zeros(BLOCK_C, BLOCK_K)
     there = True
-    if PADDED:
+    if row_lens is not None:
         there = runs(token, row_lens, rows, q_len)
     if there:
         for nth in tl.static_range(SHARED):
-            row_at = shared_down + nth * INTERMEDIATE + inside * (SHARED * INTERMEDIATE)
-            scale_at = shared_down_scale
-            if down_scale is not None:
+            row_at = weights.shared_down + nth * INTERMEDIATE + inside * (SHARED * INTERMEDIATE)
+            scale_at = weights.shared_scale
+            if scale_at is not None:
                 scale_at += row_block * (SHARED * COLUMN_BLOCKS) + nth * COLUMN_BLOCKS
             total = _down(activated + nth * INTERMEDIATE, row_at, scale_at, total, INTERMEDIATE, BLOCK_K)
         for nth in tl.static_range(TOPK):
             expert = tl.load(topk_ids + token * TOPK + nth)
             weight = tl.load(topk_weights + token * TOPK + nth).to(tl.float32)
-            row_at = w_down + expert * (HIDDEN * INTERMEDIATE) + inside * INTERMEDIATE
-            scale_at = down_scale
-            if down_scale is not None:
+            row_at = weights.down + expert * (HIDDEN * INTERMEDIATE) + inside * INTERMEDIATE
+            scale_at = weights.scale
+            if scale_at is not None:
                 scale_at += expert * (ROW_BLOCKS * COLUMN_BLOCKS) + row_block * COLUMN_BLOCKS
             inner = activated + (SHARED + nth) * INTERMEDIATE
             none = unit_zeros(BLOCK_C, BLOCK_K)
@@ -168,14 +149,14 @@ def moe_gemv(
     gate_up, down: columns, a power of two up to 128, and elements of k, one of 128 or more, that a program reads at a
         time, and its warps. Unless given, those that were quickest for GLM-4.7-Flash on an H200.
     """
-    x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len, *_ = operands
+    x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
     tokens, (hidden, intermediate) = x.shape[0], w_down.shape[1:]
-    shared_gate, shared_up, shared_down = shared_weights(operands)
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     gate_up = gate_up or ((1, 2048, 1) if operands.gate_up_scale is None else (1, 1024, 1))
     down = down or ((4, 2048, 8) if operands.down_scale is None else (1, 512, 1))
-    padding, constants = padding_of(topk_ids, row_lens, q_len)
-    constants |= {"SHARED": operands.num_shared, "HIDDEN": hidden, "INTERMEDIATE": intermediate}
+    padding = padding_of(row_lens, q_len)
+    constants = {"TOPK": topk_ids.shape[1], "SHARED": operands.num_shared}
+    constants |= {"HIDDEN": hidden, "INTERMEDIATE": intermediate}
     early = early_options(x)
 
     def options(tiles: tuple[int, int, int]) -> dict[str, int]:
@@ -184,20 +165,16 @@ def moe_gemv(
     experts = operands.num_shared + topk_ids.shape[1]
     activated = x.new_empty((tokens, experts, intermediate))
     out = x.new_empty((tokens, hidden))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), tokens, experts)](
-            *(x, w_gate_up, shared_gate, shared_up),
-            *(operands.gate_up_scale, operands.shared_gate_scale, operands.shared_up_scale),
-            *(activated, topk_ids, *padding),
-            **constants,
-            **early,
-            **options(gate_up),
-        )
-        down_kernel[(triton.cdiv(hidden, down[0]), tokens)](
-            *(activated, w_down, shared_down, operands.down_scale, operands.shared_down_scale),
-            *(topk_weights, out, topk_ids, *padding),
-            **constants,
-            **early,
-            **options(down),
-        )
+    gate_up_kernel[(triton.cdiv(intermediate, gate_up[0]), tokens, experts)](
+        *(x, *GateUp.of(operands), activated, topk_ids, *padding),
+        **constants,
+        **early,
+        **options(gate_up),
+    )
+    down_kernel[(triton.cdiv(hidden, down[0]), tokens)](
+        *(activated, Down.of(operands), topk_weights, out, topk_ids, *padding),
+        **constants,
+        **early,
+        **options(down),
+    )
     return out

@@ -3,13 +3,12 @@
 Programs beside these rotate the tokens' queries, if there are any.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from mla_compile.ops.kernels.early import early_options, wait_for_kernel_before
-from mla_compile.ops.kernels.plan import power_of_two
-from mla_compile.ops.kernels.rotation import Angles, angles_of, blocks_of_heads, rotate_heads
+from mla_compile.ops.kernels.rotation import Queries, angles_of, rotate_heads, rotation_of
+from mla_compile.ops.kernels.softmax import padded
 from mla_compile.ops.operands import NormRopeAppendOperands
 
 
@@ -24,31 +23,27 @@ def _write_latent(
     kv_a_stride,
     eps,
     RANK: tl.constexpr,
-    HALF: tl.constexpr,
-    SECOND: tl.constexpr,
-    INTERLEAVED_IN: tl.constexpr,
-    INTERLEAVED_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    S: tl.constexpr,
 ):
     """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`."""
+    HALF: tl.constexpr = S.HALF
     # All is asked for before anything is waited for: the slot, and then the sum over the threads.
     slot = tl.load(slot_mapping + token)
     source = kv_a + token * kv_a_stride
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, padded(RANK))
     latent = tl.load(source + column, mask=column < RANK, other=0.0).to(tl.float32)
     factor = tl.load(weight + column, mask=column < RANK, other=0.0).to(tl.float32)
-    pair = tl.arange(0, BLOCK_HALF)
-    first_in = RANK + (2 * pair if INTERLEAVED_IN else pair)
-    second_in = first_in + (1 if INTERLEAVED_IN else HALF)
+    pair = tl.arange(0, S.BLOCK_HALF)
+    first_in = RANK + (2 * pair if S.INTERLEAVED_IN else pair)
+    second_in = first_in + (1 if S.INTERLEAVED_IN else HALF)
     a = tl.load(source + first_in, mask=pair < HALF, other=0.0).to(tl.float32)
     b = tl.load(source + second_in, mask=pair < HALF, other=0.0).to(tl.float32)
-    cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, HALF, SECOND)
+    cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, S)
 
     target = kv_cache + slot * (RANK + 2 * HALF)
     dtype = kv_cache.dtype.element_ty
-    first_out = RANK + (2 * pair if INTERLEAVED_OUT else pair)
-    second_out = first_out + (1 if INTERLEAVED_OUT else HALF)
+    first_out = RANK + (2 * pair if S.INTERLEAVED_OUT else pair)
+    second_out = first_out + (1 if S.INTERLEAVED_OUT else HALF)
     inside = (pair < HALF) & (slot >= 0)
     tl.store(target + first_out, (a * cos_a - b * sin_a).to(dtype), mask=inside)
     tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
@@ -63,45 +58,24 @@ def _write_latent(
 def norm_rope_append_kernel(
     kv_a,  # [tokens, RANK + 2 * HALF], rows kv_a_stride apart
     weight,  # [RANK]
-    cos,  # [tokens, HALF or 2 * HALF]
-    sin,  # likewise
+    angles,  # `Angles`
     kv_cache,  # [slots, RANK + 2 * HALF], contiguous
     slot_mapping,  # int64 [tokens]; -1 writes nowhere
-    q_pe,  # [tokens, heads, 2 * HALF] or None
+    queries,  # `Queries`
     kv_a_stride,
-    cos_stride,
-    cos_step,
-    sin_stride,
-    sin_step,
-    heads,
-    token_stride,  # of q_pe
-    head_stride,
     eps,
     RANK: tl.constexpr,
-    HALF: tl.constexpr,
-    SECOND: tl.constexpr,  # the column of cos and sin where the second elements' ones start
-    INTERLEAVED_IN: tl.constexpr,
-    INTERLEAVED_OUT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Grid `[tokens, 1 + blocks of heads]`: the first program of a token writes its latent."""
     wait_for_kernel_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    angles = Angles(cos, sin, cos_stride, cos_step, sin_stride, sin_step)
     if block == 0:
-        _write_latent(
-            kv_a, weight, angles, kv_cache, slot_mapping, token, kv_a_stride, eps,
-            RANK, HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK, BLOCK_HALF,
-        )  # fmt: skip
-    elif q_pe is not None:
-        rotate_heads(
-            q_pe, angles, token, block - 1, heads, token_stride, head_stride,
-            HALF, SECOND, INTERLEAVED_IN, INTERLEAVED_OUT, BLOCK_HEADS, BLOCK_HALF,
-        )  # fmt: skip
+        _write_latent(kv_a, weight, angles, kv_cache, slot_mapping, token, kv_a_stride, eps, RANK, S)
+    elif queries.q_pe is not None:
+        rotate_heads(queries, angles, token, block - 1, S)
 
 
 def norm_rope_append_triton(operands: NormRopeAppendOperands) -> None:
@@ -110,31 +84,11 @@ def norm_rope_append_triton(operands: NormRopeAppendOperands) -> None:
     tokens, width = kv_a.shape
     rank = weight.shape[0]
     half = (width - rank) // 2
-    blocks, sizes, of_queries = 0, {"BLOCK_HEADS": 1, "BLOCK_HALF": power_of_two(half)}, (0, 0, 0)
-    if q_pe is not None:
-        blocks, sizes = blocks_of_heads(q_pe)
-        of_queries = (q_pe.shape[1], q_pe.stride(0), q_pe.stride(1))
-    with torch.cuda.device_of(kv_a):  # Triton launches on the current device
-        norm_rope_append_kernel[(tokens, 1 + blocks)](
-            kv_a,
-            weight.contiguous(),
-            cos,
-            sin,
-            kv_cache,
-            slot_mapping.contiguous(),
-            q_pe,
-            kv_a.stride(0),
-            *cos.stride(),
-            *sin.stride(),
-            *of_queries,
-            eps,
-            RANK=rank,
-            HALF=half,
-            SECOND=cos.shape[1] - half,
-            INTERLEAVED_IN=interleaved_in,
-            INTERLEAVED_OUT=interleaved_out,
-            BLOCK=power_of_two(rank),
-            **sizes,
-            num_warps=4,
-            **early_options(kv_a),
-        )
+    queries = Queries.of(q_pe)
+    angles, sizes, blocks = rotation_of(cos, sin, queries.heads, interleaved_in, interleaved_out, half)
+    norm_rope_append_kernel[(tokens, 1 + blocks)](
+        *(kv_a, weight.contiguous(), angles, kv_cache, slot_mapping.contiguous(), queries),
+        *(kv_a.stride(0), eps, rank, sizes),
+        num_warps=4,
+        **early_options(kv_a),
+    )

@@ -1,6 +1,5 @@
 """The sum of partial results, in their order: what programs for parts of a product leave to a launch of its own."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +20,6 @@ def add_parts_kernel(parts, out, elements, PARTS: tl.constexpr, BLOCK: tl.conste
 
 def add_parts(parts: Tensor, out: Tensor) -> Tensor:
     """`parts.sum(0)`, of contiguous float32 parts, one after another; written to `out`, contiguous, of any dtype."""
-    with torch.cuda.device_of(parts):  # Triton launches on the current device
-        grid = (triton.cdiv(out.numel(), _BLOCK),)
-        add_parts_kernel[grid](parts, out, out.numel(), PARTS=parts.shape[0], BLOCK=_BLOCK, num_warps=4)
+    grid = (triton.cdiv(out.numel(), _BLOCK),)
+    add_parts_kernel[grid](parts, out, out.numel(), PARTS=parts.shape[0], BLOCK=_BLOCK, num_warps=4)
     return out

@@ -5,6 +5,8 @@ that all its queries see need no mask, but are added up by the same operations, 
 weighs 0. So a query's bits depend on its own keys only, not on the chunk or the block of queries that it is in.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,16 @@ from mla_compile.ops.kernels.plan import AttentionTiles, device_of, power_of_two
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.softmax import in_parts
+
+
+class Widths(NamedTuple):
+    """Of a head, which a kernel is compiled for."""
+
+    QK: int
+    QK_HEAD: int  # of the blocks that hold a query, see `qk_blocks`
+    QK_TAIL: int
+    VALUE: int
+    VALUE_BLOCK: int
 
 
 @triton.jit
@@ -32,37 +44,32 @@ def _attend(
     total,
     acc,
     scale,
-    k_token_stride,
-    v_token_stride,
+    heads,
     MASKED: tl.constexpr,
-    QK: tl.constexpr,
-    VALUE: tl.constexpr,
-    QK_HEAD: tl.constexpr,
-    QK_TAIL: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    W: tl.constexpr,
 ):
     """Take BLOCK_N keys into the running softmax of `accumulate`, which has queries as columns."""
-    c = tl.arange(0, QK_HEAD)
-    d = tl.arange(0, VALUE_BLOCK)
+    c = tl.arange(0, W.QK_HEAD)
+    d = tl.arange(0, W.VALUE_BLOCK)
     token = (first_key + n).to(tl.int64)
     live = n < keys
     # Zeros past the end, not only masked scores: 0 x NaN is NaN.
     k = tl.load(
-        key + token[None, :] * k_token_stride + c[:, None],
-        mask=live[None, :] & (c < QK)[:, None],
+        key + token[None, :] * (heads * W.QK) + c[:, None],
+        mask=live[None, :] & (c < W.QK)[:, None],
         other=0.0,
     )
     v = tl.load(
-        value + token[:, None] * v_token_stride + d[None, :],
-        mask=live[:, None] & (d < VALUE)[None, :],
+        value + token[:, None] * (heads * W.VALUE) + d[None, :],
+        mask=live[:, None] & (d < W.VALUE)[None, :],
         other=0.0,
     )
     scores = tl.dot(query, k, input_precision="ieee")
-    if QK_TAIL > 0:
-        t = QK_HEAD + tl.arange(0, QK_TAIL)
+    if W.QK_TAIL > 0:
+        t = W.QK_HEAD + tl.arange(0, W.QK_TAIL)
         k_tail = tl.load(
-            key + token[None, :] * k_token_stride + t[:, None],
-            mask=live[None, :] & (t < QK)[:, None],
+            key + token[None, :] * (heads * W.QK) + t[:, None],
+            mask=live[None, :] & (t < W.QK)[:, None],
             other=0.0,
         )
         scores = tl.dot(query_tail, k_tail, scores, input_precision="ieee")
@@ -91,14 +98,9 @@ def prefill_kernel(
     rows,
     softmax_scale,
     heads,
-    q_token_stride,
-    q_head_stride,
+    q_strides,  # of tokens and heads
     CAUSAL: tl.constexpr,  # the last query of a row sees its last key; else all see all
-    QK: tl.constexpr,
-    VALUE: tl.constexpr,
-    QK_HEAD: tl.constexpr,
-    QK_TAIL: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    W: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -122,58 +124,50 @@ def prefill_kernel(
         keys = tl.minimum(keys, tl.maximum(0, before + m0 + BLOCK_M))
     unmasked = unmasked // BLOCK_N * BLOCK_N
 
-    c = tl.arange(0, QK_HEAD)
+    c = tl.arange(0, W.QK_HEAD)
+    VALUE_BLOCK: tl.constexpr = W.VALUE_BLOCK
     d = tl.arange(0, VALUE_BLOCK)
     token = (first_q + m).to(tl.int64)
     inside = (m < q_len)[:, None]
-    q_at = (token * q_token_stride + head * q_head_stride)[:, None]
-    query = tl.load(q + q_at + c[None, :], mask=inside & (c < QK)[None, :], other=0.0)
+    q_at = (token * q_strides[0] + head * q_strides[1])[:, None]
+    query = tl.load(q + q_at + c[None, :], mask=inside & (c < W.QK)[None, :], other=0.0)
     query_tail = query
-    if QK_TAIL > 0:
-        t = QK_HEAD + tl.arange(0, QK_TAIL)
-        query_tail = tl.load(q + q_at + t[None, :], mask=inside & (t < QK)[None, :], other=0.0)
-    key += head * QK
-    value += head * VALUE
+    if W.QK_TAIL > 0:
+        t = W.QK_HEAD + tl.arange(0, W.QK_TAIL)
+        query_tail = tl.load(q + q_at + t[None, :], mask=inside & (t < W.QK)[None, :], other=0.0)
+    key += head * W.QK
+    value += head * W.VALUE
 
     scale = softmax_scale * LOG2_E
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
-    for n0 in range(0, unmasked, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        top, total, acc = _attend(
-            query, query_tail, key, value, first_key, n, keys, last_visible, top, total, acc, scale,
-            heads * QK, heads * VALUE, False, QK, VALUE, QK_HEAD, QK_TAIL, VALUE_BLOCK,
-        )  # fmt: skip
-    for n0 in range(unmasked, keys, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        top, total, acc = _attend(
-            query, query_tail, key, value, first_key, n, keys, last_visible, top, total, acc, scale,
-            heads * QK, heads * VALUE, True, QK, VALUE, QK_HEAD, QK_TAIL, VALUE_BLOCK,
-        )  # fmt: skip
+    for masked in tl.static_range(2):
+        for n0 in range(unmasked if masked else 0, keys if masked else unmasked, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            top, total, acc = _attend(
+                query, query_tail, key, value, first_key, n, keys, last_visible, top, total, acc, scale, heads,
+                masked, W,
+            )  # fmt: skip
 
     seen = total != 0  # NaN is; else the row has no key in this part
     result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
     log_sum = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, -float("inf"))
     at = token * heads + head
     tl.store(
-        out + at[:, None] * VALUE + d[None, :],
+        out + at[:, None] * W.VALUE + d[None, :],
         result.to(out.dtype.element_ty),
-        mask=inside & (d < VALUE)[None, :],
+        mask=inside & (d < W.VALUE)[None, :],
     )
     tl.store(lse + at, log_sum, mask=m < q_len)
 
 
-def prefill_triton(
-    operands: PrefillOperands,
-    *,
-    tiles: AttentionTiles | None = None,
-) -> Tensor:
+def prefill_triton(operands: PrefillOperands, *, tiles: AttentionTiles | None = None) -> Tensor:
     """What `mla_prefill` computes, on the GPU or in Triton's interpreter."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, qk = q.shape
     parts, rows, value_dim = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, w_uv.shape[2]
-    qk_head, qk_tail = qk_blocks(qk)
+    widths = Widths(qk, *qk_blocks(qk), value_dim, power_of_two(value_dim))
     tiles = tiles or prefill_tiles(qk, value_dim, q.dtype, device_of(q))
     q = q if q.stride(-1) == 1 else q.contiguous()
 
@@ -193,13 +187,9 @@ def prefill_triton(
             rows,
             softmax_scale,
             heads,
-            *q.stride()[:2],
+            q.stride()[:2],
             CAUSAL=causal,
-            QK=qk,
-            VALUE=value_dim,
-            QK_HEAD=qk_head,
-            QK_TAIL=qk_tail,
-            VALUE_BLOCK=power_of_two(value_dim),
+            W=widths,
             ROWS_BLOCK=power_of_two(rows),
             BLOCK_M=tiles.queries,
             BLOCK_N=tiles.keys,
@@ -208,5 +198,4 @@ def prefill_triton(
         )
         return out, lse
 
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        return in_parts(attend, parts).to(q.dtype)
+    return in_parts(attend, parts).to(q.dtype)

@@ -1,6 +1,5 @@
 """Slots and positions of prompt chunks and of their keys, in one launch."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,25 +79,24 @@ def prefill_metadata_triton(
     key_slots = lens.new_empty((parts, keys))
     rows_block = power_of_two(rows)
     block = max(16, _MOST_AT_ONCE // rows_block)
-    with torch.cuda.device_of(lens):  # Triton launches on the current device
-        prefill_metadata_kernel[(triton.cdiv(max(tokens, keys, 1), block), 1 + parts)](
-            lens.contiguous(),
-            bounds.contiguous(),
-            block_table.contiguous(),
-            cu_seqlens_q,
-            seq_lens,
-            slot_mapping,
-            positions,
-            key_slots,
-            cu_seqlens_k,
-            rows,
-            block_table.shape[1],
-            tokens,
-            keys,
-            parts,
-            PAGE_SIZE=page_size,
-            ROWS_BLOCK=rows_block,
-            BLOCK=block,
-            num_warps=8,
-        )
+    prefill_metadata_kernel[(triton.cdiv(max(tokens, keys, 1), block), 1 + parts)](
+        lens.contiguous(),
+        bounds.contiguous(),
+        block_table.contiguous(),
+        cu_seqlens_q,
+        seq_lens,
+        slot_mapping,
+        positions,
+        key_slots,
+        cu_seqlens_k,
+        rows,
+        block_table.shape[1],
+        tokens,
+        keys,
+        parts,
+        PAGE_SIZE=page_size,
+        ROWS_BLOCK=rows_block,
+        BLOCK=block,
+        num_warps=8,
+    )
     return cu_seqlens_q, seq_lens, slot_mapping, positions, key_slots, cu_seqlens_k

@@ -12,15 +12,13 @@ from mla_compile.ops.kernels.plan import aligned_rows, power_of_two, row_warps
 @triton.jit
 def rms_norm_kernel(
     x,  # [rows, COLUMNS], rows x_stride apart
-    residual,  # likewise; not read without one
-    weight,  # [COLUMNS]; not read without one
+    residual,  # likewise; None: nothing is added
+    weight,  # [COLUMNS]; None: no weight
     normed,  # [rows, COLUMNS], contiguous
     total,  # likewise: x + residual; not written without a residual
     x_stride,
     residual_stride,
     eps,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -32,10 +30,10 @@ def rms_norm_kernel(
     dtype = normed.dtype.element_ty
     wait_for_kernel_before(EARLY)
     factor = 1.0
-    if HAS_WEIGHT:  # asked for before the sum is waited for
+    if weight is not None:  # asked for before the sum is waited for
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(dtype)
         tl.store(total + row * COLUMNS + column, rounded, mask=inside)
@@ -66,21 +64,18 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: floa
     normed = x.new_empty(rows, columns)
     total = normed if residual is None else torch.empty_like(normed)
     block = power_of_two(columns)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        rms_norm_kernel[(rows,)](
-            x,
-            x if residual is None else residual,
-            x if weight is None else weight.contiguous(),
-            normed,
-            total,
-            x_stride,
-            residual_stride,
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            COLUMNS=columns,
-            BLOCK=block,
-            num_warps=row_warps(block),
-            **early_options(x),
-        )
+    rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        None if weight is None else weight.contiguous(),
+        normed,
+        total,
+        x_stride,
+        residual_stride,
+        eps,
+        COLUMNS=columns,
+        BLOCK=block,
+        num_warps=row_warps(block),
+        **early_options(x),
+    )
     return normed, total

@@ -7,7 +7,7 @@ keeps to the plain cores, on which products of bfloat16 are exact in float32. Ma
 choice sees one token alone. The lowest id wins among equal scores.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,22 @@ _TOKENS = 8
 _FEW = 32
 """Tokens up to which each has programs of its own: an H200 took 6.5 us for eight in a row, 2.4 for one."""
 _COLUMNS = 1024
+
+
+@triton.constexpr_function
+def _up_to_power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class _Rule(NamedTuple):
+    """How experts are chosen, which a kernel is compiled for: see `choose_experts`."""
+
+    topk: int
+    num_groups: int
+    topk_groups: int
+    softmax: bool
+    normalize: bool
+    scaling: float
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -61,7 +77,7 @@ def logits_kernel(
 def norm_logits_kernel(
     x,  # [tokens, HIDDEN], rows x_stride apart
     residual,  # likewise
-    norm_weight,  # [HIDDEN]; not read without one
+    norm_weight,  # [HIDDEN]; None: no weight
     weight,  # [EXPERTS, HIDDEN], contiguous
     logits,  # float32 [tokens, EXPERTS]
     normed,  # [tokens, HIDDEN], contiguous
@@ -69,7 +85,6 @@ def norm_logits_kernel(
     x_stride,
     residual_stride,
     eps,
-    HAS_WEIGHT: tl.constexpr,
     EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -87,7 +102,7 @@ def norm_logits_kernel(
     of_experts = weight + e[:, None] * HIDDEN + k[None, :]
     w = tl.load(of_experts, mask=(e < EXPERTS)[:, None] & inside[None, :], other=0.0)
     factor = 1.0
-    if HAS_WEIGHT:
+    if norm_weight is not None:
         factor = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(residual + token * residual_stride + k, mask=inside, other=0.0).to(tl.float32)
@@ -114,67 +129,58 @@ def _first_best(values, ids, none: tl.constexpr):
 
 
 @triton.jit
-def _within_best_groups(
-    choice,
-    g,
-    p,
-    GROUPS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+def _within_best_groups(choice, g, p, PER_GROUP: tl.constexpr, RULE: tl.constexpr):
     """`choice` `[groups, experts of a group]`, -inf outside the best groups."""
+    TOPK_GROUPS: tl.constexpr = RULE.topk_groups
     value = tl.max(choice, 1)
-    if not SOFTMAX:
+    if not RULE.softmax:
         at = tl.min(tl.where(choice == value[:, None], p, PER_GROUP), 1)
         value += tl.max(tl.where(p == at[:, None], -float("inf"), choice), 1)
-    value = tl.where(g < GROUPS, value, -float("inf"))
+    value = tl.where(g < RULE.num_groups, value, -float("inf"))
     kept = g < 0
     for _ in tl.static_range(TOPK_GROUPS):
-        _, best = _first_best(tl.where(kept, -float("inf"), value), tl.where(kept, GROUPS, g), GROUPS)
+        _, best = _first_best(
+            tl.where(kept, -float("inf"), value), tl.where(kept, RULE.num_groups, g), RULE.num_groups
+        )
         kept |= g == best
     return tl.where(kept[:, None], choice, -float("inf"))
 
 
 @triton.jit
 def choice_kernel(
-    logits,  # float32 [tokens, GROUPS * PER_GROUP]
-    bias,  # [experts], unread unless HAS_BIAS
-    weights,  # float32 [tokens, TOPK]
-    ids,  # int64 [tokens, TOPK]
-    scaling,
-    HAS_BIAS: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    logits,  # float32 [tokens, EXPERTS]
+    bias,  # [EXPERTS]; None: no bias
+    weights,  # float32 [tokens, topk]
+    ids,  # int64 [tokens, topk]
+    EXPERTS: tl.constexpr,
+    RULE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`choose_experts` of one token; grid `[tokens]`."""
     wait_for_kernel_before(EARLY)
-    EXPERTS: tl.constexpr = GROUPS * PER_GROUP
+    TOPK: tl.constexpr = RULE.topk
+    GROUPS: tl.constexpr = RULE.num_groups
+    PER_GROUP: tl.constexpr = EXPERTS // GROUPS
+    BLOCK_K: tl.constexpr = _up_to_power(TOPK)
+    BLOCK_G: tl.constexpr = _up_to_power(GROUPS)
+    BLOCK_P: tl.constexpr = _up_to_power(PER_GROUP)
     token = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, BLOCK_G)
     p = tl.arange(0, BLOCK_P)[None, :]
     there = (g < GROUPS)[:, None] & (p < PER_GROUP)
     expert = tl.where(there, g[:, None] * PER_GROUP + p, EXPERTS)
     logit = tl.load(logits + token * EXPERTS + expert, mask=there, other=-float("inf"))
-    if SOFTMAX:
+    if RULE.softmax:
         powers = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
         scores = powers / tl.sum(tl.sum(powers, 1), 0)
     else:
         scores = 1.0 / (1.0 + tl.exp(-logit))
     choice = scores
-    if HAS_BIAS:
+    if bias is not None:
         choice += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)
     choice = tl.where(there, choice, -float("inf"))
-    if TOPK_GROUPS < GROUPS:
-        choice = _within_best_groups(choice, g, p, GROUPS, PER_GROUP, TOPK_GROUPS, SOFTMAX)
+    if RULE.topk_groups < GROUPS:
+        choice = _within_best_groups(choice, g, p, PER_GROUP, RULE)
 
     k = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
@@ -190,9 +196,9 @@ def choice_kernel(
         chosen_scores = tl.where(k == i, tl.sum(tl.where(mine, flat_scores, 0.0), 0), chosen_scores)
         flat_choice = tl.where(mine, -float("inf"), flat_choice)
         flat_expert = tl.where(mine, EXPERTS, flat_expert)  # nor a second time, where only -inf is left
-    if NORMALIZE:
+    if RULE.normalize:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, 0) + 1e-20)
-    tl.store(weights + token * TOPK + k, chosen_scores * scaling, mask=k < TOPK)
+    tl.store(weights + token * TOPK + k, chosen_scores * RULE.scaling, mask=k < TOPK)
     tl.store(ids + token * TOPK + k, chosen.to(tl.int64), mask=k < TOPK)
 
 
@@ -202,21 +208,20 @@ def router_triton(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) ->
     (tokens, hidden), experts = x.shape, weight.shape[0]
     block_t = 1 if tokens <= _FEW else _TOKENS
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        logits_kernel[(triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, block_t))](
-            x,
-            weight.contiguous(),
-            logits,
-            stride,
-            tokens,
-            EXPERTS=experts,
-            HIDDEN=hidden,
-            BLOCK_T=block_t,
-            BLOCK_E=_EXPERTS,
-            BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
-            num_warps=4,
-            **early_options(x),
-        )
+    logits_kernel[(triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, block_t))](
+        x,
+        weight.contiguous(),
+        logits,
+        stride,
+        tokens,
+        EXPERTS=experts,
+        HIDDEN=hidden,
+        BLOCK_T=block_t,
+        BLOCK_E=_EXPERTS,
+        BLOCK_K=min(_COLUMNS, power_of_two(hidden)),
+        num_warps=4,
+        **early_options(x),
+    )
     return _choose(logits, bias, *rule)
 
 
@@ -238,18 +243,16 @@ def norm_router_triton(
         x.new_empty(tokens, hidden),
     )  # an op's results share no memory
     block = power_of_two(hidden)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
-            *(x, residual, x if norm_weight is None else norm_weight.contiguous(), weight.contiguous()),
-            *(logits, normed, total, x_stride, residual_stride, eps),
-            HAS_WEIGHT=norm_weight is not None,
-            EXPERTS=experts,
-            HIDDEN=hidden,
-            BLOCK_E=_EXPERTS,
-            BLOCK=block,
-            num_warps=4 if block <= 2048 else 8,
-            **early_options(x),
-        )
+    norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
+        *(x, residual, None if norm_weight is None else norm_weight.contiguous(), weight.contiguous()),
+        *(logits, normed, total, x_stride, residual_stride, eps),
+        EXPERTS=experts,
+        HIDDEN=hidden,
+        BLOCK_E=_EXPERTS,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
+        **early_options(x),
+    )
     return normed, total, *_choose(logits, bias, *rule)
 
 
@@ -262,39 +265,13 @@ def router_product(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -
     return _choose(logits, bias, *rule)
 
 
-def _choose(
-    logits: Tensor,
-    bias: Tensor | None,
-    topk: int,
-    num_groups: int,
-    topk_groups: int,
-    softmax: bool,
-    normalize: bool,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
     """`choose_experts` of float32 `[tokens, experts]`, contiguous."""
-    tokens, experts = logits.shape
-    per_group = experts // num_groups
+    (tokens, experts), topk = logits.shape, rule[0]
     weights = logits.new_empty(tokens, topk)
     ids = logits.new_empty(tokens, topk, dtype=torch.int64)
-    with torch.cuda.device_of(logits):  # Triton launches on the current device
-        choice_kernel[(tokens,)](
-            logits,
-            logits if bias is None else bias.contiguous(),
-            weights,
-            ids,
-            scaling,
-            HAS_BIAS=bias is not None,
-            SOFTMAX=softmax,
-            NORMALIZE=normalize,
-            TOPK=topk,
-            GROUPS=num_groups,
-            PER_GROUP=per_group,
-            TOPK_GROUPS=topk_groups,
-            BLOCK_K=triton.next_power_of_2(topk),
-            BLOCK_G=triton.next_power_of_2(num_groups),
-            BLOCK_P=triton.next_power_of_2(per_group),
-            num_warps=1,
-            **early_options(logits),
-        )
+    bias = None if bias is None else bias.contiguous()
+    choice_kernel[(tokens,)](
+        *(logits, bias, weights, ids, experts, _Rule(*rule)), num_warps=1, **early_options(logits)
+    )
     return weights, ids

@@ -79,7 +79,6 @@ def argmax_triton(x: Tensor) -> Tensor:
     parts = triton.cdiv(of_row, blocks)
     keys = x.new_empty(rows, parts, dtype=torch.int64)
     out = x.new_empty(rows, dtype=torch.int64)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        parts_kernel[(rows, parts)](x, keys, x.stride(0), blocks, COLUMNS=columns, BLOCK=_BLOCK, num_warps=4)
-        join_kernel[(rows,)](keys, out, parts, BLOCK=_JOINED, num_warps=1)
+    parts_kernel[(rows, parts)](x, keys, x.stride(0), blocks, COLUMNS=columns, BLOCK=_BLOCK, num_warps=4)
+    join_kernel[(rows,)](keys, out, parts, BLOCK=_JOINED, num_warps=1)
     return out

@@ -28,6 +28,5 @@ def sum_triton(x: Tensor) -> Tensor:
     rows, columns = x.shape
     out = x.new_empty(rows, dtype=torch.float32)
     block = min(_BLOCK, power_of_two(columns))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        sum_kernel[(rows,)](x, out, stride, COLUMNS=columns, BLOCK=block, num_warps=row_warps(block))
+    sum_kernel[(rows,)](x, out, stride, COLUMNS=columns, BLOCK=block, num_warps=row_warps(block))
     return out

@@ -46,6 +46,22 @@ def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr)
 
 
 @triton.jit
+def load_queries(
+    q_latent,  # pointers to rows of queries, [rows]
+    q_pe,  # likewise
+    inside,  # [rows]: which of them there are
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Queries as the columns that `attend_latents` takes."""
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
+    q = tl.load(q_latent[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
+    qp = tl.load(q_pe[:, None] + p[None, :], mask=inside[:, None] & (p < ROPE)[None, :], other=0.0)
+    return tl.trans(q), tl.trans(qp)
+
+
+@triton.jit
 def attend_latents(
     q,  # [RANK, rows], padded to a power of two
     q_pe,  # [ROPE, rows], likewise
@@ -78,6 +94,7 @@ def store_split(
     lse,  # float32 [splits * total]
     target,  # [rows]: where the rows of this program are
     inside,  # [rows]: which of them there are
+    written,  # [rows]: whose `out` is written
     top,
     total,
     acc,
@@ -88,7 +105,7 @@ def store_split(
     filled = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
     result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
-    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=inside[:, None] & (c < RANK)[None, :])
+    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=written[:, None] & (c < RANK)[None, :])
 
 
 @triton.jit

@@ -1,7 +1,5 @@
 """Launching the Hopper decode kernels."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -11,23 +9,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mla_compile.errors import MLAError
 from mla_compile.ops.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
 from mla_compile.ops.kernels.gluon.narrow import MOST_ROWS, MOST_UNSPLIT_ROWS, narrow_kernel
-from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, join_kernel
+from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, Inputs, Results, Sizes, join_kernel
 from mla_compile.ops.kernels.gluon.wide import HALF, ROWS, wide_kernel
 from mla_compile.ops.kernels.plan import device_of, power_of_two
 from mla_compile.ops.operands import DecodeOperands
 
 _JOINERS = 2048
 """Programs that join; as many as are at work at once, or a few times more."""
-
-
-class Results(NamedTuple):
-    """What the kernels write, as `narrow_kernel` describes it."""
-
-    out: Tensor
-    lse: Tensor
-    part_out: Tensor
-    part_lse: Tensor
-    pieces: Tensor
 
 
 def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
@@ -50,28 +38,27 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     part_out = lse.new_empty((2 * programs, block_r, RANK.value))
     part_lse = lse.new_empty((2 * programs, block_r))
     pieces = lse.new_empty((units, 2), dtype=torch.int32)
-    with torch.cuda.device_of(q_latent):  # Triton launches on the current device
-        results = Results(out, lse, part_out, part_lse, pieces)
-        _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
-        # Few units are cut into many pieces each, many into few.
-        columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
-        column_blocks = RANK.value // columns_each
-        share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
-        join_kernel[(units, column_blocks, share)](
-            part_out,
-            part_lse,
-            pieces,
-            out,
-            lse,
-            rows,
-            R=query_rows,
-            BLOCK_R=block_r,
-            RANK=RANK.value,
-            BLOCK_C=columns_each,
-            BLOCK_P=at_once,
-            num_warps=4,
-            launch_pdl=True,
-        )
+    results = Results(out, lse, part_out, part_lse, pieces)
+    _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
+    # Few units are cut into many pieces each, many into few.
+    columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
+    column_blocks = RANK.value // columns_each
+    share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
+    join_kernel[(units, column_blocks, share)](
+        part_out,
+        part_lse,
+        pieces,
+        out,
+        lse,
+        rows,
+        R=query_rows,
+        BLOCK_R=block_r,
+        RANK=RANK.value,
+        BLOCK_C=columns_each,
+        BLOCK_P=at_once,
+        num_warps=4,
+        launch_pdl=True,
+    )
     return out, lse
 
 
@@ -102,42 +89,25 @@ def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fix
         mend = "give it storage of its own, or name another backend"
         raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), mend)
     heads, page_size = q_latent.shape[1], kv_cache.shape[1]
-    rows, columns = block_table.shape
+    rows, most_keys = block_table.shape[0], block_table.shape[1] * page_size
     q_blocks = triton.cdiv(q_len * heads, narrow_rows or ROWS.value)
     grid = (device_of(q_latent).multiprocessors,)
-    args = (
-        q_latent,
-        q_pe,
-        kv_cache,
-        block_table,
-        seq_lens,
-        seq_lens if q_lens is None else q_lens,
-        *results,
-        softmax_scale,
-        rows,
-        columns * page_size,
-        *q_latent.stride()[:2],
-        *q_pe.stride()[:2],
-        block_table.stride(0),
+    inputs = Inputs(
+        *(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, softmax_scale),
+        *(*q_latent.stride()[:2], *q_pe.stride()[:2], block_table.stride(0)),
     )
-    sizes = {
-        "HAS_Q_LENS": q_lens is not None,
-        "FIXED": fixed,
-        "Q_LEN": q_len,
-        "HEADS": heads,
-        "PAGE_SIZE": page_size,
-        "Q_BLOCKS": q_blocks,
-        "UNITS_BLOCK": max(32, triton.next_power_of_2(rows * q_blocks)),
-    }
+    units_block = max(32, triton.next_power_of_2(rows * q_blocks))
+    box = min(TILE.value, page_size & -page_size)  # the power of two in it
+    sizes = Sizes(fixed, q_len, heads, page_size, q_blocks, units_block, box if box >= 8 else 0)
+    args = (inputs, results, rows, most_keys, sizes)
     if narrow_rows:
         warps = 4 if narrow_rows == 16 else 8  # four would spill the wider output
-        narrow_kernel[grid](*args, **sizes, BLOCK_R=narrow_rows, num_warps=warps, launch_pdl=True)
+        narrow_kernel[grid](*args, narrow_rows, num_warps=warps, launch_pdl=True)
         return
-    box = min(TILE.value, page_size & -page_size)  # the power of two in it
     latents = kv_cache.view(-1, RANK.value + ROPE.value)
     swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
     boxes = (
         TensorDescriptor.from_tensor(latents, [max(box, 8), width], swizzled)
         for width in (HALF.value, ROPE.value)
     )
-    wide_kernel[grid](*boxes, *args, **sizes, BOX=box if box >= 8 else 0, num_warps=4, launch_pdl=True)
+    wide_kernel[grid](*boxes, *args, num_warps=4, launch_pdl=True)

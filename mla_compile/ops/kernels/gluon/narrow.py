@@ -17,7 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, Call, barrier, piece_of, plan, slot_of
+from mla_compile.ops.kernels.gluon.split import (
+    RANK,
+    ROPE,
+    TILE,
+    Call,
+    barrier,
+    bounds_of,
+    piece_of,
+    plan,
+    query_offsets,
+    store_piece,
+)
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
 MOST_ROWS = 64
@@ -41,31 +52,23 @@ class _Shared(NamedTuple):
 
 
 @gluon.jit
-def _load(
-    call,
-    place,
-    shared,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-):
+def _load(call, S: gl.constexpr, place, shared):
     """Bring the program's tiles to shared memory; `unit` begins at `begin` on the line, the program at `at`."""
     unit, begin, at, end, piece = place
+    inputs = call.inputs
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     k = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, RANK, layout=gl.SliceLayout(0, layout))
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
     i = 0
     while at < end:
-        row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(
-            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
-        )
-        table = call.block_table + row.to(gl.int64) * call.table_stride
+        row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(call, S, unit, begin, at, end, piece)
+        table = inputs.block_table + row.to(gl.int64) * inputs.table_stride
         for tile in range(first, last):
             key = tile * TILE + k
             live = key < stored
-            page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
-            latent = call.kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
+            page = gl.load(table + key // S.PAGE_SIZE, mask=live, other=0).to(gl.int64)
+            latent = inputs.kv_cache + (page * S.PAGE_SIZE + key % S.PAGE_SIZE) * (RANK + ROPE)
             stage = i % STAGES
             mbarrier.wait(shared.used.index(stage), ((i // STAGES) & 1) ^ 1)
             # Zeros past the end, not only masked scores: 0 x NaN is NaN.
@@ -80,23 +83,10 @@ def _load(
 
 
 @gluon.jit
-def _attend(
-    call,
-    place,
-    shared,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,
-    Q_LEN: gl.constexpr,
-    HEADS: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts.
-
-    If FIXED, to its place among the splits of all rows.
-    """
+def _attend(call, S: gl.constexpr, place, shared, BLOCK_R: gl.constexpr, WARPS: gl.constexpr):
+    """Attention of the program's pieces."""
     unit, begin, at, end, piece = place
-    R: gl.constexpr = Q_LEN * HEADS
+    inputs = call.inputs
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, WARPS // 4], [16, BLOCK_R * 4 // WARPS, 16]
     )
@@ -106,36 +96,31 @@ def _attend(
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, q_layout))
     k = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
     o_c = gl.arange(0, RANK, layout=gl.SliceLayout(1, o_layout))
-    scale = call.softmax_scale * LOG2_E
+    scale = inputs.softmax_scale * LOG2_E
     i = 0
     held = -1  # the unit whose queries are in shared memory
     while at < end:
         current = unit
         row, block, length, stored, first, last, tiles, split, unit, begin, at = piece_of(
-            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
+            call, S, unit, begin, at, end, piece
         )
         first_r = block * BLOCK_R
-        valid = Q_LEN
-        if HAS_Q_LENS:
-            valid = gl.load(call.q_lens + row)
-
         if current != held:  # the splits of a unit share its queries
             r = first_r + gl.arange(0, BLOCK_R, layout=gl.SliceLayout(1, q_layout))
-            token = (row * Q_LEN + r // HEADS).to(gl.int64)
-            q_at = token * call.q_token_stride + r % HEADS * call.q_head_stride
-            pe_at = token * call.pe_token_stride + r % HEADS * call.pe_head_stride
-            inside = (r < R)[:, None]
-            shared.queries.store(gl.load(call.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0))
-            shared.queries_pe.store(gl.load(call.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0))
+            q_at, pe_at = query_offsets(call, S, row, r)
+            inside = (r < S.Q_LEN * S.HEADS)[:, None]
+            shared.queries.store(
+                gl.load(inputs.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
+            )
+            shared.queries_pe.store(
+                gl.load(inputs.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0)
+            )
             fence_async_shared()
             barrier()
         held = current
 
         s_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
-        r = first_r + s_r
-        # `visible_keys`, for each query row; none for the rows that only fill the block.
-        bounds = gl.minimum(length - (valid - 1 - r // HEADS), stored)
-        bounds = gl.where((r // HEADS < valid) & (r < R), bounds, 0)
+        bounds = bounds_of(call, S, row, first_r + s_r, length, stored)
         top = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, s_layout))
         # A sum for each thread's keys: only the highest score must cross warps in every tile.
         total = gl.zeros([TILE, BLOCK_R], gl.float32, s_layout)
@@ -176,62 +161,26 @@ def _attend(
         log_sum = (top + gl.log2(sums)) * LN_2
         acc = acc * gl.convert_layout(1.0 / filled, gl.SliceLayout(0, o_layout))[None, :]
         o_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, o_layout))
-        live = (first_r + o_r < R)[None, :]
-        if FIXED:
-            target = (split * call.rows + row).to(gl.int64) * R + first_r
-            at_part = call.part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
-            gl.store(at_part, acc, mask=live & (first < last))
-            gl.store(call.part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
-        elif (first == 0) & (last == tiles):
-            target = row.to(gl.int64) * R + first_r
-            at_out = call.out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
-            gl.store(at_out, acc.to(gl.bfloat16), mask=live)
-            gl.store(call.lse + target + s_r, log_sum, mask=r < R)
-        else:
-            target = slot_of(gl.program_id(0), first == 0) * BLOCK_R
-            at_part = call.part_out + ((target + o_r) * RANK)[None, :] + o_c[:, None]
-            gl.store(at_part, acc, mask=live)
-            gl.store(call.part_lse + target + s_r, log_sum)
+        store_piece(
+            call, S, (row, split, first, last, tiles), first_r, acc, o_r[None, :], o_c[:, None],
+            log_sum, s_r, True, BLOCK_R,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
 def narrow_kernel(
-    q_latent,  # [rows * Q_LEN, HEADS, RANK], any strides but the last
-    q_pe,  # [rows * Q_LEN, HEADS, ROPE], likewise
-    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
-    block_table,  # int32 [rows, columns]
-    seq_lens,  # int32 [rows]
-    q_lens,  # int32 [rows], unread unless HAS_Q_LENS
-    out,  # [rows * R, RANK], contiguous
-    lse,  # float32 [rows * R]
-    part_out,  # float32 [2 * programs, BLOCK_R, RANK]; if FIXED [splits, rows * R, RANK]
-    part_lse,  # float32 [2 * programs, BLOCK_R]; if FIXED [splits, rows * R]
-    pieces,  # int32 [units, 2], for `join_kernel`
-    softmax_scale,
+    inputs,
+    results,
     rows,
     most_keys,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
-    table_stride,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,  # over the splits of `kernels/fixed_splits.py`
-    Q_LEN: gl.constexpr,
-    HEADS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
+    S: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    Q_BLOCKS: gl.constexpr,  # of BLOCK_R query rows that cover Q_LEN * HEADS
-    UNITS_BLOCK: gl.constexpr,  # see `plan`
     num_warps: gl.constexpr,  # that compute
 ):
     """Attention of every row, or of its pieces; one program a multiprocessor."""
     gdc_wait()  # for the kernel before
-    call = Call(
-        q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, out, lse, part_out, part_lse, softmax_scale,
-        rows, most_keys, q_token_stride, q_head_stride, pe_token_stride, pe_head_stride, table_stride,
-    )  # fmt: skip
-    place = plan(call, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps)
+    call = Call(inputs, results, rows, most_keys)
+    place = plan(call, S, num_warps)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     kv_c = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, RANK], swizzled)
     k_pe = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, ROPE], swizzled)
@@ -250,8 +199,8 @@ def narrow_kernel(
     shared = _Shared(kv_c, k_pe, queries, queries_pe, weights_shared, loaded, used)
     gl.warp_specialize(
         [
-            (_attend, (call, place, shared, HAS_Q_LENS, FIXED, Q_LEN, HEADS, BLOCK_R, num_warps)),
-            (_load, (call, place, shared, HAS_Q_LENS, FIXED, PAGE_SIZE)),
+            (_attend, (call, S, place, shared, BLOCK_R, num_warps)),
+            (_load, (call, S, place, shared)),
         ],
         [4],
         [64],

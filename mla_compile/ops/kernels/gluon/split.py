@@ -34,27 +34,52 @@ _UNIT = gl.constexpr(SPLIT_UNIT)
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 
 
-class Call(NamedTuple):
-    """What a kernel reads, and where it writes: its arguments of these names, which `narrow_kernel` describes."""
+class Inputs(NamedTuple):
+    """What a kernel reads."""
 
-    q_latent: Any
-    q_pe: Any
-    kv_cache: Any
-    block_table: Any
-    seq_lens: Any
-    q_lens: Any
-    out: Any
-    lse: Any
-    part_out: Any
-    part_lse: Any
+    q_latent: Any  # [rows * q_len, heads, RANK], any strides but the last
+    q_pe: Any  # [rows * q_len, heads, ROPE], likewise
+    kv_cache: Any  # [pages, page_size, RANK + ROPE]
+    block_table: Any  # int32 [rows, columns]
+    seq_lens: Any  # int32 [rows]
+    q_lens: Any  # int32 [rows]; None: all are q_len
     softmax_scale: Any
-    rows: Any
-    most_keys: Any
     q_token_stride: Any
     q_head_stride: Any
     pe_token_stride: Any
     pe_head_stride: Any
     table_stride: Any
+
+
+class Results(NamedTuple):
+    """Where it writes. R is `q_len * heads`, `unit_rows` how many of these a unit has."""
+
+    out: Any  # [rows * R, RANK], contiguous
+    lse: Any  # float32 [rows * R]
+    part_out: Any  # float32 [2 * programs, unit_rows, RANK]; if FIXED [splits, rows * R, RANK]
+    part_lse: Any  # float32 [2 * programs, unit_rows]; if FIXED [splits, rows * R]
+    pieces: Any  # int32 [units, 2], for `join_kernel`: the program of a unit's first piece, and how many there are
+
+
+class Call(NamedTuple):
+    """What all functions of a kernel know."""
+
+    inputs: Any
+    results: Any
+    rows: Any
+    most_keys: Any
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for."""
+
+    FIXED: bool  # over the splits of `kernels/fixed_splits.py`
+    Q_LEN: int
+    HEADS: int
+    PAGE_SIZE: int
+    Q_BLOCKS: int  # units of a row of the batch
+    UNITS_BLOCK: int  # all units, rounded up to a power of two
+    BOX: int  # keys that are surely in a row in a page, 8 to 64; 0 where they are fewer. `wide_kernel` copies so many
 
 
 @gluon.jit
@@ -63,11 +88,11 @@ def _add(a, b):
 
 
 @gluon.jit
-def _length(call, row, live, HAS_Q_LENS: gl.constexpr):
+def _length(call, row, live):
     """Keys of a row, 0 for an inactive one; perhaps more than its table has room for."""
-    length = gl.load(call.seq_lens + row, mask=live, other=0)
-    if HAS_Q_LENS:
-        length = gl.where(gl.load(call.q_lens + row, mask=live, other=0) > 0, length, 0)
+    length = gl.load(call.inputs.seq_lens + row, mask=live, other=0)
+    if call.inputs.q_lens is not None:
+        length = gl.where(gl.load(call.inputs.q_lens + row, mask=live, other=0) > 0, length, 0)
     return length
 
 
@@ -79,24 +104,17 @@ def _span(length, piece):
 
 
 @gluon.jit
-def plan(
-    call,
-    pieces,  # int32 [units, 2]: for `join_kernel`, the program that has a unit's first piece, and how many there are
-    HAS_Q_LENS: gl.constexpr,
-    Q_BLOCKS: gl.constexpr,
-    UNITS_BLOCK: gl.constexpr,  # units rounded up to a power of two
-    WARPS: gl.constexpr,
-):
+def plan(call, S: gl.constexpr, WARPS: gl.constexpr):
     """This program's part of the line on which all units lie, one after the other, each as whole pieces.
 
     Returns `unit, begin, at, end, piece`: the part is from `at` to `end`, in tiles; it begins in `unit`, which begins
     at `begin`. Each unit's span is a multiple of `piece` tiles.
     """
     # Every warp holds all units, so that sums over them cross no warps, unless they are so many that they would spill.
-    SHARE: gl.constexpr = 32 if UNITS_BLOCK <= 256 else 32 * WARPS
-    layout: gl.constexpr = gl.BlockedLayout([UNITS_BLOCK // SHARE], [32], [WARPS], [0])
-    index = gl.arange(0, UNITS_BLOCK, layout=layout)
-    length = _length(call, index % call.rows, index < call.rows * Q_BLOCKS, HAS_Q_LENS)
+    SHARE: gl.constexpr = 32 if S.UNITS_BLOCK <= 256 else 32 * WARPS
+    layout: gl.constexpr = gl.BlockedLayout([S.UNITS_BLOCK // SHARE], [32], [WARPS], [0])
+    index = gl.arange(0, S.UNITS_BLOCK, layout=layout)
+    length = _length(call, index % call.rows, index < call.rows * S.Q_BLOCKS)
     length = gl.minimum(length, call.most_keys)
     tiles = (length + (TILE - 1)) // TILE
     programs = gl.num_programs(0)
@@ -126,8 +144,9 @@ def plan(
     program = gl.program_id(0)
     if program == 0:
         count = gl.where(tiles > 0, (begins + tiles - 1) // share - begins // share + 1, 0)
-        gl.store(pieces + 2 * index, begins // share, mask=index < call.rows * Q_BLOCKS)
-        gl.store(pieces + 2 * index + 1, count, mask=index < call.rows * Q_BLOCKS)
+        pieces = call.results.pieces + 2 * index
+        gl.store(pieces, begins // share, mask=index < call.rows * S.Q_BLOCKS)
+        gl.store(pieces + 1, count, mask=index < call.rows * S.Q_BLOCKS)
     at = program * share
     end = gl.minimum(at + share, gl.max(ends, 0))
     unit = gl.sum((ends <= at).to(gl.int32), 0)
@@ -150,7 +169,7 @@ def _nearest_split(tile):
 
 
 @gluon.jit
-def piece_of(call, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr, FIXED: gl.constexpr):
+def piece_of(call, S: gl.constexpr, unit, begin, at, end, piece):
     """The program's next piece, and where it goes on.
 
     Returns `row, block, length, stored, first, last, tiles, split, next_unit, next_begin, next_at`. `stored` of the
@@ -158,7 +177,7 @@ def piece_of(call, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr, FIXED:
     FIXED they are `split`, or none. After it the program goes on at `next_at`, in `next_unit`.
     """
     row = unit % call.rows
-    length = _length(call, row, True, HAS_Q_LENS)
+    length = _length(call, row, True)
     stored = gl.minimum(length, call.most_keys)
     tiles = (stored + (TILE - 1)) // TILE
     next_unit = unit + 1
@@ -167,7 +186,7 @@ def piece_of(call, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr, FIXED:
     first = at - begin
     last = gl.minimum(next_at - begin, tiles)
     split = 0
-    if FIXED:
+    if S.FIXED:
         stop = gl.where(last < tiles, gl.minimum(_nearest_split(last), tiles), tiles)
         first = gl.minimum(_nearest_split(first), tiles)
         split, _, after = _split_at(first)
@@ -183,6 +202,60 @@ def piece_of(call, unit, begin, at, end, piece, HAS_Q_LENS: gl.constexpr, FIXED:
 def slot_of(program, starts_unit):
     """Where a partial result is: of a program at most its first piece does not start a unit, its last not end one."""
     return (2 * program + starts_unit).to(tl.int64)
+
+
+@gluon.jit
+def query_offsets(call, S: gl.constexpr, row, r):
+    """Where in `q_latent` and in `q_pe` query rows of a row begin."""
+    token = (row * S.Q_LEN + r // S.HEADS).to(gl.int64)
+    q_at = token * call.inputs.q_token_stride + r % S.HEADS * call.inputs.q_head_stride
+    return q_at, token * call.inputs.pe_token_stride + r % S.HEADS * call.inputs.pe_head_stride
+
+
+@gluon.jit
+def bounds_of(call, S: gl.constexpr, row, r, length, stored):
+    """`visible_keys`, for each query row; none for those that only fill the block."""
+    valid = S.Q_LEN
+    if call.inputs.q_lens is not None:
+        valid = gl.load(call.inputs.q_lens + row)
+    bounds = gl.minimum(length - (valid - 1 - r // S.HEADS), stored)
+    return gl.where((r // S.HEADS < valid) & (r < S.Q_LEN * S.HEADS), bounds, 0)
+
+
+@gluon.jit
+def store_piece(
+    call,
+    S: gl.constexpr,
+    piece,  # row, split, first, last and tiles of `piece_of`
+    first_r,
+    acc,
+    r,  # the query rows of acc, counted from first_r on, and its columns
+    c,
+    log_sum,
+    s_r,  # the query rows of log_sum
+    WITH_LSE: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+):
+    """Write to `out` and `lse` where a piece is its whole unit, else to its two parts; FIXED: to its split's place."""
+    row, split, first, last, tiles = piece
+    results = call.results
+    R: gl.constexpr = S.Q_LEN * S.HEADS
+    live, s_live = first_r + r < R, first_r + s_r < R
+    if S.FIXED:
+        target = (split * call.rows + row).to(gl.int64) * R + first_r
+        gl.store(results.part_out + (target + r) * RANK + c, acc, mask=live & (first < last))
+        if WITH_LSE:
+            gl.store(results.part_lse + target + s_r, log_sum, mask=s_live & (first < last))
+    elif (first == 0) & (last == tiles):
+        target = row.to(gl.int64) * R + first_r
+        gl.store(results.out + (target + r) * RANK + c, acc.to(gl.bfloat16), mask=live)
+        if WITH_LSE:
+            gl.store(results.lse + target + s_r, log_sum, mask=s_live)
+    else:
+        target = slot_of(gl.program_id(0), first == 0) * BLOCK_R
+        gl.store(results.part_out + (target + r) * RANK + c, acc, mask=live)
+        if WITH_LSE:
+            gl.store(results.part_lse + target + s_r, log_sum)
 
 
 @triton.jit

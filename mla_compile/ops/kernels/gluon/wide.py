@@ -22,7 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from mla_compile.ops.kernels.gluon.split import RANK, ROPE, TILE, Call, barrier, piece_of, plan, slot_of
+from mla_compile.ops.kernels.gluon.split import (
+    RANK,
+    ROPE,
+    TILE,
+    Call,
+    barrier,
+    bounds_of,
+    piece_of,
+    plan,
+    query_offsets,
+    store_piece,
+)
 from mla_compile.ops.kernels.softmax import LN_2, LOG2_E
 
 ROWS = gl.constexpr(64)
@@ -56,16 +67,7 @@ class _Shared(NamedTuple):
 
 @gluon.jit
 def _gather_half(
-    call,
-    table,
-    stored,
-    tile,
-    last,
-    phase,
-    shared,
-    W: gl.constexpr,
-    H: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
+    call, S: gl.constexpr, table, stored, tile, last, phase, shared, W: gl.constexpr, H: gl.constexpr
 ):
     """Half H of a tile, to the place of warpgroup W's; zeros for keys and tiles that there are not: 0 x NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -73,8 +75,8 @@ def _gather_half(
     c = H * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
     p = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
     live = (key < stored) & (tile < last)
-    page = gl.load(table + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
-    latent = call.kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE) * (RANK + ROPE)
+    page = gl.load(table + key // S.PAGE_SIZE, mask=live, other=0).to(gl.int64)
+    latent = call.inputs.kv_cache + (page * S.PAGE_SIZE + key % S.PAGE_SIZE) * (RANK + ROPE)
     mbarrier.wait(shared.used.index(2 * W + H), phase)
     async_copy.async_copy_global_to_shared(
         shared.kv_c.index(W).slice(H * HALF, HALF, dim=1), latent[:, None] + c[None, :], mask=live[:, None]
@@ -88,97 +90,60 @@ def _gather_half(
 
 @gluon.jit
 def _load_half(
-    kv_boxes,
-    pe_boxes,
-    call,
-    table,
-    stored,
-    tile,
-    last,
-    phase,
-    shared,
-    W: gl.constexpr,
-    H: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BOX: gl.constexpr,
+    boxes, call, S: gl.constexpr, table, stored, tile, last, phase, shared, W: gl.constexpr, H: gl.constexpr
 ):
     """`_gather_half`, by the bulk copy engine where the tile is whole."""
-    if BOX == 0:
-        _gather_half(call, table, stored, tile, last, phase, shared, W, H, PAGE_SIZE)
+    if S.BOX == 0:
+        _gather_half(call, S, table, stored, tile, last, phase, shared, W, H)
     else:
         if (tile < last) & (tile * TILE + TILE <= stored):
-            boxes: gl.constexpr = TILE // BOX
+            kv_boxes, pe_boxes = boxes
             bytes_of_half: gl.constexpr = TILE * 2 * (HALF + (ROPE if W != H else 0))
             full = shared.loaded.index(2 * W + H)
-            page = gl.load(table + tile * TILE // PAGE_SIZE)
+            page = gl.load(table + tile * TILE // S.PAGE_SIZE)
             mbarrier.wait(shared.used.index(2 * W + H), phase)
             mbarrier.expect(full, bytes_of_half)
-            for box in gl.static_range(boxes):
-                key = tile * TILE + box * BOX
+            for box in gl.static_range(TILE // S.BOX):
+                key = tile * TILE + box * S.BOX
                 if box > 0:
-                    page = gl.load(table + key // PAGE_SIZE)
-                where = page * PAGE_SIZE + key % PAGE_SIZE
-                rows = shared.kv_c.index(W).slice(box * BOX, BOX, dim=0)
+                    page = gl.load(table + key // S.PAGE_SIZE)
+                where = page * S.PAGE_SIZE + key % S.PAGE_SIZE
+                rows = shared.kv_c.index(W).slice(box * S.BOX, S.BOX, dim=0)
                 tma.async_copy_global_to_shared(
                     kv_boxes, [where, H * HALF], full, rows.slice(H * HALF, HALF, dim=1)
                 )
                 if W != H:
                     tma.async_copy_global_to_shared(
-                        pe_boxes, [where, RANK], full, shared.k_pe.index(W).slice(box * BOX, BOX, dim=0)
+                        pe_boxes, [where, RANK], full, shared.k_pe.index(W).slice(box * S.BOX, S.BOX, dim=0)
                     )
             mbarrier.arrive(full, count=127)  # as many as gather, with the thread that told what to expect
         else:
-            _gather_half(call, table, stored, tile, last, phase, shared, W, H, PAGE_SIZE)
+            _gather_half(call, S, table, stored, tile, last, phase, shared, W, H)
 
 
 @gluon.jit
-def _load(
-    kv_boxes,
-    pe_boxes,
-    call,
-    place,
-    shared,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BOX: gl.constexpr,
-):
+def _load(boxes, call, S: gl.constexpr, place, shared):
     """Bring the program's tiles to shared memory, in the order in which the halves before them are done with."""
     unit, begin, at, end, piece = place
     i = 0
     while at < end:
-        row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(
-            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
-        )
-        table = call.block_table + row.to(gl.int64) * call.table_stride
+        row, _, _, stored, first, last, _, _, unit, begin, at = piece_of(call, S, unit, begin, at, end, piece)
+        table = call.inputs.block_table + row.to(gl.int64) * call.inputs.table_stride
         for tile in range(first, last, 2):
             phase = (i & 1) ^ 1
             for other_half in gl.static_range(2):
                 for w in gl.static_range(2):
                     _load_half(
-                        kv_boxes, pe_boxes, call, table, stored, tile + w, last, phase, shared,
-                        w, w ^ other_half, PAGE_SIZE, BOX,
-                    )  # fmt: skip
+                        boxes, call, S, table, stored, tile + w, last, phase, shared, w, w ^ other_half
+                    )
             i += 1
 
 
 @gluon.jit
-def _attend(
-    call,
-    place,
-    shared,
-    W: gl.constexpr,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,
-    Q_LEN: gl.constexpr,
-    HEADS: gl.constexpr,
-):
-    """Attention of the program's pieces: to `out` and `lse` where a piece is its whole unit, else to its two parts.
-
-    If FIXED, to its place among the splits of all rows.
-    """
+def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
+    """Attention of the program's pieces."""
     unit, begin, at, end, piece = place
-    R: gl.constexpr = Q_LEN * HEADS
+    inputs = call.inputs
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -187,35 +152,30 @@ def _attend(
     p = gl.arange(0, ROPE, layout=gl.SliceLayout(0, q_layout))
     k = gl.arange(0, TILE, layout=gl.SliceLayout(0, s_layout))
     o_c = W * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, o_layout))
-    scale = call.softmax_scale * LOG2_E
+    scale = inputs.softmax_scale * LOG2_E
     i = 0  # pairs of tiles so far
     n = 0  # pieces so far
     while at < end:
         row, block, length, stored, first, last, tiles, split, unit, begin, at = piece_of(
-            call, unit, begin, at, end, piece, HAS_Q_LENS, FIXED
+            call, S, unit, begin, at, end, piece
         )
         first_r = block * ROWS
-        valid = Q_LEN
-        if HAS_Q_LENS:
-            valid = gl.load(call.q_lens + row)
 
         # Each warpgroup brings half of the queries. The other one is done with the last piece's: it has said so by its
         # last weights, which came after its last scores.
         zero = _zero(i)
         mine, other = W + zero, 1 - W + zero
         r = first_r + gl.arange(0, ROWS, layout=gl.SliceLayout(1, q_layout))
-        token = (row * Q_LEN + r // HEADS).to(gl.int64)
-        q_at = token * call.q_token_stride + r % HEADS * call.q_head_stride
-        pe_at = token * call.pe_token_stride + r % HEADS * call.pe_head_stride
-        inside = (r < R)[:, None]
+        q_at, pe_at = query_offsets(call, S, row, r)
+        inside = (r < S.Q_LEN * S.HEADS)[:, None]
         for quarter in gl.static_range(2 * W, 2 * W + 2):  # half at once would spill
             c = quarter * QUARTER + gl.arange(0, QUARTER, layout=gl.SliceLayout(0, q_layout))
-            part = gl.load(call.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
+            part = gl.load(inputs.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
             shared.queries.index(zero).slice(quarter * QUARTER, QUARTER, dim=1).store(part)
         # The rotary part stays in registers; it gets there through the place of the weights.
         mbarrier.wait(shared.took_weights.index(mine), (i & 1) ^ 1)
         shared.weights.index(mine).store(
-            gl.load(call.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0)
+            gl.load(inputs.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0)
         )
         barrier()
         queries_pe = shared.weights.index(mine).load(gl.DotOperandLayout(0, s_layout, 2))
@@ -226,10 +186,7 @@ def _attend(
         fence_async_shared()
 
         s_r = gl.arange(0, ROWS, layout=s_rows)
-        r = first_r + s_r
-        # `visible_keys`, for each query row; none for the rows that only fill the block.
-        bounds = gl.minimum(length - (valid - 1 - r // HEADS), stored)
-        bounds = gl.where((r // HEADS < valid) & (r < R), bounds, 0)
+        bounds = bounds_of(call, S, row, first_r + s_r, length, stored)
         top = gl.full([ROWS], -float("inf"), gl.float32, s_rows)
         total = gl.zeros([ROWS], gl.float32, s_rows)
         acc = gl.zeros([ROWS, HALF], gl.float32, o_layout)
@@ -311,67 +268,27 @@ def _attend(
         log_sum = (top + gl.log2(sums)) * LN_2
         acc = acc * gl.convert_layout(1.0 / filled, o_rows)[:, None]
         o_r = gl.arange(0, ROWS, layout=o_rows)
-        live = (first_r + o_r < R)[:, None]
-        if FIXED:
-            target = (split * call.rows + row).to(gl.int64) * R + first_r
-            at_part = call.part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
-            gl.store(at_part, acc, mask=live & (first < last))
-            if W == 0:
-                gl.store(call.part_lse + target + s_r, log_sum, mask=(r < R) & (first < last))
-        elif (first == 0) & (last == tiles):
-            target = row.to(gl.int64) * R + first_r
-            at_out = call.out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
-            gl.store(at_out, acc.to(gl.bfloat16), mask=live)
-            if W == 0:
-                gl.store(call.lse + target + s_r, log_sum, mask=r < R)
-        else:
-            target = slot_of(gl.program_id(0), first == 0) * ROWS
-            at_part = call.part_out + ((target + o_r) * RANK)[:, None] + o_c[None, :]
-            gl.store(at_part, acc, mask=live)
-            if W == 0:
-                gl.store(call.part_lse + target + s_r, log_sum)
+        store_piece(
+            call, S, (row, split, first, last, tiles), first_r, acc, o_r[:, None], o_c[None, :],
+            log_sum, s_r, W == 0, ROWS,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
 def wide_kernel(
     kv_boxes,  # descriptors of `kv_cache` as [pages * PAGE_SIZE, RANK + ROPE], for boxes of [BOX, HALF]
     pe_boxes,  # and of [BOX, ROPE]
-    q_latent,  # [rows * Q_LEN, HEADS, RANK], any strides but the last
-    q_pe,  # [rows * Q_LEN, HEADS, ROPE], likewise
-    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
-    block_table,  # int32 [rows, columns]
-    seq_lens,  # int32 [rows]
-    q_lens,  # int32 [rows], unread unless HAS_Q_LENS
-    out,  # [rows * R, RANK], contiguous
-    lse,  # float32 [rows * R]
-    part_out,  # float32 [2 * programs, ROWS, RANK]; if FIXED [splits, rows * R, RANK]
-    part_lse,  # float32 [2 * programs, ROWS]; if FIXED [splits, rows * R]
-    pieces,  # int32 [units, 2], for `join_kernel`
-    softmax_scale,
+    inputs,
+    results,
     rows,
     most_keys,
-    q_token_stride,
-    q_head_stride,
-    pe_token_stride,
-    pe_head_stride,
-    table_stride,
-    HAS_Q_LENS: gl.constexpr,
-    FIXED: gl.constexpr,  # over the splits of `kernels/fixed_splits.py`
-    Q_LEN: gl.constexpr,
-    HEADS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BOX: gl.constexpr,  # keys that are surely in a row in a page, 8 to 64; 0 where they are fewer
-    Q_BLOCKS: gl.constexpr,
-    UNITS_BLOCK: gl.constexpr,  # see `plan`
+    S: gl.constexpr,
     num_warps: gl.constexpr,  # that load
 ):
     """Attention of every unit, or of its pieces; one program a multiprocessor."""
     gdc_wait()  # for the kernel before
-    call = Call(
-        q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, out, lse, part_out, part_lse, softmax_scale,
-        rows, most_keys, q_token_stride, q_head_stride, pe_token_stride, pe_head_stride, table_stride,
-    )  # fmt: skip
-    place = plan(call, pieces, HAS_Q_LENS, Q_BLOCKS, UNITS_BLOCK, num_warps)
+    call = Call(inputs, results, rows, most_keys)
+    place = plan(call, S, num_warps)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     kv_c = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, RANK], swizzled)
@@ -411,9 +328,9 @@ def wide_kernel(
     )
     gl.warp_specialize(
         [
-            (_load, (kv_boxes, pe_boxes, call, place, shared, HAS_Q_LENS, FIXED, PAGE_SIZE, BOX)),
-            (_attend, (call, place, shared, 0, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
-            (_attend, (call, place, shared, 1, HAS_Q_LENS, FIXED, Q_LEN, HEADS)),
+            (_load, ((kv_boxes, pe_boxes), call, S, place, shared)),
+            (_attend, (call, S, place, shared, 0)),
+            (_attend, (call, S, place, shared, 1)),
         ],
         [4, 4],
         [224, 224],  # registers: the rest, 56, is what loading needs
