@@ -6,8 +6,7 @@
                     └─> RoPE ───> q_pe ─┘
 
 Nothing is copied. A head's parts lie side by side, as prefill takes them, so the `cat` goes too. Where
-`mla_norm_rope_append` follows with the same angles, as in a layer of which no gather has taken some tokens, it rotates
-the queries in its launch.
+`mla_norm_rope_append` follows with the same angles, it rotates the queries in its launch.
 
 Rotations are found by what they compute, as in `fuse_norm_rope_append`, between the projection's output and the
 queries of `mla_decode` and `mla_prefill`. One that joins the parts itself, as in models of transformers, is replaced
