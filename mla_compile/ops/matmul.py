@@ -207,6 +207,19 @@ MATMUL_BY_HEAD = (
             "w.stride(1) or w.stride(2)": UNIT,
         },
     ),
+    triton(
+        "few tokens: a program multiplies a few columns of a head's matrix, on tensor cores",
+        "mla_compile.ops.kernels.by_head:multiply_by_head_tiles",
+        name="tiles",
+        takes={
+            "dtype": HALF,
+            "tokens": range(3, 33),
+            "heads": SOME,
+            "k": range(1, 1025),
+            "n": SOME,
+            "w.stride(1) or w.stride(2)": UNIT,
+        },
+    ),
     Implementation(
         "cublas",
         "cuBLAS, which writes each head's columns where they belong",

@@ -37,6 +37,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "by head, across": lambda: by_head.multiply_by_head_triton(
         torch.zeros(1, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
     ),
+    "by head, tiles": lambda: by_head.multiply_by_head_tiles(
+        torch.zeros(8, 3, 512, dtype=BF16), torch.zeros(3, 64, 512, dtype=BF16).mT
+    ),
+    "by head, tiles, across": lambda: by_head.multiply_by_head_tiles(
+        torch.zeros(8, 3, 192, dtype=BF16), torch.zeros(3, 192, 512, dtype=BF16)
+    ),
     "rms_norm": lambda: rms_norm.rms_norm_triton(torch.zeros(1, 64), torch.zeros(64), 1e-6),
     "router": lambda: routing.router_triton(*router_args("glm", 2, 64, BF16)),
     "norm and router": lambda: routing.norm_router_triton(
@@ -73,6 +79,8 @@ WITH_WEIGHTS = {
     "fp8 blocks",
     "by head",
     "by head, across",
+    "by head, tiles",
+    "by head, tiles, across",
 }
 """Kernels that have weights brought to the cache before they wait."""
 

@@ -370,6 +370,13 @@ def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> t
     return tiles, parts > 1 and 2 * programs < device.multiprocessors
 
 
+def by_head_tiles(tokens: int, k: int) -> ProductTiles:
+    """Tiles of a product of a few tokens by a matrix for each head."""
+    if tokens <= 8:
+        return ProductTiles(8, columns=32, depth=64 if k < 512 else 128, warps=2, stages=4)
+    return ProductTiles(16 if tokens <= 16 else 32, columns=64, depth=64, warps=4, stages=4)
+
+
 def fp8_moe_tiles(
     pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device, *, in_order: bool
 ) -> ProductTiles:

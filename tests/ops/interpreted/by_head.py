@@ -1,4 +1,4 @@
-"""`matmul_by_head` of few tokens by its Triton kernel; `tests/ops/test_interpreted.py` runs this file."""
+"""`matmul_by_head` of few tokens by its Triton kernels; `tests/ops/test_interpreted.py` runs this file."""
 
 import pytest
 import torch
@@ -7,18 +7,24 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.by_head import multiply_by_head_triton  # noqa: E402
+from mla_compile.ops.kernels.by_head import multiply_by_head_tiles, multiply_by_head_triton  # noqa: E402
+from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
+
+SMALL = ProductTiles(tokens=8, columns=16, depth=64, warps=1, stages=1)
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_kernel(dtype: torch.dtype, tokens: int) -> None:
+def test_the_kernels(dtype: torch.dtype, tokens: int) -> None:
     for heads, k, n in ((3, 512, 16), (1, 40, 13), (5, 192, 70)):
         weights = torch.randn(heads, n + 3, k + 5).to(dtype)[:, 3:, 5:]
         for w in (weights.mT, torch.randn(heads, k + 2, n).to(dtype)[:, 2:]):
             padded = torch.randn(tokens, heads, k + 24).to(dtype)[..., 8:-16]
             for x in (padded, torch.randn(heads, tokens, k).to(dtype).transpose(0, 1)):
                 expected = torch.einsum("thk,hkn->thn", x.double(), w.double())
-                out = multiply_by_head_triton(x, w)
-                assert out.dtype == dtype and out.is_contiguous()
-                torch.testing.assert_close(out.double(), expected, atol=0.1, rtol=1e-2)
+                outs = [multiply_by_head_tiles(x, w), multiply_by_head_tiles(x, w, tiles=SMALL)]
+                if tokens <= 2:
+                    outs.append(multiply_by_head_triton(x, w))
+                for out in outs:
+                    assert out.dtype == dtype and out.is_contiguous()
+                    torch.testing.assert_close(out.double(), expected, atol=0.1, rtol=1e-2)
