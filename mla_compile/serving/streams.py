@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 MAX_WHOLE_BODIES = 16
 """What the bodies of all requests take together, in bodies of the size that one may have."""
+_LET_BY = 1.0
+"""Seconds that the next part of a body that is too long is waited for."""
 
 
 class ClientGone(Exception):
@@ -86,20 +88,27 @@ class Bodies:
             largest.reschedule(0)
 
     async def _whole(self, request: Request, timeout: asyncio.Timeout) -> bytes:
-        body, most = bytearray(), self._settings.max_body_bytes
+        body, most, is_too_long = bytearray(), self._settings.max_body_bytes, False
+        now = asyncio.get_running_loop().time
+        end = now() + self._settings.stall_seconds
         try:
-            async with asyncio.timeout(self._settings.stall_seconds):
+            async with asyncio.timeout_at(end) as limit:
                 async for part in request.stream():
-                    if len(body) + len(part) > most:  # uvicorn reads the rest, and drops it
-                        raise BadRequest(
-                            f"the body has more than {most} bytes", None, "request_too_large", 413
-                        )
-                    body += part
+                    is_too_long = is_too_long or len(body) + len(part) > most
+                    if is_too_long:
+                        # What follows is let by while it comes: many a client reads no answer before it has sent all.
+                        body.clear()
+                        limit.reschedule(min(end, now() + _LET_BY))
+                    else:
+                        body += part
                     self._count(timeout, len(body))
         except TimeoutError:
-            raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
+            if not is_too_long:
+                raise BadRequest("the body did not come in time", None, "request_timeout", 408) from None
         except ClientDisconnect:
             raise ClientGone from None
+        if is_too_long:
+            raise BadRequest(f"the body has more than {most} bytes", None, "request_too_large", 413)
         return bytes(body)
 
 
