@@ -74,6 +74,22 @@ def test_lines_are_at_most_120_characters(page: Path) -> None:
 NOT_OURS = {"assert_indirect_indexing", "auto_functionalized_v2"}
 """Names of torch that the pages for developers mention."""
 SOURCES = ("mla_compile", "tests", "examples", "benchmarks", "docs")
+NOTES = sorted(page for page in (ROOT / "mla_compile").rglob("README.md") if page.parent.name != "shipped")
+"""What the design of each package rests on."""
+GUIDES = [
+    ROOT / "docs" / f"{name}.md" for name in ("architecture", "add-a-pass", "add-a-drafter", "add-a-backend")
+]
+GUIDES += [ROOT / "docs" / "add-a-family.md", *NOTES]
+
+
+def test_the_map_is_read_in_five_minutes() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", NOTES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_notes_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    assert links and all((page.parent / link).exists() for link in links)
 
 
 def quoted(page: Path) -> set[str]:
@@ -82,7 +98,7 @@ def quoted(page: Path) -> set[str]:
     return set(re.findall(r"`([^`\n]+)`", text))
 
 
-@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*tables.pages(), *NOTES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     files = [str(file) for folder in SOURCES for file in (ROOT / folder, *(ROOT / folder).rglob("*"))]
     named = {name.rstrip("/") for name in quoted(page) if re.fullmatch(r"[a-z_\d./-]+(\.py|/)", name)}
@@ -90,13 +106,11 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert not missing - {"site"}, "the page names files that were moved"
 
 
-@pytest.mark.parametrize(
-    "name", ["architecture", "add-a-pass", "add-a-drafter", "add-a-backend", "add-a-family"]
-)
-def test_names_that_a_page_for_developers_mentions_are_in_the_code(name: str) -> None:
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_a_page_for_developers_mentions_are_in_the_code(page: Path) -> None:
     code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "mla_compile").rglob("*.py"))
     words = {*re.findall(r"\w+", code), *NOT_OURS}
-    named = {name for name in quoted(ROOT / "docs" / f"{name}.md") if re.fullmatch(r"[A-Za-z_][\w.]*", name)}
+    named = {name for name in quoted(page) if re.fullmatch(r"[A-Za-z_][\w.]*", name)}
     named = {name for name in named if not name.endswith((".py", ".md"))}
     gone = {name for name in named if not words.issuperset(name.split("."))}
     assert not gone, "the page mentions names that were changed"
