@@ -234,6 +234,13 @@ def _log_softmax(x: Any) -> Any:
     return shifted - torch.log(_sum(torch.exp(shifted)))
 
 
+def _logsumexp(x: Any) -> Any:
+    x = _wide(x)
+    highest = x.amax(-1, True)
+    highest = torch.where(torch.isfinite(highest), highest, 0.0)  # as torch, which gives infinities, not NaN
+    return highest + torch.log(_sum(torch.exp(x - highest)))
+
+
 _PRODUCT = ("input", "other")
 _REDUCTION = ("input", "dim", "keepdim", "dtype")
 _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
@@ -241,6 +248,7 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
     **dict.fromkeys(("matmul", "mm", "bmm"), (_PRODUCT, _matmul)),
     "sum": (_REDUCTION, _along_last(_sum)),
     "mean": (_REDUCTION, _along_last(_mean)),
+    "logsumexp": (("input", "dim", "keepdim"), _along_last(_logsumexp)),
     "softmax": (("input", "dim", "dtype"), _along_last(_softmax)),
     "log_softmax": (("input", "dim", "dtype"), _along_last(_log_softmax)),
     F.softmax: (("input", "dim", "_stacklevel", "dtype"), _along_last(_softmax)),
@@ -256,7 +264,7 @@ _WITHOUT_A_RULE = """
     grouped_mm scaled_mm scaled_grouped_mm chain_matmul multi_dot matrix_power matrix_exp
     rms_norm layer_norm native_layer_norm group_norm batch_norm instance_norm local_response_norm _fused_rms_norm
     normalize norm vector_norm matrix_norm renorm cdist pdist dist cosine_similarity pairwise_distance
-    nansum nanmean logsumexp softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
+    nansum nanmean softmin gumbel_softmax _softmax _log_softmax var std var_mean std_mean cov corrcoef
     prod cumsum cumprod logcumsumexp trapz trapezoid cumulative_trapezoid
     index_add index_reduce scatter_add scatter_reduce segment_reduce bincount embedding_bag fold interpolate
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d

@@ -63,9 +63,8 @@ def plan_decode(
         if not chosen.planner or given["plan"] is not None:
             continue
         sizes = *values.q_latent.shape[1:], values.q_pe.shape[2], values.kv_cache.shape[1]
-        key = str(
-            (operands[3:], sizes, values.q_latent.dtype, chosen.name)
-        )  # to compare symbols would add a guard
+        # As text, since comparing symbolic sizes would add a guard.
+        key = str((operands[3:], sizes, values.q_latent.dtype, chosen.name))
         if key not in plans:
             plans[key] = inline(node, decode_plan_op, (*operands, len(plans), chosen.name))
         _change(node, backend=chosen.name, plan=plans[key])

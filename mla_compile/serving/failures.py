@@ -45,8 +45,6 @@ class Failure(Exception):
 class BadRequest(Failure):
     """What is wrong with a request; the message is cut to what a client can read."""
 
-    status = 400
-
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:

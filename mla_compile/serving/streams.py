@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -119,11 +119,12 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._on_end = on_end
+        self._events, self._on_end = events, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGone):  # nobody is there to be told
-                await while_connected(receive, self.stream_response(send))
+                async with aclosing(self._events):
+                    await while_connected(receive, self.stream_response(send))
         finally:
             self._on_end()

@@ -28,6 +28,7 @@ ADDS = {
     "matmul_by_head",
     "softmax",
     "log_softmax",
+    "logsumexp",
     "mean",
     "sum",
     "rms_norm",
@@ -62,8 +63,9 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax in float64": lambda x: F.softmax(x, -1, dtype=torch.float64),
     "log_softmax": lambda x: torch.log_softmax(x, -1),
     "an op of aten": lambda x: torch.ops.aten.sum(x, [-1], True),
-    "special": lambda x: torch.special.softmax(x, -1) + torch.special.log_softmax(x, -1),
+    "special": lambda x: torch.special.softmax(x, -1) + torch.special.logsumexp(x, -1, keepdim=True),
     "linalg.matmul": lambda x: torch.linalg.matmul(x, W.t()),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
     "rms_norm": lambda x: F.rms_norm(x, (K,), eps=1e-5),
     "rms_norm and its weight": lambda x: WEIGHT * F.rms_norm(x, (K,), eps=1e-5),
     "rms_norm with a weight": lambda x: F.rms_norm(x, (K,), WEIGHT, 1e-5),
@@ -75,6 +77,13 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "a norm with names": lambda x: x * torch.rsqrt(torch.mean(input=x.pow(exponent=2), dim=-1, keepdim=True)),
     "rms_norm of half precision, without an epsilon": lambda x: F.rms_norm((x * 1e-3).bfloat16(), (K,)),
+    "logsumexp of no numbers and of infinite ones": lambda x: torch.stack(
+        (
+            torch.logsumexp(torch.where(x > 9, x, -torch.inf), -1),
+            torch.logsumexp(torch.where(x > 1, torch.inf, x), -1),
+        ),
+        1,
+    ),
     "integers": lambda x: (
         torch.softmax((x * 3).int(), -1, dtype=torch.float32)
         + (x.abs() * 1e7).long().sum(-1, True, dtype=torch.float32)
@@ -139,7 +148,6 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "einsum": lambda x: torch.einsum("thk,hkn->thn", x.view(-1, 4, 10), HEADS),
     "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "fft_rfft": lambda x: torch.fft.rfft(x, dim=-1),
-    "logsumexp": lambda x: torch.logsumexp(x, -1),
     "nansum": lambda x: x.nansum(-1),
     "softmin": lambda x: F.softmin(x, -1),
     "index_add": lambda x: torch.zeros_like(x).index_add_(0, torch.zeros(9, dtype=torch.long), x),
