@@ -38,7 +38,8 @@ def test_engines_say_the_same_on_both_gpus(dtype: str, exact: bool, tmp_path: Pa
     said = shared(tmp_path, 2, job)
     for one in said:
         assert max(one["graphs"]) == 1, f"graphs of each bucket: {one['graphs']}"
-        assert one["mixed"] > 2 and one["preempted"] and one["reused"]
+        assert one["mixed"] > 2 and one["reused"]
+        assert bool(one["preempted"]) != exact
     if exact:  # whatever the drafts
         assert said[0]["tokens"] == said[1]["tokens"]
     if dtype == "float32":
