@@ -94,7 +94,8 @@ def random_model(
             glm = Glm4MoeLiteConfig(**{"mtp_mlp_layer_types": ["sparse"], **extra, **shape})
             model = Glm4MoeLiteForCausalLM(glm)
         else:
-            model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**SMALL_V3, **extra, **shape}))
+            v3 = DeepseekV3Config(**{"max_position_embeddings": 8192, **SMALL_V3, **extra, **shape})
+            model = DeepseekV3ForCausalLM(v3)
         mtp = MtpModel(model, 1)
     torch.set_default_dtype(torch.float32)
     for module in (model, mtp):
