@@ -326,8 +326,9 @@ def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list
 
 def latents(model: MLAForCausalLM) -> int:
     """A sum of the bits of all pages but the dummy one, to which any row may write."""
-    caches = (spec.cache[1:].view(torch.int16) for spec in model.cache_specs())
-    return sum(int(bits.sum(dtype=torch.int64)) for bits in caches)
+    caches = (spec.layer.kv_cache for spec in model.cache_specs())
+    # Without drafts the MTP layer has none.
+    return sum(int(x[1:].view(torch.int16).sum(dtype=torch.int64)) for x in caches if x is not None)
 
 
 def all_same(values: list[Any]) -> bool:
