@@ -99,7 +99,7 @@ def bytes_asked_for() -> Iterator[list[int]]:
 
 def measure(directory: Path, device: str, parallel: Parallel | None) -> dict[str, Any]:
     """Load the model, or the process's part of it."""
-    memory, lay = AnonymousMemory(), checkpoint.lay_side_by_side
+    memory, lay = AnonymousMemory(), checkpoint.pack_adjacent
 
     def allocated(model: MLAForCausalLM) -> None:
         """Between allocating and reading. Parameters on a CPU have no values yet: now all of them are there."""
@@ -110,7 +110,7 @@ def measure(directory: Path, device: str, parallel: Parallel | None) -> dict[str
                 memory.left_out += parameter.nbytes if parameter.is_cpu else 0
 
     from_disk, begin = number_of("io", "read_bytes"), time.perf_counter()
-    with patch.object(checkpoint, "lay_side_by_side", allocated), bytes_asked_for() as asked, memory:
+    with patch.object(checkpoint, "pack_adjacent", allocated), bytes_asked_for() as asked, memory:
         model = load_model(directory, dtype=DTYPE, device=device, parallel=parallel)
         if device != "cpu":
             torch.cuda.synchronize(device)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from mla_compile.models import MLAForCausalLM
-from mla_compile.models.checkpoint import outline
+from mla_compile.models.checkpoint import meta_model
 from mla_compile.models.fp8 import SCALE_SUFFIX
-from mla_compile.models.layout import lay_side_by_side
+from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.parallel import Parallel
 from mla_compile.models.sharding import check_divisible, divide, division
 from mla_compile.ops.fp8 import DTYPE
@@ -70,12 +70,14 @@ def settings_of(name: str, layers: int | None, *, tiny: bool = False) -> dict[st
     return CONFIGS[name] | (TINY if tiny else {}) | ({} if layers is None else {"num_hidden_layers": layers})
 
 
-def outline_of(settings: dict[str, Any], weights: Weights, *, mtp: bool) -> MLAForCausalLM:
+def meta_model_of(settings: dict[str, Any], weights: Weights, *, mtp: bool) -> MLAForCausalLM:
     """The model of a config.json on the meta device, as `mla-compile plan` sees it, in bfloat16 or FP8."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(settings))
         quantize: Literal["fp8"] | None = "fp8" if weights == "fp8" else None
-        return outline(folder, dtype=torch.bfloat16, mtp=mtp, quantize=quantize, dequantize=weights == "bf16")
+        return meta_model(
+            folder, dtype=torch.bfloat16, mtp=mtp, quantize=quantize, dequantize=weights == "bf16"
+        )
 
 
 def random_model(
@@ -91,13 +93,13 @@ def random_model(
     Raises:
         MLAError: a config that is refused, a number of processes that the model cannot be divided among.
     """
-    model = outline_of(settings, weights, mtp=mtp)
+    model = meta_model_of(settings, weights, mtp=mtp)
     whole = {name: parameter.shape for name, parameter in model.named_parameters()}
     if parallel is not None:
         check_divisible(model, parallel.size, expert_parallel=False)
         divide(model, parallel)
     model.to_empty(device=device)
-    lay_side_by_side(model)
+    pack_adjacent(model)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if not name.endswith(SCALE_SUFFIX):

@@ -48,7 +48,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fp8_step import PAGE_SIZE, judged
 from benchmarks.processes import Group, ProcessFailed, meet, module_command, run, tell
-from benchmarks.random_weights import Weights, outline_of, random_model, settings_of
+from benchmarks.random_weights import Weights, meta_model_of, random_model, settings_of
 from benchmarks.reporting import add_row, write_report
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
 from mla_compile import Engine, Parallel, follow
@@ -245,7 +245,7 @@ def measure(job: Job, group: Group, parallel: Parallel | None, store: Store) -> 
 
 def engine_row(job: Job, k: int, every: list[dict[str, Any]], listed: list[str]) -> dict[str, Any]:
     """every: what each process says; listed: what of that stands in the row as a list."""
-    model = outline_of(job.settings, job.weights, mtp=job.has_mtp)
+    model = meta_model_of(job.settings, job.weights, mtp=job.has_mtp)
     plan = plan_memory(model, job.config(k), job.gpus)
     return job.row(
         "engine",

@@ -86,8 +86,8 @@ def resolve_settings(mode: str | None, options: dict[str, Any] | None) -> dict[s
         defaults["deterministic"] = True
     settings = {**defaults, **modes[mode or "default"], **given}
     if unknown := sorted(settings.keys() - inductor_options() - set(_OURS)):
-        mend = f"see torch._inductor.config for the names; ours are {', '.join(map(repr, _OURS))}"
-        raise MLAError("options", "options of Inductor or ours", ", ".join(unknown), mend)
+        hint = f"see torch._inductor.config for the names; ours are {', '.join(map(repr, _OURS))}"
+        raise MLAError("options", "options of Inductor or ours", ", ".join(unknown), hint)
     passes = settings.get("passes", [])
     if not isinstance(passes, Sequence) or not all(callable(p) for p in passes):
         raise MLAError("options['passes']", "a list of functions (gm, example_inputs) -> gm", repr(passes))

@@ -96,8 +96,8 @@ class MLABatch:
 
 def _check_segment(name: str, segment: object, kind: type) -> None:
     if segment is not None and not isinstance(segment, kind):
-        mend = f"{name}_segment returns (segment, positions): unpack it" if isinstance(segment, tuple) else ""
-        refuse(f"batch.{name}", f"a {kind.__name__} or None", type(segment).__name__, mend)
+        hint = f"{name}_segment returns (segment, positions): unpack it" if isinstance(segment, tuple) else ""
+        refuse(f"batch.{name}", f"a {kind.__name__} or None", type(segment).__name__, hint)
 
 
 def _register(kind: type, *, static: Sequence[str]) -> None:

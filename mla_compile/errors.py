@@ -1,19 +1,19 @@
-"""Mistakes that a caller can mend, and work on one request that fails."""
+"""Mistakes that a caller can fix, and work on one request that fails."""
 
 import asyncio
 
 
 class MLAError(ValueError):
-    """Bad input: the message names the argument, what was expected, what came and how to mend it."""
+    """Bad input: the message names the argument, what was expected, what came and how to fix it."""
 
-    def __init__(self, name: str, expected: str, got: object, mend: str = "") -> None:
-        self.name, self.expected, self.got, self.mend = name, expected, got, mend
+    def __init__(self, name: str, expected: str, got: object, hint: str = "") -> None:
+        self.name, self.expected, self.got, self.hint = name, expected, got, hint
         if isinstance(got, OSError) and got.strerror:
             got = got.strerror  # the name says which file; the error may name a temporary one
-        super().__init__(f"{name}: expected {expected}, got {got}" + (f"; {mend}" if mend else ""))
+        super().__init__(f"{name}: expected {expected}, got {got}" + (f"; {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type["MLAError"], tuple[str, str, object, str]]:
-        return type(self), (self.name, self.expected, self.got, self.mend)
+        return type(self), (self.name, self.expected, self.got, self.hint)
 
 
 def first_line(error: BaseException) -> str:

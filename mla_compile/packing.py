@@ -97,8 +97,8 @@ def pack_batch(
         MLAError: an argument that is not so, by name, or a backend that cannot serve.
     """
     if torch.compiler.is_compiling():
-        mend = "call it before the compiled module, and give that packed.tensors and packed.batch"
-        refuse("pack_batch", "a call outside of compiled code", "one inside of it", mend)
+        hint = "call it before the compiled module, and give that packed.tensors and packed.batch"
+        refuse("pack_batch", "a call outside of compiled code", "one inside of it", hint)
     validate.whole_number("num_speculative_tokens", num_speculative_tokens, 0)
     validate.row_lengths("query_lens", query_lens, num_cached, block_table, page_size)
     validate.list_of(bool, "has_sampled", has_sampled, block_table.shape[0])

@@ -311,9 +311,9 @@ def run_check(check: Callable[..., object], *arguments: Any) -> None:
     comptime(_check_arguments, lambda: check(*arguments))  # the latter where nothing traces this line
 
 
-def refuse(name: str, expected: str, got: str, mend: str = "") -> None:
+def refuse(name: str, expected: str, got: str, hint: str = "") -> None:
     """Raises `MLAError`, in code that Dynamo may trace: it does not pass on what that raises."""
-    run_check(_refuse, name, expected, got, mend)
+    run_check(_refuse, name, expected, got, hint)
 
 
 def _refuse(*arguments: Any) -> None:
@@ -466,7 +466,7 @@ def _passed_on() -> Callable[..., MLAError]:
                 self.real_stack = stack  # which Dynamo shows after the message
 
         def __reduce__(self) -> Any:
-            return MLAError, (self.name, self.expected, self.got, self.mend)
+            return MLAError, (self.name, self.expected, self.got, self.hint)
 
         def remove_dynamo_frames(self) -> "PassedOn":
             return self.with_traceback(None)

@@ -18,8 +18,8 @@ from mla_compile.explanation.inspect import inspect_forward, inspect_step
 from mla_compile.ops.append import mla_append
 from mla_compile.ops.decode import decode_op
 from mla_compile.passes import PASSES
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.nodes import calls, op_arguments, with_arguments
+from mla_compile.passes.remove_noops import remove_noops
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import RANK, ROPE, Capture, Stack, make_inputs, nodes_of, shape
 from tests.passes.mla_modules import BATCH, HIDDEN, KEYS, StaticCacheMLA
@@ -159,7 +159,7 @@ def test_a_users_own_pass_is_shown_with_what_it_changed_and_one_that_changed_not
     tmp_path: Path,
 ) -> None:
     model, inputs = Stack(2), make_inputs(**DECODE)
-    nothing = partial(drop_idle)
+    nothing = partial(remove_noops)
     explanation = explain(model, *inputs, passes=[*PASSES, halve, nothing, halve])
     assert list(explanation.graphs) == ["captured", "split_prefill_decode", "halve", "halve 2"]
     text = str(explanation)
@@ -171,7 +171,7 @@ def test_a_users_own_pass_is_shown_with_what_it_changed_and_one_that_changed_not
     assert any(word.endswith("passes: split_prefill_decode, halve, halve 2") for word in words)
 
 
-@pytest.mark.parametrize("passes", [[], [drop_idle]], ids=["none", "one that finds nothing"])
+@pytest.mark.parametrize("passes", [[], [remove_noops]], ids=["none", "one that finds nothing"])
 def test_a_unified_call_that_no_pass_splits_is_counted_and_not_drawn(passes: list, tmp_path: Path) -> None:
     explanation = explain(Stack(2), *make_inputs(**DECODE), passes=passes)
     assert list(explanation.graphs) == ["captured"] and not explanation.layers.groups

@@ -9,7 +9,7 @@ import torch
 from mla_compile import Engine, load_model
 from mla_compile.engine import EngineConfig
 from mla_compile.engine.memory import plan_memory
-from mla_compile.models.checkpoint import outline
+from mla_compile.models.checkpoint import meta_model
 from tests.models.small import reference_model, reference_mtp_layer, save, v3_config
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def test_the_allocator_has_what_was_planned(checkpoint: Path, quantize: str | No
     config = EngineConfig(num_speculative_tokens=1, max_rows=8, max_model_len=4096, capture_budget=2**28)
     torch.compiler.reset()
     gc.collect()  # what other tests have left would be freed meanwhile
-    plan = plan_memory(outline(checkpoint, dtype=torch.bfloat16, quantize=quantize), config)
+    plan = plan_memory(meta_model(checkpoint, dtype=torch.bfloat16, quantize=quantize), config)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = load_model(checkpoint, dtype=torch.bfloat16, device="cuda", quantize=quantize)

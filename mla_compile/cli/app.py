@@ -132,7 +132,7 @@ def _in_flags(error: MLAError, flags: dict[str, str]) -> MLAError:
         return re.sub(r"\b([a-z]+(?:_[a-z]+)+)(=True\b|=|)", flag, text)
 
     return MLAError(
-        ", ".join(flags[name] for name in names), in_flags(error.expected), error.got, in_flags(error.mend)
+        ", ".join(flags[name] for name in names), in_flags(error.expected), error.got, in_flags(error.hint)
     )
 
 

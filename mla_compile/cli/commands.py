@@ -259,15 +259,15 @@ def plan(
     Exit code 1 if it does not fit.
     """
     _check_directory(model, "MODEL_DIR")
-    from mla_compile.cli.plan import Wish, print_plan
+    from mla_compile.cli.plan import PlanRequest, print_plan
 
-    wish = Wish(model=model, gpus=gpus, settings=taken(settings, EngineFields), **settings)
-    if not print_plan(wish, gpu_memory):
+    request = PlanRequest(model=model, gpus=gpus, settings=taken(settings, EngineFields), **settings)
+    if not print_plan(request, gpu_memory):
         raise Exit(1)
 
 
 def _check_directory(model: Path, argument: str = "--model") -> None:
     if not model.is_dir():
-        mend = "give a directory in Hugging Face format"
+        hint = "give a directory in Hugging Face format"
         found = "a file" if model.is_file() else "no such directory"
-        raise MLAError(f"{argument} {model}", "a checkpoint's directory", found, mend)
+        raise MLAError(f"{argument} {model}", "a checkpoint's directory", found, hint)

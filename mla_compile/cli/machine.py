@@ -52,7 +52,7 @@ def cpp_compiler() -> str | None:
 
 
 def cannot_compile() -> str | None:
-    """Why graphs cannot be compiled for the CPU here and how to mend it; None where they can."""
+    """Why graphs cannot be compiled for the CPU here and how to fix it; None where they can."""
     if cpp_compiler() is None:
         return (
             "no C++ compiler found: install one (apt install g++; xcode-select --install) or name it in CXX"

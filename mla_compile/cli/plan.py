@@ -14,7 +14,7 @@ from mla_compile.engine.config import EngineConfig, max_model_len_of
 from mla_compile.engine.memory import RESERVED, MemoryPlan, available, plan_memory
 from mla_compile.engine_settings import CheckpointSettings, EngineSettings, with_drafts
 from mla_compile.errors import MLAError
-from mla_compile.models.checkpoint import names_mtp, outline, read_config
+from mla_compile.models.checkpoint import meta_model, names_mtp, read_config
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.sharding import numbers_of_gpus
@@ -22,11 +22,11 @@ from mla_compile.models.sharding import numbers_of_gpus
 _UNITS = {"TB": 10**12, "GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "B": 1}
 _H200 = 141 * 10**9
 _CONTEXTS = (2_048, 8_192, 32_768, 131_072)
-_outline = cache(outline)
+_meta_model = cache(meta_model)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish(CheckpointSettings):
+class PlanRequest(CheckpointSettings):
     """What is to run where. settings: of the engine, as flags give them."""
 
     model: Path
@@ -47,8 +47,8 @@ class Wish(CheckpointSettings):
         assert longest is not None
         return longest
 
-    def outline(self) -> MLAForCausalLM:
-        return _outline(
+    def meta_model(self) -> MLAForCausalLM:
+        return _meta_model(
             self.model,
             dtype=getattr(torch, self.dtype),
             mtp=False if self.config().num_speculative_tokens == 0 else None,
@@ -60,11 +60,11 @@ class Wish(CheckpointSettings):
         """Raises `MLAError` for a setting that the model rules out."""
         config = self.config()
         parallel = self.expert_parallel
-        return plan_memory(self.outline(), config, self.gpus, expert_parallel=parallel, argument="--gpus")
+        return plan_memory(self.meta_model(), config, self.gpus, expert_parallel=parallel, argument="--gpus")
 
 
-def print_plan(wish: Wish, gpu_memory: str | None) -> bool:
-    """Print what a wish takes, and whether it fits, which is returned.
+def print_plan(request: PlanRequest, gpu_memory: str | None) -> bool:
+    """Print what a request takes, and whether it fits, which is returned.
 
     gpu_memory: of each GPU, "141GB" say; None: what the first GPU here has, else an H200's.
 
@@ -72,17 +72,17 @@ def print_plan(wish: Wish, gpu_memory: str | None) -> bool:
         MLAError: a mistake, named.
     """
     memory = _memory(gpu_memory)
-    if wish.expert_parallel and wish.gpus == 1:
+    if request.expert_parallel and request.gpus == 1:
         raise MLAError("--expert-parallel", "more than one GPU", "--gpus 1", "give --gpus 2, say, with it")
-    plan = wish.plan()
-    for line in (*_head(wish), *_table(wish, plan, memory)):
+    plan = request.plan()
+    for line in (*_head(request), *_table(request, plan, memory)):
         typer.echo(line)
     if plan.fits(memory):
-        for line in _room(wish, plan, memory):
+        for line in _room(request, plan, memory):
             typer.echo(line)
         return True
     typer.echo(f"It does not fit: {_gb(plan.total - available(memory))} too much. What fits:")
-    found = list(_remedies(wish, memory)) or ["  nothing that one change alone mends"]
+    found = list(_remedies(request, memory)) or ["  no single change is enough"]
     for line in found:
         typer.echo(line)
     return False
@@ -108,8 +108,8 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def _head(wish: Wish) -> Iterator[str]:
-    model = wish.outline()
+def _head(request: PlanRequest) -> Iterator[str]:
+    model = request.meta_model()
 
     def count(part: torch.nn.Module) -> int:
         named = part.named_parameters()
@@ -117,19 +117,19 @@ def _head(wish: Wish) -> Iterator[str]:
 
     word, unit = ("billion", 10**9) if count(model) >= 10**8 else ("million", 10**6)
     mtp = "no MTP layer" if model.mtp is None else f"{count(model.mtp) / unit:.1f} of them the MTP layer's"
-    yield f"{wish.model.resolve().name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
-    parallel = "whole experts" if wish.expert_parallel else "each expert"
-    among = f", divided by heads, {parallel} and vocabulary" if wish.gpus > 1 else ""
-    yield f"On each of {wish.gpus} GPUs{among}:" if wish.gpus > 1 else "On one GPU:"
+    yield f"{request.model.resolve().name}: {count(model) / unit:.1f} {word} parameters, {mtp}"
+    parallel = "whole experts" if request.expert_parallel else "each expert"
+    among = f", divided by heads, {parallel} and vocabulary" if request.gpus > 1 else ""
+    yield f"On each of {request.gpus} GPUs{among}:" if request.gpus > 1 else "On one GPU:"
 
 
-def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
+def _table(request: PlanRequest, plan: MemoryPlan, memory: int) -> Iterator[str]:
     alike = f"{_gb(plan.alike)} of them on every GPU alike" if plan.num_gpus > 1 else ""
     pages = f"{plan.num_pages:,} pages of {plan.page_size}"
     rows = (
         pages
-        if wish.settings["num_pages"]
-        else f"{wish.settings['max_rows']:,} rows x {wish.longest:,} tokens: {pages}"
+        if request.settings["num_pages"]
+        else f"{request.settings['max_rows']:,} rows x {request.longest:,} tokens: {pages}"
     )
     bound = f"a bound, with serve --capture-budget {plan.graphs}"
     lines = {
@@ -144,64 +144,64 @@ def _table(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
         yield f"  {name:<9}{_gb(num_bytes):>9}  {note}".rstrip()
 
 
-def _room(wish: Wish, plan: MemoryPlan, memory: int) -> Iterator[str]:
+def _room(request: PlanRequest, plan: MemoryPlan, memory: int) -> Iterator[str]:
     pages = plan.most_pages(memory)
     yield f"It fits. The cache may have {pages:,} pages (--num-pages), room at once for"
-    positions = wish.outline().config.max_position_embeddings
-    contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), wish.longest, positions])
+    positions = request.meta_model().config.max_position_embeddings
+    contexts = dict.fromkeys([*(n for n in _CONTEXTS if n < positions), request.longest, positions])
     for tokens in sorted(contexts):
         rows = plan.most_rows(memory, tokens)
         yield f"  {f'{rows:,}' if rows else 'no':>9} rows x {tokens:>7,} tokens"
 
 
-def _remedies(wish: Wish, memory: int) -> Iterator[str]:
+def _remedies(request: PlanRequest, memory: int) -> Iterator[str]:
     """What else fits, one change each."""
-    plan, model, settings = wish.plan(), wish.outline(), wish.settings
+    plan, model, settings = request.plan(), request.meta_model(), request.settings
     page_size = settings["page_size"]
     pages = plan.most_pages(memory)
-    needed = 1 + -(-wish.longest // page_size)
+    needed = 1 + -(-request.longest // page_size)
     if pages >= needed:
         waiting = f"--num-pages {pages}: requests that find no page wait"
-        yield from _if_fits(_set(wish, num_pages=pages), memory, waiting)
+        yield from _if_fits(_set(request, num_pages=pages), memory, waiting)
         if settings["num_pages"] is None:
-            rows = plan.most_rows(memory, wish.longest)
-            yield from _if_fits(_set(wish, max_rows=rows), memory, f"--max-rows {rows}")
+            rows = plan.most_rows(memory, request.longest)
+            yield from _if_fits(_set(request, max_rows=rows), memory, f"--max-rows {rows}")
     elif settings["num_pages"] is None and (tokens := (pages - 1) * page_size) >= page_size:
-        short = _set(wish, max_rows=1, max_model_len=tokens)
+        short = _set(request, max_rows=1, max_model_len=tokens)
         yield from _if_fits(short, memory, f"--max-rows 1 --max-model-len {tokens}")
     budget = plan.graphs - (plan.total - available(memory))
     if budget > 0:
         fewer = f"--capture-budget {budget}: fewer graphs are recorded"
-        yield from _if_fits(_set(wish, capture_budget=budget), memory, fewer)
-    gpus = _enough_gpus(wish, memory)
+        yield from _if_fits(_set(request, capture_budget=budget), memory, fewer)
+    gpus = _enough_gpus(request, memory)
     if gpus is not None:
-        yield f"  --gpus {gpus}" + " --expert-parallel" * wish.expert_parallel
-    by_expert = _enough_gpus(replace(wish, expert_parallel=True), memory)
+        yield f"  --gpus {gpus}" + " --expert-parallel" * request.expert_parallel
+    by_expert = _enough_gpus(replace(request, expert_parallel=True), memory)
     if by_expert is not None and (gpus is None or by_expert < gpus):
         yield f"  --gpus {by_expert} --expert-parallel"
-    if wish.dequantize:
-        yield from _if_fits(replace(wish, dequantize=False), memory, "without --dequantize")
-    elif wish.quantize is None:
-        yield from _if_fits(replace(wish, quantize="fp8"), memory, "--quantize fp8")
+    if request.dequantize:
+        yield from _if_fits(replace(request, dequantize=False), memory, "without --dequantize")
+    elif request.quantize is None:
+        yield from _if_fits(replace(request, quantize="fp8"), memory, "--quantize fp8")
     if model.mtp is not None:
-        yield from _if_fits(_set(wish, num_speculative_tokens=0), memory, "--num-speculative-tokens 0")
+        yield from _if_fits(_set(request, num_speculative_tokens=0), memory, "--num-speculative-tokens 0")
 
 
-def _set(wish: Wish, **settings: Unpack[EngineSettings]) -> Wish:
-    return replace(wish, settings={**wish.settings, **settings})
+def _set(request: PlanRequest, **settings: Unpack[EngineSettings]) -> PlanRequest:
+    return replace(request, settings={**request.settings, **settings})
 
 
-def _enough_gpus(wish: Wish, memory: int) -> int | None:
+def _enough_gpus(request: PlanRequest, memory: int) -> int | None:
     """The least number of GPUs that hold it; None: it cannot be divided among so many."""
-    for gpus in numbers_of_gpus(wish.outline(), expert_parallel=wish.expert_parallel):
-        if replace(wish, gpus=gpus).plan().fits(memory):
+    for gpus in numbers_of_gpus(request.meta_model(), expert_parallel=request.expert_parallel):
+        if replace(request, gpus=gpus).plan().fits(memory):
             return gpus
     return None
 
 
-def _if_fits(wish: Wish, memory: int, change: str) -> Iterator[str]:
+def _if_fits(request: PlanRequest, memory: int, change: str) -> Iterator[str]:
     try:
-        if wish.plan().fits(memory):
+        if request.plan().fits(memory):
             yield f"  {change}"
     except MLAError:
         return  # FP8 blocks may not be divided among so many GPUs

@@ -100,7 +100,7 @@ def _with_settings(sampling: SamplingParams, settings: dict[str, Any], name: str
     try:
         return replace(sampling, **settings)
     except MLAError as error:
-        raise MLAError(f"{name}: {error.name}", error.expected, error.got, error.mend) from error
+        raise MLAError(f"{name}: {error.name}", error.expected, error.got, error.hint) from error
 
 
 def check_text(prompt: object, name: str) -> None:
@@ -173,8 +173,8 @@ def result_writer(output_file: Path | None, input_file: Path | None, *, streamed
         raise MLAError("--output", "another file than --input", output_file)
     target = output_file.resolve()  # through a link, not over it
     if target.exists() and not target.is_file():
-        mend = "leave it out to write to stdout"
-        raise MLAError(f"--output {output_file}", "a regular file", "something else", mend)
+        hint = "leave it out to write to stdout"
+        raise MLAError(f"--output {output_file}", "a regular file", "something else", hint)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
     def write(lines: Iterable[str]) -> None:

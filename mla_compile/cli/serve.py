@@ -68,9 +68,9 @@ def _server(replicas: int | None) -> Callable[..., None]:
     except ModuleNotFoundError as error:
         if error.name not in ("httptools", "prometheus_client", "ray", "starlette", "uvicorn"):
             raise
-        mend = f"pip install 'mla-compile[{extra}]'"
+        hint = f"pip install 'mla-compile[{extra}]'"
         what = "over HTTP" if replicas is None else "replicas"
-        raise MLAError(error.name, f"the package, which serves {what}", "none", mend) from error
+        raise MLAError(error.name, f"the package, which serves {what}", "none", hint) from error
 
 
 def _read_keys(file: Path | None) -> tuple[str, ...]:

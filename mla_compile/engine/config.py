@@ -26,9 +26,9 @@ class EngineConfig(EngineFields):
         check_settings_of(self)
         known_drafter(self.drafter)
         if self.batch_invariant and not self.compile:
-            mend = "leave one of the two out"
+            hint = "leave one of the two out"
             raise MLAError(
-                "compile", "True with batch_invariant=True, which compiled steps keep", False, mend
+                "compile", "True with batch_invariant=True, which compiled steps keep", False, hint
             )
         if self.compile:
             resolve_settings(self.mode, self._options)
@@ -176,8 +176,8 @@ def config_of(config: EngineConfig | None, settings: EngineSettings) -> EngineCo
     for name in settings:
         if name not in names.values():
             near = " or ".join(names[each] for each in suggestions(name, names))
-            mend = f"did you mean {near}?" if near else "the settings are " + ", ".join(names.values())
-            raise MLAError(name, "a setting of an engine", "an unknown name", mend)
+            hint = f"did you mean {near}?" if near else "the settings are " + ", ".join(names.values())
+            raise MLAError(name, "a setting of an engine", "an unknown name", hint)
     if config is None:
         return EngineConfig(**settings)
     if not isinstance(config, EngineConfig):
@@ -198,8 +198,8 @@ def _check_model(model: object) -> None:
         "is_recurrent",
     )
     if not callable(model) or not all(hasattr(model, name) for name in needed):
-        mend = "give what `load_model` returns, or a model with all that `ServedModel` names"
-        raise MLAError("model", "a model that an engine can serve", type(model).__name__, mend)
+        hint = "give what `load_model` returns, or a model with all that `ServedModel` names"
+        raise MLAError("model", "a model that an engine can serve", type(model).__name__, hint)
 
 
 def check_positive(name: str, value: object) -> None:

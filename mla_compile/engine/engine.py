@@ -398,8 +398,8 @@ class Engine:
     def _check_idle(self, name: str) -> None:
         self._check_caches()
         if self._scheduler.has_work():
-            got, mend = f"{len(self._scheduler.requests())} under way", "wait for them, or abort them"
-            raise MLAError(name, "an engine without requests", got, mend)
+            got, hint = f"{len(self._scheduler.requests())} under way", "wait for them, or abort them"
+            raise MLAError(name, "an engine without requests", got, hint)
         while self.has_work():  # reports of requests that were aborted
             self.step()
 
@@ -408,8 +408,8 @@ class Engine:
         if self._is_closed:
             raise MLAError("engine", "one that is not closed", "a closed one", "make another")
         if not self._caches.are_in_place() or (layers and not self._caches.are_of_all_layers()):
-            mend = "make an engine after moving the model or changing its layers, and use a model's newest one only"
-            raise MLAError("model", "the caches that this engine allocated", "others", mend)
+            hint = "make an engine after moving the model or changing its layers, and use a model's newest one only"
+            raise MLAError("model", "the caches that this engine allocated", "others", hint)
 
 
 def _ranks_of(model: ServedModel) -> Ranks | None:
@@ -418,6 +418,6 @@ def _ranks_of(model: ServedModel) -> Ranks | None:
     if parallel is None or parallel.ranks is None or parallel.size == 1:
         return None
     if parallel.rank > 0:
-        got, mend = f"that of rank {parallel.rank}", "run `mla_compile.follow(model)` there"
-        raise MLAError("model", "rank 0's part, as rank 0 takes requests", got, mend)
+        got, hint = f"that of rank {parallel.rank}", "run `mla_compile.follow(model)` there"
+        raise MLAError("model", "rank 0's part, as rank 0 takes requests", got, hint)
     return parallel.ranks

@@ -323,8 +323,8 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        mend = "pip install 'mla-compile[grammar]'"
-        raise MLAError("llguidance", "the package, which matches grammars", "none", mend) from error
+        hint = "pip install 'mla-compile[grammar]'"
+        raise MLAError("llguidance", "the package, which matches grammars", "none", hint) from error
     return llguidance
 
 

@@ -66,7 +66,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of an engine whose model is divided among GPUs (see `division`).
 
-    model: on any device, the meta device say (`outline`).
+    model: on any device, the meta device say (`meta_model`).
     config: without a `capture_budget` no bytes of graphs are counted.
     argument: what `num_gpus` is called in an error.
 

@@ -163,8 +163,8 @@ class Scheduler:
         """
         capacity = (self.pool.num_pages - 1) * self.pool.page_size
         if request.max_len - 1 > capacity:
-            mend = "lower max_len or allocate more pages"
-            raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", request.max_len, mend)
+            hint = "lower max_len or allocate more pages"
+            raise MLAError("max_len", f"at most {capacity + 1}, which fill all pages", request.max_len, hint)
         request.rank = request.priority, True, next(self._numbers)
         self._wait(request)
 

@@ -45,8 +45,8 @@ def start_ranks(size: int, device: torch.device, *, expert_parallel: bool, **loa
         MLAError: fewer GPUs than processes; this process is one of others already.
     """
     if dist.is_initialized():
-        mend = "give load_model its `parallel` there"
-        raise MLAError("tensor_parallel_size", "1 in a process group of torch.distributed", size, mend)
+        hint = "give load_model its `parallel` there"
+        raise MLAError("tensor_parallel_size", "1 in a process group of torch.distributed", size, hint)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         expected = f"at most the number of GPUs, {torch.cuda.device_count()}"
         raise MLAError("tensor_parallel_size", expected, size)

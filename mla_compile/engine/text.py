@@ -85,8 +85,8 @@ class Checkpoint:
         if type(size) is not int or size < 1:
             raise MLAError("tensor_parallel_size", "a number of processes from 1 on", f"{size!r:.80}")
         if expert_parallel and size == 1:
-            mend = "give tensor_parallel_size=2, say, with it"
-            raise MLAError("expert_parallel", "more than one process", size, mend)
+            hint = "give tensor_parallel_size=2, say, with it"
+            raise MLAError("expert_parallel", "more than one process", size, hint)
         directory = directory_of(path)
         config, _ = read_config(directory)
         stop_ids = _stop_ids(directory, config.eos_token_id, config.vocab_size)

@@ -24,8 +24,8 @@ class Turn:
         if not self._lock.acquire(blocking=False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             got = f"{threading.current_thread().name} while {names.get(self._owner, 'another')} is in it"
-            mend = "run it in one thread, and hand requests over to that one"
-            raise MLAError("engine", "one thread at a time", got, mend)
+            hint = "run it in one thread, and hand requests over to that one"
+            raise MLAError("engine", "one thread at a time", got, hint)
         self._owner = threading.get_ident()
         self._depth += 1
 

@@ -49,8 +49,8 @@ class MLAAttention(nn.Module):
         """`x` `[tokens, hidden_size]` and the tokens' cos and sin to `[tokens, hidden_size]`; appends to the cache."""
         arch = self.arch
         if self.kv_cache is None:
-            mend = "call mla_compile.caches.allocate(model.cache_specs(), ...) first"
-            raise MLAError("kv_cache", "an allocated cache", "none", mend)
+            hint = "call mla_compile.caches.allocate(model.cache_specs(), ...) first"
+            raise MLAError("kv_cache", "an allocated cache", "none", hint)
         if arch.q_lora_rank is None:
             q = self.q_proj(x)
         else:

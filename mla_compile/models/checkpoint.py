@@ -12,8 +12,7 @@ from mla_compile.models import fp8
 from mla_compile.models.architecture import SAME_AS, Architecture
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.files import read_object
-from mla_compile.models.filling import Filling
-from mla_compile.models.layout import lay_side_by_side
+from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.names import (
     destinations,
     is_past_trunk,
@@ -27,6 +26,7 @@ from mla_compile.models.parallel import Parallel, check_parallel
 from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible, divide
+from mla_compile.models.weight_loader import WeightLoader
 from mla_compile.ops.fp8 import BLOCK, scale_shape
 from mla_compile.ops.peers import connect
 from mla_compile.progress import announce_if_slow
@@ -89,10 +89,10 @@ def load_model(
         )
     with together():
         model.to_empty(device=device)
-        lay_side_by_side(model)  # before they have values
-        filling = Filling(model, files, block, device)
-        with announce_if_slow("loading the checkpoint", filling.num_bytes, is_shown=is_shown) as advance:
-            filling.run(advance)
+        pack_adjacent(model)  # before they have values
+        loader = WeightLoader(model, files, block, device)
+        with announce_if_slow("loading the checkpoint", loader.num_bytes, is_shown=is_shown) as advance:
+            loader.run(advance)
     if parallel is not None and parallel.ranks is not None:
         try:
             connect(model.device)  # before any step is compiled or recorded
@@ -102,7 +102,7 @@ def load_model(
     return model.eval()
 
 
-def outline(
+def meta_model(
     path: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
@@ -260,9 +260,9 @@ def _check_quantize(quantize: object, dequantize: object, block: tuple[int, int]
     if quantize is not None and dequantize:
         raise MLAError("quantize, dequantize", "one of the two", "both", "leave one out")
     if quantize is not None and block not in (None, (BLOCK, BLOCK)):
-        mend = "leave it out: they are dequantised then"
+        hint = "leave it out: they are dequantised then"
         raise MLAError(
-            "quantize", f"weights that are plain, or FP8 in blocks of {BLOCK} x {BLOCK}", block, mend
+            "quantize", f"weights that are plain, or FP8 in blocks of {BLOCK} x {BLOCK}", block, hint
         )
 
 
@@ -270,9 +270,9 @@ def _check_layers(config: "PreTrainedConfig", files: SafetensorFiles, directory:
     """Before a layer is built: that the files have tensors of each."""
     held = layers_of(files.entries)
     if files.entries and not held:
-        mend = "save the language model itself, with no wrapper around it, by ...ForCausalLM.save_pretrained"
+        hint = "save the language model itself, with no wrapper around it, by ...ForCausalLM.save_pretrained"
         got = f"{next(iter(files.entries))!r:.80}"
-        raise MLAError(str(directory), "tensors named model.layers.0. and so on", got, mend)
+        raise MLAError(str(directory), "tensors named model.layers.0. and so on", got, hint)
     missing = next((layer for layer in range(config.num_hidden_layers) if layer not in held), None)
     if missing is not None:
         expected = (

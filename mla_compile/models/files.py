@@ -35,8 +35,8 @@ def plain_file(directory: Path, name: str) -> Path | None:
     except (OSError, RuntimeError) as error:  # pathlib raises a RuntimeError for a loop of links
         raise MLAError(str(file), "a readable file", error) from error
     if not _belongs(real, directory.resolve()):
-        mend = "put the file itself there"
-        raise MLAError(str(file), "a file inside the checkpoint's directory", f"a link to {real}", mend)
+        hint = "put the file itself there"
+        raise MLAError(str(file), "a file inside the checkpoint's directory", f"a link to {real}", hint)
     if not stat.S_ISREG(mode):
         raise MLAError(str(file), "a regular file", stat.filemode(mode))
     return real

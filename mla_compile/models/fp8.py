@@ -94,8 +94,8 @@ def block_size_of(config: Mapping[str, Any], prefix: str) -> tuple[int, int] | N
     expected = "none, or quant_method 'fp8' with weight_block_size [rows, columns]"
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method != "fp8":
-        mend = "use a checkpoint with plain or block-FP8 weights"
-        raise MLAError(name, expected, f"quant_method {method!r:.80}", mend)
+        hint = "use a checkpoint with plain or block-FP8 weights"
+        raise MLAError(name, expected, f"quant_method {method!r:.80}", hint)
     block = quantization.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n >= 1 for n in block):
         raise MLAError(name, expected, f"weight_block_size {block!r:.80}")

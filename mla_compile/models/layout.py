@@ -23,7 +23,7 @@ _ALIGNMENT = 16
 """Bytes. Kernels for weights that begin elsewhere are slower. Scales of FP8 weights are read one by one."""
 
 
-def lay_side_by_side(model: nn.Module) -> None:
+def pack_adjacent(model: nn.Module) -> None:
     """Move the weights of those layers of `model` that `SIDE_BY_SIDE` names, two at a time.
 
     Those of layers in FP8 with their scales. Left where they are: layers with a bias or of a subclass of `nn.Linear`
@@ -39,8 +39,8 @@ def lay_side_by_side(model: nn.Module) -> None:
                 first.data, second.data = both.split([len(first), len(second)])
 
 
-def lay_apart(model: nn.Module) -> None:
-    """Give the weights that `lay_side_by_side` has moved memory of their own."""
+def unpack_adjacent(model: nn.Module) -> None:
+    """Give the weights that `pack_adjacent` has moved memory of their own."""
     for first, second, _ in _pairs(model):
         if lies_before(first, second):
             with torch.inference_mode(False):

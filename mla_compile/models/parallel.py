@@ -49,8 +49,8 @@ class Parallel:
         if type(expert_parallel) is not bool:
             raise MLAError("expert_parallel", "True or False", f"{expert_parallel!r:.80}")
         if not (dist.is_available() and dist.is_initialized()):
-            mend = "start the program with torchrun, and call torch.distributed.init_process_group() first"
-            raise MLAError("Parallel", "a process group of torch.distributed", "none", mend)
+            hint = "start the program with torchrun, and call torch.distributed.init_process_group() first"
+            raise MLAError("Parallel", "a process group of torch.distributed", "none", hint)
         ranks = _ranks(dist.group.WORLD)
         return cls(ranks.rank, ranks.size, expert_parallel, ranks)
 

@@ -19,7 +19,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that are plain floats, in safetensors' words."""
 FLOAT8 = "F8_E4M3"
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1}
-_MEND = "download it again"
+_HINT = "download it again"
 _MOST_INDEX = 2**28  # bytes
 _MOST_HEADER = 100_000_000  # bytes, as in safetensors
 
@@ -63,7 +63,7 @@ class SafetensorFiles:
                     header = file.get_slice(tensor)
                     self.entries[tensor] = Entry(tuple(header.get_shape()), header.get_dtype(), file)
             except (OSError, SafetensorError) as error:
-                raise MLAError(str(path), "a readable safetensors file", error, _MEND) from error
+                raise MLAError(str(path), "a readable safetensors file", error, _HINT) from error
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU; its memory is the file's, mapped."""
@@ -88,8 +88,8 @@ def _files(directory: Path) -> dict[str, Path]:
     found = {name: plain_file(directory, name) for name in _names(directory)}
     missing = [name for name, real in found.items() if real is None]
     if missing:
-        mend = f"{_MEND}; files that are missing: {len(missing)} of {len(found)}"
-        raise MLAError(str(directory / missing[0]), f"the file that {INDEX} names", "none", mend)
+        hint = f"{_HINT}; files that are missing: {len(missing)} of {len(found)}"
+        raise MLAError(str(directory / missing[0]), f"the file that {INDEX} names", "none", hint)
     return {name: real for name, real in found.items() if real is not None}
 
 

@@ -27,7 +27,7 @@ _OTHER_FORMATS = (
 )
 _MOST_CONFIG = 2**24  # bytes
 _MOST_TOKENIZER = 2**28  # bytes
-_MEND = "name a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or give prompts as token ids"
+_HINT = "name a directory with a tokenizer.json as tokenizer (--tokenizer DIR), or give prompts as token ids"
 
 
 def _is_token(value: object) -> bool:
@@ -102,11 +102,11 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase | None":
     config = read_object(directory, _CONFIG, most=_MOST_CONFIG) or {}
     if config.get("auto_map"):
         code = f"{config['auto_map']!r:.80}, which is never run"
-        raise MLAError(f"{directory / _CONFIG}: auto_map", "a tokenizer that is no code", code, _MEND)
+        raise MLAError(f"{directory / _CONFIG}: auto_map", "a tokenizer that is no code", code, _HINT)
     text = read_text(directory, _TOKENIZER, most=_MOST_TOKENIZER)
     if text is None:
         if other := next((name for name in _OTHER_FORMATS if plain_file(directory, name)), None):
-            raise MLAError(str(directory), f"a tokenizer in {_TOKENIZER}", other, _MEND)
+            raise MLAError(str(directory), f"a tokenizer in {_TOKENIZER}", other, _HINT)
         return None
     return _tokenizer(text, _files(config, directory), directory)
 
@@ -172,7 +172,7 @@ def _tokenizer(text: str, files: dict[str, dict[str, Any]], directory: Path) -> 
         expected = (
             "a tokenizer that the tokenizers library can read, with the tokens that files beside it name"
         )
-        raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _MEND) from error
+        raise MLAError(str(directory / _TOKENIZER), expected, first_line(error), _HINT) from error
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer
 

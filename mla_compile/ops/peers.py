@@ -113,8 +113,8 @@ def connect(device: torch.device) -> Peers | None:
     if connected(device) is not None:
         return connected(device)
     if torch.cuda.is_current_stream_capturing():
-        mend = "load the model with load_model(parallel=...) first"
-        raise MLAError("connect", "to be called before a CUDA graph is recorded", "a call while one is", mend)
+        hint = "load the model with load_model(parallel=...) first"
+        raise MLAError("connect", "to be called before a CUDA graph is recorded", "a call while one is", hint)
     rank, size = dist.get_rank(), dist.get_world_size()
     if not 1 < size <= MOST_RANKS:
         return None

@@ -94,8 +94,8 @@ def _check_chunks(
 ) -> None:
     validate.row_lengths("chunk_lens", chunk_lens, num_cached, block_table, page_size)
     if not chunk_lens:
-        mend = "a batch without prompts has no prefill segment"
-        raise MLAError("chunk_lens", "at least one chunk", "none", mend)
+        hint = "a batch without prompts has no prefill segment"
+        raise MLAError("chunk_lens", "at least one chunk", "none", hint)
     validate.whole_number("num_tokens", num_tokens, 0)
     validate.whole_number("num_chunks", num_chunks, 0)
     validate.whole_number("num_keys", num_keys, 0)

@@ -71,8 +71,8 @@ class Layouts:
             if x.dtype not in _FLOATS:
                 raise MLAError(name, "float16, bfloat16, float32 or float64", _show(x))
             if kind != "float" and x.dtype != first.dtype:
-                mend = "allocate the cache in it" if layout == PAGED else "convert one of them"
-                raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), mend)
+                hint = "allocate the cache in it" if layout == PAGED else "convert one of them"
+                raise MLAError(name, f"the dtype of {first_name}, {first.dtype}", _show(x), hint)
             inference_only(name, x)
 
     def check(
@@ -97,8 +97,8 @@ class Layouts:
         if like is not None and x.device != like.device:
             raise MLAError(name, f"a tensor on {like.device}", x.device)
         if layout == PAGED and not x.is_contiguous():
-            mend = "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
-            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", mend)
+            hint = "it is written in place, so do not copy it: one layer of [layers, num_pages, ...] is contiguous"
+            raise MLAError(name, "a contiguous tensor", f"strides {x.stride()}", hint)
         sizes = self._sizes
         for dim, (word, or_1) in enumerate(dims):
             size = shape[dim]
@@ -155,8 +155,8 @@ def _show(x: Tensor) -> str:
 def inference_only(name: str, tensor: Tensor) -> None:
     """The ops have no backward; without this check, compiled code would return no gradients, silently."""
     if tensor.requires_grad and torch.is_grad_enabled():
-        mend = "the ops are for inference: call the model under torch.no_grad()"
-        raise MLAError(name, "a tensor that needs no gradient", "requires_grad=True", mend)
+        hint = "the ops are for inference: call the model under torch.no_grad()"
+        raise MLAError(name, "a tensor that needs no gradient", "requires_grad=True", hint)
 
 
 def same_size(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
@@ -183,8 +183,8 @@ def list_of(kind: type, name: str, values: object, rows: int) -> None:
     """Raises `MLAError` for anything but a list or tuple with one value of that type for each row of a table."""
     kinds = (kind, torch.SymInt) if kind is int else (kind,)
     if not isinstance(values, list | tuple) or any(type(value) not in kinds for value in values):
-        mend = ".tolist() makes one of a tensor or an array" if hasattr(values, "tolist") else ""
-        raise MLAError(name, f"a list of {kind.__name__}, one a row", shown(values), mend)
+        hint = ".tolist() makes one of a tensor or an array" if hasattr(values, "tolist") else ""
+        raise MLAError(name, f"a list of {kind.__name__}, one a row", shown(values), hint)
     if len(values) != rows:
         raise MLAError(name, f"one entry per row of block_table ({rows})", len(values))
 
@@ -228,8 +228,8 @@ def mask(mask: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     if not isinstance(mask, Tensor):
         raise MLAError("mask", "a tensor or None", type(mask).__name__)
     if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
-        mend = "True where a key is seen: convert it with .bool()"
-        raise MLAError("mask", "bool, or float to be added to the scores", _show(mask), mend)
+        hint = "True where a key is seen: convert it with .bool()"
+        raise MLAError("mask", "bool, or float to be added to the scores", _show(mask), hint)
     sizes = shape[len(shape) - mask.dim() :]
     if mask.dim() > len(shape) or any(map(_differs, mask.shape, sizes)):
         expected = f"a shape that broadcasts to [rows, heads, q_len, keys] = {list(shape)}"
@@ -258,13 +258,13 @@ def is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not is_fake(x)
 
 
-def within(name: str, what: str, x: Tensor | None, least: int, most: int, mend: str = "") -> None:
+def within(name: str, what: str, x: Tensor | None, least: int, most: int, hint: str = "") -> None:
     """Values that may be read lie between these bounds."""
     if x is None or not is_readable(x) or x.numel() == 0:
         return
     low, high = (int(bound) for bound in x.aminmax())
     if low < least or high > most:
-        raise MLAError(name, f"{what} in [{least}, {most}]", f"[{low}, {high}]", mend if high > most else "")
+        raise MLAError(name, f"{what} in [{least}, {most}]", f"[{low}, {high}]", hint if high > most else "")
 
 
 def slots(name: str, x: Tensor, kv_cache: Tensor) -> None:
@@ -317,8 +317,8 @@ def page_size(page_size: int, kv_cache: Tensor) -> None:
     """The batch was built for pages as large as those of the cache; where that size is a symbol, compiled code asks."""
     size = kv_cache.shape[1]
     if not same_size(size, page_size):
-        mend = f"build the batch with page_size={size_hint(size)}"
-        raise MLAError("batch.page_size", f"that of kv_cache, {size_hint(size)}", page_size, mend)
+        hint = f"build the batch with page_size={size_hint(size)}"
+        raise MLAError("batch.page_size", f"that of kv_cache, {size_hint(size)}", page_size, hint)
     torch._check(size == page_size)  # also where one of the two is fixed, which `same_size` leaves open
 
 
@@ -387,8 +387,8 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
         return
     sizes.check("host_lens", prefill.host_lens, "rows, 2", dtype=torch.int32)
     if prefill.host_lens.device.type != "cpu":
-        mend = "keep a CPU copy of the lengths: reading them from the device would stall it"
-        raise MLAError(f"{prefix}host_lens", "a CPU tensor", prefill.host_lens.device, mend)
+        hint = "keep a CPU copy of the lengths: reading them from the device would stall it"
+        raise MLAError(f"{prefix}host_lens", "a CPU tensor", prefill.host_lens.device, hint)
     lengths(prefix, prefill.seq_lens, prefill.block_table, kv_cache)
     chunk_lengths(prefix, prefill)
     if is_readable(kv_cache):
@@ -410,9 +410,9 @@ def _slots_follow(
     wrong = (got != expected) & (got != -1)
     if wrong.any():
         token = int(wrong.nonzero()[0])
-        mend = "build the segment with decode_segment, prefill_segment or pack_batch"
+        hint = "build the segment with decode_segment, prefill_segment or pack_batch"
         place = f"{int(expected[token])} or -1 for token {token}, by block_table"
-        raise MLAError(f"{prefix}slot_mapping", place, int(got[token]), mend)
+        raise MLAError(f"{prefix}slot_mapping", place, int(got[token]), hint)
 
 
 def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
@@ -441,5 +441,5 @@ def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
     if shared.numel():
         page = int(shared[0])
         expected = "one place in the tables for a page that is written to"
-        mend = "give every row pages of its own; rows may share full pages that they only read"
-        raise MLAError("batch: block_table", expected, f"page {page} in {int(times_held[page])} places", mend)
+        hint = "give every row pages of its own; rows may share full pages that they only read"
+        raise MLAError("batch: block_table", expected, f"page {page} in {int(times_held[page])} places", hint)

@@ -76,8 +76,8 @@ def make_batch_invariant(gm: fx.GraphModule, example_inputs: Sequence[Any] = ())
         elif namespace not in (None, "aten", "prims"):
             raise _refused(node, f"the op {target}", "write it with torch functions")
         elif (name in _REFUSED or name.startswith(("linalg_", "fft_"))) and _is_float(node):
-            mend = "write it with F.linear, sums along the last dimension and elementwise functions"
-            raise _refused(node, f"`{name}`", _ATTENTION_MEND if name in _ATTENTION else mend)
+            hint = "write it with F.linear, sums along the last dimension and elementwise functions"
+            raise _refused(node, f"`{name}`", _ATTENTION_HINT if name in _ATTENTION else hint)
         elif name in _RULES:
             _replace(node, name)
     return gm
@@ -99,16 +99,16 @@ def _replace(node: fx.Node, name: str) -> None:
     node.graph.erase_node(node)
 
 
-def _refused(node: fx.Node, what: str, mend: str = "") -> MLAError:
+def _refused(node: fx.Node, what: str, hint: str = "") -> MLAError:
     got = f"{what} in {where(node)}"
-    return MLAError("batch_invariant", "calls whose bits can be made independent of the batch", got, mend)
+    return MLAError("batch_invariant", "calls whose bits can be made independent of the batch", got, hint)
 
 
 def _ask(node: fx.Node, target: Any) -> None:
     """Tell an op of ours, where it can be told."""
     if target in (masked_decode_op, attention_op):
-        mend = "use `mla_compile.mla_attention` and the backend's own passes"
-        raise _refused(node, f"the op {target}", mend)
+        hint = "use `mla_compile.mla_attention` and the backend's own passes"
+        raise _refused(node, f"the op {target}", hint)
     if target is matmul_by_head_op:
         node.target = matmul_op  # of the same arguments
         set_example_value(node, fake_mode_of(node))
@@ -131,10 +131,10 @@ def _check_weights(node: fx.Node, weights: Any) -> None:
     """An element's bits may depend on how many columns the right side has: those must not be tokens."""
     shape = tensor_of(weights).shape
     if not all(isinstance(size, int) for size in shape):
-        mend = (
+        hint = (
             "weights stand on the right, and are parameters, buffers or marked by torch._dynamo.mark_static"
         )
-        raise _refused(node, f"a product by {list(shape)}, whose sizes vary,", mend)
+        raise _refused(node, f"a product by {list(shape)}, whose sizes vary,", hint)
 
 
 def _linear_of(x: Any, weight: Any, bias: Any) -> Any:
@@ -257,7 +257,7 @@ _RULES: dict[Any, tuple[tuple[str, ...], _Rule]] = {
 """By torch's function, or the name of it and of a method: its arguments' names, and what is done with a call."""
 
 _ATTENTION = {"scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"}
-_ATTENTION_MEND = "attention is `mla_compile.mla_attention`"
+_ATTENTION_HINT = "attention is `mla_compile.mla_attention`"
 _WITHOUT_A_RULE = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution
     addmm addbmm baddbmm addmv mv dot vdot inner tensordot bilinear trace einsum

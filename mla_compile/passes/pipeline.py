@@ -18,7 +18,6 @@ from torch import fx
 
 from mla_compile.errors import MLAError
 from mla_compile.passes.absorb_mla import absorb_mla
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.emit import fake_mode_in, set_example_value
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_linear import fuse_linear
@@ -31,6 +30,7 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import has_value, namespace_of, op_name
 from mla_compile.passes.plan_decode import plan_decode
+from mla_compile.passes.remove_noops import remove_noops
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import trace_graph
@@ -49,7 +49,7 @@ PASSES: list[Pass] = [
     fuse_rms_norm,  # after all that look for a norm's operations, or for what reads a norm
     fuse_all_reduce,  # after it: it looks for what it makes
     fuse_linear,  # the others look for single products
-    drop_idle,  # of what all of these leave, before those that want a norm and its reader side by side
+    remove_noops,  # of what all of these leave, before those that want a norm and its reader side by side
     fuse_norm_router,  # after `fuse_all_reduce`, which may take the norm
     fuse_norm_linear,  # after `fuse_linear`: it looks for what it makes
 ]
@@ -177,5 +177,5 @@ def _blamed(name: str, expected: str) -> Iterator[None]:
         failure.args = (f"{failure} (in pass {name})",)  # Dynamo shows no notes
         raise
     except Exception as failure:
-        mend = "mend it, or leave it out of options={'passes': [...]}"
-        raise MLAError(f"pass {name}", expected, f"{type(failure).__name__}: {failure}", mend) from failure
+        hint = "fix it, or leave it out of options={'passes': [...]}"
+        raise MLAError(f"pass {name}", expected, f"{type(failure).__name__}: {failure}", hint) from failure

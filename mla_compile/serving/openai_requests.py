@@ -246,8 +246,8 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, name: str, *, speci
 
 def _encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> list[int]:
     if tokenizer.chat_template is None:
-        mend = "use /v1/completions"
-        raise BadRequest(f"messages: the model's tokenizer has no chat template; {mend}", "messages")
+        hint = "use /v1/completions"
+        raise BadRequest(f"messages: the model's tokenizer has no chat template; {hint}", "messages")
     given = [
         message.model_dump(include={"role", "content", "name"}, exclude_none=True) for message in messages
     ]

@@ -231,9 +231,9 @@ def select_drafter(drafter: DrafterName | DrafterKind | None, *, has_mtp: bool) 
     if kind is None:
         return next(kind for kind in DRAFTERS if kind.serves(has_mtp=has_mtp))
     if not kind.serves(has_mtp=has_mtp):
-        mend = "load a checkpoint with one"
+        hint = "load a checkpoint with one"
         raise MLAError(
-            "drafter", f"{ANY_MODEL!r} or None for a model without an MTP layer", repr(kind.name), mend
+            "drafter", f"{ANY_MODEL!r} or None for a model without an MTP layer", repr(kind.name), hint
         )
     return kind
 

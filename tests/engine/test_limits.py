@@ -86,9 +86,9 @@ def test_a_name_that_is_no_setting_is_refused_with_those_near_it(seed: int) -> N
         ("foo", "the settings are num_speculative_tokens, "),
     ],
 )
-def test_another_programs_word_leads_to_ours_and_a_strange_one_to_all(wrong: str, mend: str) -> None:
+def test_another_programs_word_leads_to_ours_and_a_strange_one_to_all(wrong: str, hint: str) -> None:
     settings: Any = {wrong: 1}
-    with pytest.raises(MLAError, match=rf"^{wrong}: .*; {mend}"):
+    with pytest.raises(MLAError, match=rf"^{wrong}: .*; {hint}"):
         config_of(None, settings)
 
 

@@ -9,7 +9,7 @@ from mla_compile import Engine
 from mla_compile.engine import EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.models import load_model
-from mla_compile.models.checkpoint import outline
+from mla_compile.models.checkpoint import meta_model
 from tests.models import published
 from tests.models.small import glm_config, reference_model, reference_mtp_layer, save, v2_config, v3_config
 from tests.models_for_tests import caches_of
@@ -39,7 +39,7 @@ def test_weights_and_cache_of_a_loaded_model_are_as_planned(
     model = load_model(checkpoint, dtype=dtype, quantize=quantize)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(model)}
     config = EngineConfig(max_rows=3, max_model_len=50, page_size=4, compile=False)
-    sketch = outline(checkpoint, dtype=dtype, mtp=model.has_mtp, quantize=quantize)
+    sketch = meta_model(checkpoint, dtype=dtype, mtp=model.has_mtp, quantize=quantize)
     plan = plan_memory(sketch, config)
     assert plan.weights == sum(storages.values())
     engine = Engine(model, config)
@@ -70,7 +70,7 @@ def _whole(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_parameters_are_as_many_as_published(name: str, trunk: float, mtp: float, tmp_path: Path) -> None:
     """Billions. DeepSeek speaks of 671 and of 11.5, embedding and head not counted twice: 685 in the files."""
     (tmp_path / "config.json").write_text(getattr(published, name))
-    model = outline(tmp_path, dtype=torch.bfloat16)
+    model = meta_model(tmp_path, dtype=torch.bfloat16)
     counts = {name: x.numel() / 1e9 for name, x in model.named_parameters() if "scale" not in name}
     of_mtp = sum(count for name, count in counts.items() if name.startswith("mtp."))
     assert sum(counts.values()) - of_mtp == pytest.approx(trunk, rel=2e-3)
@@ -86,7 +86,7 @@ def test_what_is_divided_adds_up_to_what_one_gpu_would_hold(
     name: str, expert_parallel: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(getattr(published, name))
-    model = outline(tmp_path, dtype=torch.bfloat16)
+    model = meta_model(tmp_path, dtype=torch.bfloat16)
     one, *others = (
         plan_memory(model, EngineConfig(), size, expert_parallel=expert_parallel) for size in (1, 2, 4)
     )
@@ -102,7 +102,7 @@ def test_what_is_divided_adds_up_to_what_one_gpu_would_hold(
 
 def test_the_pages_that_fit_are_the_most_that_do(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(published.GLM_4_7_FLASH)
-    model = outline(tmp_path, dtype=torch.bfloat16)
+    model = meta_model(tmp_path, dtype=torch.bfloat16)
     memory = 80 * 10**9
     most = plan_memory(model, EngineConfig()).most_pages(memory)
     for pages in (most, most + 1):
@@ -115,7 +115,7 @@ def test_the_pages_that_fit_are_the_most_that_do(tmp_path: Path) -> None:
 
 def test_graphs_are_counted_as_their_budget_and_steps_by_their_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(published.GLM_4_7_FLASH)
-    model = outline(tmp_path, dtype=torch.bfloat16)
+    model = meta_model(tmp_path, dtype=torch.bfloat16)
     plain, bounded = (plan_memory(model, EngineConfig(capture_budget=n)) for n in (None, 2**30))
     assert (plain.graphs, bounded.graphs) == (0, 2**30)
     assert bounded.total - plain.total == 2**30

@@ -1,4 +1,4 @@
-"""`lay_side_by_side`: whose weights move, and that nothing but their place in memory changes."""
+"""`pack_adjacent`: whose weights move, and that nothing but their place in memory changes."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.models import load_model
-from mla_compile.models.layout import SIDE_BY_SIDE, lay_apart, lay_side_by_side
+from mla_compile.models.layout import SIDE_BY_SIDE, pack_adjacent, unpack_adjacent
 from mla_compile.ops.side_by_side import lies_before
 from tests.models_for_tests import tiny_model
 
@@ -46,7 +46,7 @@ def test_a_model_stays_as_it_is_but_for_where_weights_lie() -> None:
     before = [(name, id(p), p.requires_grad, p.stride()) for name, p in model.named_parameters()]
     moving = {name for names in SIDE_BY_SIDE for name in names}
     others = {k: v for k, v in addresses(model).items() if moving.isdisjoint(k.split("."))}
-    lay_side_by_side(model)
+    pack_adjacent(model)
     # Attention of two layers and the MTP layer; a dense MLP, and the shared experts of the other two layers.
     assert len(pairs_of(model)) == 6 and all(lies_before(*pair) for pair in pairs_of(model))
     assert [(name, id(p), p.requires_grad, p.stride()) for name, p in model.named_parameters()] == before
@@ -58,37 +58,37 @@ def test_a_model_stays_as_it_is_but_for_where_weights_lie() -> None:
 
 def test_a_second_call_moves_nothing_and_weights_that_a_conversion_parts_are_laid_again() -> None:
     model = tiny_model(torch.float32)
-    lay_side_by_side(model)
+    pack_adjacent(model)
     laid = addresses(model)
-    lay_side_by_side(model)
+    pack_adjacent(model)
     assert addresses(model) == laid
     model.double()
     assert not any(lies_before(*pair) for pair in pairs_of(model))
-    lay_side_by_side(model)
+    pack_adjacent(model)
     assert all(lies_before(*pair) for pair in pairs_of(model))
 
 
 def test_apart_they_have_memory_of_their_own() -> None:
     model = tiny_model(torch.float32)
     values = copy.deepcopy(model.state_dict())
-    lay_side_by_side(model)
-    lay_apart(model)
+    pack_adjacent(model)
+    unpack_adjacent(model)
     parameters = list(model.parameters())
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     where = addresses(model)
-    lay_apart(model)
+    unpack_adjacent(model)
     assert addresses(model) == where
 
 
 def test_weights_that_were_laid_are_trained() -> None:
     with torch.inference_mode():
         module = copy.deepcopy(mlp())
-        lay_side_by_side(module)
+        pack_adjacent(module)
     assert not is_laid(module), "parameters of inference mode stay"
     module = mlp()
     with torch.inference_mode():
-        lay_side_by_side(module)
+        pack_adjacent(module)
     assert is_laid(module)
     (module.gate_proj(torch.ones(2, 16)).sum() + module.up_proj(torch.ones(2, 16)).sum()).backward()
     before = module.up_proj.weight.detach().clone()
@@ -207,14 +207,14 @@ def unaligned() -> nn.Module:
 def test_what_is_left(make: Callable[[], nn.Module]) -> None:
     module = make()
     before = addresses(module)
-    lay_side_by_side(module)
-    lay_apart(module)
+    pack_adjacent(module)
+    unpack_adjacent(module)
     assert addresses(module) == before
 
 
 def test_layers_that_are_registered_twice_are_laid_once() -> None:
     module = mlp()
-    lay_side_by_side(nn.ModuleList([module, module, nn.Sequential(module)]))
+    pack_adjacent(nn.ModuleList([module, module, nn.Sequential(module)]))
     assert is_laid(module)
 
 

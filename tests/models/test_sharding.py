@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mla_compile import MLAError
 from mla_compile.models import MLAForCausalLM
-from mla_compile.models.checkpoint import outline
+from mla_compile.models.checkpoint import meta_model
 from mla_compile.models.fp8 import put_fp8_layers
 from mla_compile.models.layers import MLP
 from mla_compile.models.moe import Experts
@@ -26,7 +26,7 @@ from tests.models.small import CONFIGS, randomize, v3_config
 def published_model(name: str, **settings: object) -> MLAForCausalLM:
     with TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(getattr(published, name))
-        return outline(directory, dtype=torch.bfloat16, **settings)
+        return meta_model(directory, dtype=torch.bfloat16, **settings)
 
 
 def part(model: MLAForCausalLM, name: str, rank: int, size: int) -> torch.Tensor:
@@ -197,14 +197,14 @@ def test_fp8_shards_end_at_blocks() -> None:
     check_divisible(cut, 2, expert_parallel=True)
 
 
-def test_an_outline_is_what_a_config_names(tmp_path: Path) -> None:
+def test_a_meta_model_is_what_a_config_names(tmp_path: Path) -> None:
     assert published_model("KIMI_K2").mtp is None
     assert published_model("DEEPSEEK_V3").mtp is not None
     assert published_model("DEEPSEEK_V3", mtp=False).mtp is None
     other = json.loads(published.DEEPSEEK_V3)
     other["quantization_config"]["weight_block_size"] = [64, 64]
     (tmp_path / "config.json").write_text(json.dumps(other))
-    dtypes = {parameter.dtype for parameter in outline(tmp_path).parameters()}
+    dtypes = {parameter.dtype for parameter in meta_model(tmp_path).parameters()}
     assert dtypes == {torch.float32}, "other blocks are dequantised"
     with pytest.raises(MLAError, match="quantize: expected weights that are plain"):
-        outline(tmp_path, quantize="fp8")
+        meta_model(tmp_path, quantize="fp8")

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from mla_compile import MLAError, Parallel, load_model
-from mla_compile.models.filling import Filling
+from mla_compile.models.weight_loader import WeightLoader
 
 
 def outcome(path: Path, device: str = "cpu") -> str:
@@ -32,7 +32,9 @@ def main() -> None:
         own = folder / f"{name} of {rank}"  # each process may have files of its own
         said.append(outcome(own if own.exists() else folder / name))
     with (
-        patch.object(Filling, "run", side_effect=OSError("the disk is gone")) if rank == 1 else nullcontext()
+        patch.object(WeightLoader, "run", side_effect=OSError("the disk is gone"))
+        if rank == 1
+        else nullcontext()
     ):
         said.append(outcome(folder / job["checkpoints"][0]))
     said.append(outcome(folder / job["checkpoints"][0], "cpu" if rank == 0 else "nowhere"))

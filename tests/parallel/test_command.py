@@ -219,7 +219,7 @@ def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "mended", "expected"),
     [
-        ("models.filling.Filling.run", "os._exit(9)", "rank 1 of 2 is gone; rank 0 ends with it"),
+        ("models.weight_loader.WeightLoader.run", "os._exit(9)", "rank 1 of 2 is gone; rank 0 ends with it"),
         ("models.checkpoint.connect", "1 / 0", "rank 1: division by zero"),
     ],
     ids=["one dies while it loads", "one alone fails"],

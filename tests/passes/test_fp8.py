@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mla_compile.models.fp8 import FP8Experts, FP8Linear
-from mla_compile.models.layout import lay_side_by_side
+from mla_compile.models.layout import pack_adjacent
 from mla_compile.ops.fp8 import quantize
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
@@ -41,7 +41,7 @@ class Layer(nn.Module):
         self.gate_proj, self.up_proj = (FP8Linear(HIDDEN, shared * intermediate) for _ in range(2))
         self.down_proj = FP8Linear(shared * intermediate, HIDDEN)
         fill(self)
-        lay_side_by_side(self)
+        pack_adjacent(self)
 
     def forward(self, x: Tensor) -> Tensor:
         ids = torch.arange(2 * len(x), device=x.device).view(-1, 2) % EXPERTS

@@ -13,16 +13,16 @@ from torch import Tensor, fx, nn
 
 from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.models.layout import lay_side_by_side
+from mla_compile.models.layout import pack_adjacent
 from mla_compile.ops.rms_norm import fused_rms_norm
 from mla_compile.ops.side_by_side import lies_before
 from mla_compile.passes import pipeline
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
+from mla_compile.passes.remove_noops import remove_noops
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
 from tests.passes.capture import Capture, nodes_of, ops
@@ -347,7 +347,7 @@ def test_a_gradient_that_is_wanted_is_computed() -> None:
 
 
 def test_few_passes_come_after_it_and_it_leaves_cpus_alone() -> None:
-    assert pipeline.PASSES[-4:] == [fuse_linear, drop_idle, fuse_norm_router, fuse_norm_linear]
+    assert pipeline.PASSES[-4:] == [fuse_linear, remove_noops, fuse_norm_router, fuse_norm_linear]
     capture = Capture([fuse_linear])
     torch.compile(Two(gate_and_up), backend=capture, fullgraph=True)(torch.randn(5, K))
     assert not is_joined(capture.after[0])
@@ -412,7 +412,7 @@ EVERYWHERE = [
 @pytest.mark.long
 def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader("glm4_moe_lite", num_hidden_layers=2)
-    lay_side_by_side(reader.model)
+    pack_adjacent(reader.model)
     reader.prefill([5, 1, 9, 2])
     capture, stock_run = Capture(EVERYWHERE), TransformersTarget.forward
     compiled = torch.compile(
@@ -434,7 +434,7 @@ def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
     monkeypatch.setattr(pipeline, "PASSES", EVERYWHERE)
     settings = {"max_rows": 2, "max_model_len": 64, "page_size": 4}
     model = tiny_model(torch.float32)
-    lay_side_by_side(model)
+    pack_adjacent(model)
     engine = Engine(model, num_speculative_tokens=2, batch_invariant=batch_invariant, **settings)
     prompts, requests = [[1, 2, 3], [4, 5]], []
     with caplog.at_level(logging.INFO, logger="mla_compile.passes.fuse_linear"):

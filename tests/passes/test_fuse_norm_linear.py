@@ -14,13 +14,13 @@ from mla_compile.ops.fp8_linear import fp8_linear
 from mla_compile.ops.norm_rope import rms_norm
 from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import tensor_of, torch_name
+from mla_compile.passes.remove_noops import remove_noops
 from tests.passes.capture import Capture, nodes_of, ops
 from tests.passes.test_fp8 import fill
 
@@ -28,7 +28,7 @@ K, FIRST, SECOND = 16, 24, 8
 NORM, LINEAR, NORM_LINEAR = (
     partial(graph_pass, require_kernel=False) for graph_pass in (fuse_rms_norm, fuse_linear, fuse_norm_linear)
 )
-FUSE = [NORM, LINEAR, drop_idle, NORM_LINEAR]
+FUSE = [NORM, LINEAR, remove_noops, NORM_LINEAR]
 
 
 class Layer(nn.Module):

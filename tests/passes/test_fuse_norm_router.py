@@ -12,18 +12,18 @@ from mla_compile.ops.norm_rope import rms_norm
 from mla_compile.ops.rms_norm import add_rms_norm_op
 from mla_compile.ops.routing import moe_router
 from mla_compile.passes import PASSES
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
 from mla_compile.passes.nodes import tensor_of, torch_name
+from mla_compile.passes.remove_noops import remove_noops
 from tests.passes.capture import Capture, nodes_of, ops
 
 K, EXPERTS = 16, 8
 FUSE = [
     partial(fuse_rms_norm, require_kernel=False),
-    drop_idle,
+    remove_noops,
     partial(fuse_norm_router, require_kernel=False),
 ]
 

@@ -162,14 +162,14 @@ class EngineActor:
 
 def _check_columns(batch: object) -> None:
     if not isinstance(batch, pa.Table):
-        mend = 'call map_batches(..., batch_format="pyarrow")'
-        raise MLAError("batch_format", "Arrow tables", type(batch).__name__, mend)
+        hint = 'call map_batches(..., batch_format="pyarrow")'
+        raise MLAError("batch_format", "Arrow tables", type(batch).__name__, hint)
     if not any(name in batch.column_names for name in _PROMPTS):
         raise MLAError("batch", f"a column {' or '.join(_PROMPTS)}", ", ".join(batch.column_names) or "none")
     taken = [name for name in _RESULTS.names if name in batch.column_names]
     if taken:
-        mend = "rename them with Dataset.rename_columns"
-        raise MLAError("batch", "no column that completions add", ", ".join(taken), mend)
+        hint = "rename them with Dataset.rename_columns"
+        raise MLAError("batch", "no column that completions add", ", ".join(taken), hint)
 
 
 def _result(index: int, completion: Completion) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mla_compile.integrations.transformers.accelerated import Accelerated
 from mla_compile.integrations.transformers.generation import AcceleratedGeneration
 from mla_compile.integrations.transformers.mtp import MissingMtpLayer, mtp_layer
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.models.layout import lay_apart, lay_side_by_side
+from mla_compile.models.layout import pack_adjacent, unpack_adjacent
 from mla_compile.speculate.drafter import known_drafter
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ def accelerate(
     accelerated = Accelerated(target, replace(config, max_model_len=room))
     earlier = _take_off(model)
     if earlier is not None and earlier.target.mtp_layer is not accelerated.target.mtp_layer:
-        lay_apart(earlier.target)  # an MTP layer that serves no more among them
-        lay_side_by_side(accelerated.target)
+        unpack_adjacent(earlier.target)  # an MTP layer that serves no more among them
+        pack_adjacent(accelerated.target)
     own = type(model)
     # `generate` looks its loops up on the class. The name stays, as saving a model writes it down.
     model.__class__ = type(own.__name__, (AcceleratedGeneration, own), {"__module__": own.__module__})
@@ -92,7 +92,7 @@ def restore(model: PreTrainedModel) -> None:
     """
     accelerated = _take_off(model)
     if accelerated is not None:
-        lay_apart(accelerated.target)
+        unpack_adjacent(accelerated.target)
 
 
 def _take_off(model: PreTrainedModel) -> Accelerated | None:

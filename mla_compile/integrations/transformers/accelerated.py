@@ -8,7 +8,7 @@ from mla_compile.engine import CaptureReport, Completion, Engine, EngineConfig
 from mla_compile.errors import MLAError
 from mla_compile.integrations.transformers.generate_call import GenerateCall
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.models.layout import lay_side_by_side
+from mla_compile.models.layout import pack_adjacent
 
 
 class Accelerated:
@@ -62,5 +62,5 @@ class Accelerated:
     def _made(self, config: EngineConfig) -> Engine:
         """An engine, and weights that lie as it likes them; `model.to` lays them elsewhere."""
         engine = Engine(self.target, config)
-        lay_side_by_side(self.target)
+        pack_adjacent(self.target)
         return engine

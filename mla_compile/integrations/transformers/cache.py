@@ -48,8 +48,8 @@ class LatentLayer(CacheLayerMixin):
     def take(self) -> tuple[Tensor, Tensor]:
         """What `update` kept. It keeps it no longer: a tensor left here would become an output of the graph."""
         if self._incoming is None:
-            mend = "call it outside of generate's processors, criteria and streamers"
-            raise MLAError("past_key_values", "the cache of the model's own generate", "another", mend)
+            hint = "call it outside of generate's processors, criteria and streamers"
+            raise MLAError("past_key_values", "the cache of the model's own generate", "another", hint)
         incoming, self._incoming = self._incoming, None
         return incoming
 

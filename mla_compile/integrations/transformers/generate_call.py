@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 UNDO = "or take mla-compile off with mla_compile.integrations.transformers.restore(model)"
-"""How to mend what we refuse and stock transformers does."""
+"""How to fix what we refuse and stock transformers does."""
 _COMPILED = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
@@ -110,8 +110,8 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     if not bool(live.any(dim=-1).all()):
         raise MLAError("attention_mask", "a token in every row", "a row of padding only")
     if bool((live[:, :-1] & ~live[:, 1:]).any()) or not bool(live[:, -1].all()):
-        mend = "set tokenizer.padding_side = 'left'"
-        raise MLAError("attention_mask", "zeros only at the start of a row", "zeros after a token", mend)
+        hint = "set tokenizer.padding_side = 'left'"
+        raise MLAError("attention_mask", "zeros only at the start of a row", "zeros after a token", hint)
     positions = model_kwargs.get("position_ids")
     usual = (live.long().cumsum(dim=-1) - 1).masked_fill(~live, 0)
     if positions is not None and not bool(((positions == usual) | ~live).all()):

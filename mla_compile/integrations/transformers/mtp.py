@@ -57,9 +57,9 @@ class LongcatMtpLayer(nn.Module):
             for name, parameter in layer.named_parameters():
                 published = _published_name(name)
                 if published not in files.entries:
-                    mend = "or load a checkpoint with the MTP layer's weights"
+                    hint = "or load a checkpoint with the MTP layer's weights"
                     expected = f"{ANY_MODEL!r} for a checkpoint without {published}"
-                    raise MissingMtpLayer("drafter", expected, "'mtp'", mend)
+                    raise MissingMtpLayer("drafter", expected, "'mtp'", hint)
                 entry = files.entries[published]
                 if entry.shape != parameter.shape or entry.dtype not in FLOATS:
                     raise MLAError(published, f"float {list(parameter.shape)}", entry)
@@ -133,8 +133,8 @@ def mtp_layer(model: PreTrainedModel, mtp: nn.Module | None) -> nn.Module | None
             return None
         if not model.config.name_or_path:
             expected = "a model that was loaded from a checkpoint, whose MTP layer is loaded from there too"
-            mend = f"give the layer as mtp, or drafter={ANY_MODEL!r}"
-            raise MissingMtpLayer("mtp", expected, "a model without one", mend)
+            hint = f"give the layer as mtp, or drafter={ANY_MODEL!r}"
+            raise MissingMtpLayer("mtp", expected, "a model without one", hint)
         mtp = _load(model)
     if isinstance(mtp, LongcatMtpLayer):
         return mtp

@@ -186,11 +186,11 @@ def check_model(model: Any) -> None:
     _check_whole(model)
     layers = attention_layers(model)
     if not layers or not hasattr(model, "get_decoder"):
-        mend = "docs/transformers.md has the families"
-        raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, mend)
+        hint = "docs/transformers.md has the families"
+        raise MLAError("model", "a transformers model with MLA attention", type(model).__name__, hint)
     if model.get_output_embeddings() is None:
-        mend = "load it with AutoModelForCausalLM"
-        raise MLAError("model", "a model with a head that gives logits", type(model).__name__, mend)
+        hint = "load it with AutoModelForCausalLM"
+        raise MLAError("model", "a model with a head that gives logits", type(model).__name__, hint)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise MLAError("model", "all parameters on one device", ", ".join(sorted(devices)))
@@ -200,8 +200,8 @@ def check_model(model: Any) -> None:
         up = layer.kv_b_proj
         if type(up) is not nn.Linear or not up.weight.is_floating_point() or "bias" in up.state_dict():
             expected = "kv_b_proj to be a plain floating-point torch.nn.Linear without bias"
-            mend = "merge adapters and dequantise first: attention reads its weight"
-            raise MLAError("model", expected, up, mend)
+            hint = "merge adapters and dequantise first: attention reads its weight"
+            raise MLAError("model", expected, up, hint)
         if up._forward_hooks or up._forward_pre_hooks:
             raise MLAError(
                 "model", "no hooks on kv_b_proj, whose forward is not called", "some", "remove them"
@@ -214,5 +214,5 @@ def _check_whole(model: Any) -> None:
     divided = getattr(model, "_device_mesh", None) is not None
     if divided or any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):  # DTensors
         got = f"a {type(model).__name__} that is divided among processes"
-        mend = "load it on one GPU, without tp_plan and distributed_config; or use load_model"
-        raise MLAError("model", "a model that is whole in this process", got, mend)
+        hint = "load it on one GPU, without tp_plan and distributed_config; or use load_model"
+        raise MLAError("model", "a model that is whole in this process", got, hint)

@@ -219,6 +219,6 @@ def _options(peers: Peers, x: Tensor, block: int) -> dict[str, Any]:
 def _peers(x: Tensor) -> Peers:
     peers = shared.connected(x.device)
     if peers is None:
-        mend = "load the model with load_model(parallel=...)"
-        raise MLAError("collectives", "GPUs that share memory", "none that are connected", mend)
+        hint = "load the model with load_model(parallel=...)"
+        raise MLAError("collectives", "GPUs that share memory", "none that are connected", hint)
     return peers

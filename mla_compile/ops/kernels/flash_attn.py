@@ -13,7 +13,7 @@ from mla_compile.ops.kernels.keys import expanded_keys
 from mla_compile.ops.operands import PrefillOperands
 from mla_compile.ops.softmax import in_parts
 
-# An argument of its own that its compiler does not know; nothing that a user could mend.
+# An argument of its own that its compiler does not know; nothing that a user could fix.
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 
 _GAP = 144

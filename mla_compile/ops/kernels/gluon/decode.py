@@ -86,8 +86,8 @@ def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fix
     """Launch `narrow_kernel` with so many query rows at a time, or for 0 `wide_kernel`; fixed: over fixed splits."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     if kv_cache.data_ptr() % 16:
-        mend = "give it storage of its own, or name another backend"
-        raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), mend)
+        hint = "give it storage of its own, or name another backend"
+        raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), hint)
     heads, page_size = q_latent.shape[1], kv_cache.shape[1]
     rows, most_keys = block_table.shape[0], block_table.shape[1] * page_size
     q_blocks = triton.cdiv(q_len * heads, narrow_rows or ROWS.value)

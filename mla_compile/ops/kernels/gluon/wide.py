@@ -59,9 +59,9 @@ class _Shared(NamedTuple):
     told: Any
     loaded: Any
     used: Any
-    has_told: Any
+    row_max_ready: Any
     has_weights: Any
-    took_weights: Any
+    weights_consumed: Any
     has_queries: Any
 
 
@@ -173,7 +173,7 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
             part = gl.load(inputs.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
             shared.queries.index(zero).slice(quarter * QUARTER, QUARTER, dim=1).store(part)
         # The rotary part stays in registers; it gets there through the place of the weights.
-        mbarrier.wait(shared.took_weights.index(mine), (i & 1) ^ 1)
+        mbarrier.wait(shared.weights_consumed.index(mine), (i & 1) ^ 1)
         shared.weights.index(mine).store(
             gl.load(inputs.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0)
         )
@@ -222,8 +222,8 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
 
             shared.told.index(mine).store(gl.max(scores, 1))
             barrier()
-            mbarrier.arrive(shared.has_told.index(mine), count=1)
-            mbarrier.wait(shared.has_told.index(other), phase)
+            mbarrier.arrive(shared.row_max_ready.index(mine), count=1)
+            mbarrier.wait(shared.row_max_ready.index(other), phase)
             new_top = gl.maximum(
                 shared.told.index(zero).load(s_rows), shared.told.index(1 + zero).load(s_rows)
             )
@@ -234,7 +234,7 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
             total = total * decay + gl.sum(weights, 1)
             top = new_top
 
-            mbarrier.wait(shared.took_weights.index(mine), phase ^ 1)
+            mbarrier.wait(shared.weights_consumed.index(mine), phase ^ 1)
             shared.weights.index(mine).store(weights.to(gl.bfloat16))
             acc = acc * gl.convert_layout(decay, o_rows)[:, None]
             fence_async_shared()
@@ -255,13 +255,13 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
             acc = warpgroup_mma_wait(0, deps=[acc])
             barrier()
             mbarrier.arrive(shared.used.index(2 * other + W), count=1)
-            mbarrier.arrive(shared.took_weights.index(other), count=1)
+            mbarrier.arrive(shared.weights_consumed.index(other), count=1)
             i += 1
 
         shared.told.index(2 + mine).store(total)
         barrier()
-        mbarrier.arrive(shared.has_told.index(2 + mine), count=1)
-        mbarrier.wait(shared.has_told.index(2 + other), n & 1)
+        mbarrier.arrive(shared.row_max_ready.index(2 + mine), count=1)
+        mbarrier.wait(shared.row_max_ready.index(2 + other), n & 1)
         sums = shared.told.index(2 + zero).load(s_rows) + shared.told.index(3 + zero).load(s_rows)
         n += 1
         filled = gl.where(sums == 0.0, 1.0, sums)
@@ -299,17 +299,17 @@ def wide_kernel(
     one_barrier: gl.constexpr = mbarrier.MBarrierLayout()
     loaded = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)  # half H of tile W: 2 W + H
     used = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)
-    has_told = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)
+    row_max_ready = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)
     has_weights = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
-    took_weights = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
+    weights_consumed = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
     has_queries = gl.allocate_shared_memory(gl.int64, [2, 1], one_barrier)
     for j in gl.static_range(4):
         mbarrier.init(loaded.index(j), count=128)  # the threads that load
         mbarrier.init(used.index(j), count=1)
-        mbarrier.init(has_told.index(j), count=1)
+        mbarrier.init(row_max_ready.index(j), count=1)
     for j in gl.static_range(2):
         mbarrier.init(has_weights.index(j), count=1)
-        mbarrier.init(took_weights.index(j), count=1)
+        mbarrier.init(weights_consumed.index(j), count=1)
         mbarrier.init(has_queries.index(j), count=1)
     fence_async_shared()
     barrier()
@@ -321,9 +321,9 @@ def wide_kernel(
         told,
         loaded,
         used,
-        has_told,
+        row_max_ready,
         has_weights,
-        took_weights,
+        weights_consumed,
         has_queries,
     )
     gl.warp_specialize(

@@ -1,4 +1,4 @@
-"""`drop_idle`: what nobody reads is gone, and views that change nothing; what is left computes and writes the same."""
+"""`remove_noops`: unread results and views that change nothing are removed; the rest computes and writes the same."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mla_compile.passes.drop_idle import drop_idle
 from mla_compile.passes.fuse_linear import fuse_linear
+from mla_compile.passes.remove_noops import remove_noops
 from mla_compile.torch_internals import capture_graph, mark_varying
 from tests.passes.capture import Capture, ops
 
@@ -92,7 +92,7 @@ def test_what_is_left_does_the_same(
         mark_varying(x)
     found = capture_graph(function, (x,), {})
     assert found is not None
-    gm = drop_idle(*found)
+    gm = remove_noops(*found)
     gm.graph.lint()
     gm.recompile()
     if left is not None:
@@ -111,7 +111,7 @@ def test_what_other_passes_put_in_is_among_it(monkeypatch: pytest.MonkeyPatch) -
     """Products of tokens as models see them, `[1, tokens, width]`, by an op that takes rows."""
     monkeypatch.setattr("mla_compile.passes.fuse_linear.first_serves", lambda table, x: True)
     model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False)).requires_grad_(False)
-    x, capture = torch.randn(1, 7, 6), Capture([fuse_linear, drop_idle])
+    x, capture = torch.randn(1, 7, 6), Capture([fuse_linear, remove_noops])
     torch._dynamo.mark_dynamic(x, 1)
     torch.testing.assert_close(torch.compile(model, backend=capture, fullgraph=True)(x), model(x))
     assert ops(capture.after[0]) == ["flatten", "fused_linear", "fused_linear", "view"]

@@ -23,7 +23,7 @@ _VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "co
 """They give a view of a contiguous tensor, or the tensor itself, where what they give is contiguous."""
 
 
-def drop_idle(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
+def remove_noops(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite `gm` in place and return it."""
     # Symbols that are equal have one expression; the first node that has it comes before all who read another.
     sizes: dict[Any, fx.Node] = {}

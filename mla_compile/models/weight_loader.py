@@ -15,7 +15,7 @@ from mla_compile.ops.fp8 import quantize as quantize_weight
 from mla_compile.progress import Advance
 
 
-class Filling:
+class WeightLoader:
     """Fills a model's parameters, which are allocated, from files that fit it.
 
     The files are mapped. What is read goes from there to the device, a tensor at a time, and is converted there.
