@@ -212,7 +212,7 @@ class Broken:
 BAD = {
     "fails": (
         fails,
-        "pass fails: expected a graph module, got KeyError: 'no such node'; mend it, or leave",
+        "pass fails: expected a graph module, got KeyError: 'no such node'; fix it, or leave",
     ),
     "forgets to return": (
         forgets_to_return,
