@@ -22,9 +22,9 @@ import torch.multiprocessing
 from torch import Tensor
 
 from benchmarks.reporting import add_row
-from mla_compile.ops.kernels.collectives import all_reduce_add_rms_norm_triton, all_reduce_triton
-from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton
-from mla_compile.ops.peers import connect
+from mla_compile.ops.collectives.kernels.collectives import all_reduce_add_rms_norm_triton, all_reduce_triton
+from mla_compile.ops.collectives.peers import connect
+from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton
 
 TOKENS = (1, 4, 32, 128, 512)
 COLUMNS = (2048, 7168)

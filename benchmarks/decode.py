@@ -28,9 +28,9 @@ from torch import Tensor
 
 from benchmarks.kernels import graph_us, relative_error
 from benchmarks.reporting import add_row, write_report
-from mla_compile.ops.backends import DECODE_BACKENDS, decode_call
-from mla_compile.ops.decode import decode_torch
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.attention.decode import decode_torch
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, decode_call
+from mla_compile.ops.attention.operands import DecodeOperands
 
 RANK, ROPE = 512, 64
 SCALE = (128 + ROPE) ** -0.5

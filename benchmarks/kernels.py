@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from mla_compile.ops.fp8 import quantize
-from mla_compile.ops.fp8_linear import linear_torch
+from mla_compile.ops.experts.moe import moe_torch
+from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.library import call_of, tables
-from mla_compile.ops.moe import moe_torch
-from mla_compile.ops.operands import ExpertOperands, FP8LinearOperands
+from mla_compile.ops.linear.fp8 import quantize
+from mla_compile.ops.linear.fp8_linear import linear_torch
+from mla_compile.ops.linear.operands import FP8LinearOperands
 
 BYTES_PER_US = 4.3e6
 """What an H200 reads, measured."""

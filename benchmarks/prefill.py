@@ -28,10 +28,10 @@ from benchmarks.decode import product_rate
 from benchmarks.kernels import BYTES_PER_US, relative_error
 from benchmarks.reporting import add_row
 from mla_compile import prefill_segment
-from mla_compile.ops.implementations import Call, describe_device
-from mla_compile.ops.kernels.keys import expanded_keys
-from mla_compile.ops.operands import PrefillOperands
-from mla_compile.ops.prefill import PREFILL, prefill_torch
+from mla_compile.ops.attention.kernels.keys import expanded_keys
+from mla_compile.ops.attention.operands import PrefillOperands
+from mla_compile.ops.attention.prefill import PREFILL, prefill_torch
+from mla_compile.ops.dispatch import Call, describe_device
 
 RANK, ROPE, PAGE = 512, 64, 64
 MODELS = {"V3, 16 heads": (16, 128, 128), "V3, 128 heads": (128, 128, 128), "GLM": (20, 192, 256)}

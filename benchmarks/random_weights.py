@@ -17,8 +17,8 @@ from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.layout import pack_adjacent
 from mla_compile.models.parallel import Parallel
 from mla_compile.models.sharding import check_divisible, divide, division
-from mla_compile.ops.fp8 import DTYPE
-from mla_compile.ops.peers import connect
+from mla_compile.ops.collectives.peers import connect
+from mla_compile.ops.linear.fp8 import DTYPE
 from tests.models import published
 
 Weights = Literal["bf16", "fp8"]

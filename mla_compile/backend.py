@@ -9,7 +9,7 @@ from torch import fx
 
 from mla_compile.check_batches import checked, checks_of
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import check_name
+from mla_compile.ops.attention.decode_backends import check_name
 from mla_compile.passes import pipeline
 from mla_compile.passes.make_batch_invariant import INDUCTOR_OPTIONS
 from mla_compile.torch_internals import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.attention import DECODE, PREFILL, attention_op, check_batch
+from mla_compile.ops.attention.mla_attention import DECODE, PREFILL, attention_op, check_batch
 from mla_compile.torch_internals import size_in_call
 
 Check = Callable[[Sequence[Any]], None]

@@ -18,9 +18,8 @@ from torch import Tensor
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
 from mla_compile.ops import validate
-from mla_compile.ops.backends import QueryLenSupport, select_backend
-from mla_compile.ops.implementations import Call, describe_device
-from mla_compile.ops.segments import (
+from mla_compile.ops.attention.decode_backends import QueryLenSupport, select_backend
+from mla_compile.ops.attention.segments import (
     MAX_KEYS,
     MIN_KEYS,
     copied_to,
@@ -28,6 +27,7 @@ from mla_compile.ops.segments import (
     pad_table,
     prefill_segment,
 )
+from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.torch_internals import SizeName, mark_varying, refuse, size_name
 
 MIN_TOKENS = 2

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_compile.ops.fp8 import DTYPE, scale_shape
+from mla_compile.ops.linear.fp8 import DTYPE, scale_shape
 
 
 def fp8_weight(*shape: int, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor]:

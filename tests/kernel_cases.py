@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS
-from mla_compile.ops.operands import DecodeOperands, ExpertOperands, NormRopeAppendOperands
-from mla_compile.ops.paging import accumulate_dtype, write_latents
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
+from mla_compile.ops.attention.operands import DecodeOperands, NormRopeAppendOperands
+from mla_compile.ops.dtypes import accumulate_dtype
+from mla_compile.ops.experts.operands import ExpertOperands
+from mla_compile.ops.paging import write_latents
 from tests.cases import Case
 from tests.fp8_cases import fp8_weight, values_of
 from tests.reference import mla_attention_reference

@@ -16,7 +16,7 @@ from benchmarks.reporting import add_row
 from mla_compile import Parallel, load_model, load_tokenizer
 from mla_compile.models.safetensor_files import SafetensorFiles
 from mla_compile.models.sharding import division
-from mla_compile.ops.fp8 import DTYPE, dequantize
+from mla_compile.ops.linear.fp8 import DTYPE, dequantize
 from tests.examples.pages import ROOT
 
 

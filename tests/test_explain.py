@@ -15,8 +15,8 @@ import mla_compile
 from mla_compile import MLAError, explain
 from mla_compile.cli.commands import inspect
 from mla_compile.explanation.inspect import inspect_forward, inspect_step
-from mla_compile.ops.append import mla_append
-from mla_compile.ops.decode import decode_op
+from mla_compile.ops.attention.append import mla_append
+from mla_compile.ops.attention.decode import decode_op
 from mla_compile.passes import PASSES
 from mla_compile.passes.nodes import calls, op_arguments, with_arguments
 from mla_compile.passes.remove_noops import remove_noops

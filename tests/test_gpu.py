@@ -25,9 +25,9 @@ from mla_compile.engine import Engine, capture, steps
 from mla_compile.engine.capture import LONG
 from mla_compile.engine.text import SHIPPED_MODEL
 from mla_compile.models import MLAForCausalLM
-from mla_compile.ops import matmul
-from mla_compile.ops.operands import DecodeOperands
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.linear import matmul
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.torch_internals import (
@@ -406,7 +406,7 @@ def test_flashinfer_plans_once_a_step_for_all_layers_of_a_compiled_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("flashinfer")
-    from mla_compile.ops.kernels import flashinfer_mla
+    from mla_compile.ops.attention.kernels import flashinfer_mla
 
     config = copy.deepcopy(tiny_config())
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 72, "head_dim": 64}

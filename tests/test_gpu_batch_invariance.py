@@ -6,8 +6,8 @@ import torch
 from mla_compile import SamplingParams, load_model, pack_batch
 from mla_compile.caches import allocate
 from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from mla_compile.ops.kernels.row_sums import sum_triton
+from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from mla_compile.ops.reductions.kernels.row_sums import sum_triton
 from mla_compile.testing import check_batch_invariance
 from mla_compile.torch_internals import compile_counters
 from tests.models_for_tests import tiny_model

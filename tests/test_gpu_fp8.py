@@ -7,13 +7,15 @@ import torch
 
 from mla_compile import Engine, load_model
 from mla_compile.defaults import SHIPPED_MODEL
-from mla_compile.ops.fp8_linear import fp8_linear, fp8_linear_op
-from mla_compile.ops.kernels import blocks
-from mla_compile.ops.kernels.fp8 import dequantize_triton
-from mla_compile.ops.kernels.moe import moe_triton
-from mla_compile.ops.kernels.plan import ProductTiles, device_of, fp8_moe_tiles, many_block_tiles
+from mla_compile.ops.device import device_of
+from mla_compile.ops.experts.kernels.moe import moe_triton
+from mla_compile.ops.experts.moe import moe_experts_op
+from mla_compile.ops.experts.tiles import fp8_moe_tiles
 from mla_compile.ops.library import choose
-from mla_compile.ops.moe import moe_experts_op
+from mla_compile.ops.linear.fp8_linear import fp8_linear, fp8_linear_op
+from mla_compile.ops.linear.kernels import blocks
+from mla_compile.ops.linear.kernels.fp8 import dequantize_triton
+from mla_compile.ops.linear.tiles import ProductTiles, many_block_tiles
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
 from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, moe_case, padding
 

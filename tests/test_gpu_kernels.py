@@ -10,31 +10,36 @@ import pytest
 import torch
 
 from mla_compile import MLAError, mla_append, mla_decode
-from mla_compile.ops import cublas
-from mla_compile.ops.append import append_torch
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend
-from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.implementations import Call, describe_device
-from mla_compile.ops.kernels import blocks
-from mla_compile.ops.kernels.plan import device_of, many_block_tiles, matmul_tiles
+from mla_compile.ops.attention.append import append_torch
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend
+from mla_compile.ops.attention.masked_decode import mla_masked_decode
+from mla_compile.ops.attention.metadata import (
+    decode_metadata_torch,
+    mla_decode_metadata,
+    prefill_metadata_torch,
+)
+from mla_compile.ops.attention.norm_rope import mla_norm_rope_append, mla_rotate_queries
+from mla_compile.ops.attention.operands import PrefillOperands
+from mla_compile.ops.attention.prefill import PREFILL
+from mla_compile.ops.batch_invariant import product_by_row
+from mla_compile.ops.device import device_of
+from mla_compile.ops.dispatch import Call, describe_device
+from mla_compile.ops.experts.moe import moe_by_token, moe_experts, moe_experts_op
+from mla_compile.ops.experts.norm_router import norm_router
+from mla_compile.ops.experts.routing import moe_router
 from mla_compile.ops.library import choose
-from mla_compile.ops.masked_decode import mla_masked_decode
-from mla_compile.ops.matmul import (
+from mla_compile.ops.linear import cublas
+from mla_compile.ops.linear.kernels import blocks
+from mla_compile.ops.linear.matmul import (
     batch_invariant_matmul,
     batch_invariant_matmul_op,
     fused_linear,
     matmul_by_head,
 )
-from mla_compile.ops.metadata import decode_metadata_torch, mla_decode_metadata, prefill_metadata_torch
-from mla_compile.ops.moe import moe_by_token, moe_experts, moe_experts_op
-from mla_compile.ops.norm_linear import norm_linear
-from mla_compile.ops.norm_rope import mla_norm_rope_append, mla_rotate_queries
-from mla_compile.ops.norm_router import norm_router
-from mla_compile.ops.operands import PrefillOperands
-from mla_compile.ops.prefill import PREFILL
-from mla_compile.ops.reductions import row_argmax, row_argmax_op
-from mla_compile.ops.rms_norm import fused_add_rms_norm
-from mla_compile.ops.routing import moe_router
+from mla_compile.ops.linear.norm_linear import norm_linear
+from mla_compile.ops.linear.tiles import many_block_tiles, matmul_tiles
+from mla_compile.ops.norm.rms_norm import fused_add_rms_norm
+from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
 from tests.kernel_cases import (
     HUGE,
     MaskedCase,
@@ -93,7 +98,7 @@ def on_the_gpu(backend: DecodeBackend) -> Subject:
 
 
 def matmul_triton(*args: torch.Tensor, **options) -> torch.Tensor:
-    from mla_compile.ops.kernels.matmul import matmul_triton as run
+    from mla_compile.ops.linear.kernels.matmul import matmul_triton as run
 
     return run(*args, **options)
 

@@ -60,12 +60,14 @@ def flags_of(command: str) -> str:
 
 
 def test_every_engine_setting_is_explained_and_a_flag_of_the_commands_that_it_names() -> None:
-    takes = {
+    constraints = {
         each: inspect.signature(getattr(commands, each)).parameters for each in ("generate", "serve", "plan")
     }
     for setting in fields(EngineFields):
         assert re.search(rf"^    {setting.name}: ", inspect.getdoc(EngineConfig) or "", re.MULTILINE)
-        assert [each for each in takes if setting.name in takes[each]] == setting.metadata["commands"]
+        assert [each for each in constraints if setting.name in constraints[each]] == setting.metadata[
+            "commands"
+        ]
 
 
 def test_the_list_of_commands_cuts_no_sentence() -> None:

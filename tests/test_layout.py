@@ -30,6 +30,19 @@ LEVELS = [
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 
+OPS_LEVELS = [
+    {"device", "dtypes", "paging", "adjacent", "dispatch"},
+    {"batch_invariant", "dependent_launch", "validate"},
+    {"library"},
+    {"materialize", "reductions", "collectives"},
+    {"norm"},
+    {"linear"},
+    {"attention", "experts"},
+]
+"""The same for the packages and modules of `ops`."""
+OPS_LEVEL_OF = {part: level for level, parts in enumerate(OPS_LEVELS) for part in parts}
+
+
 def module_of(file: Path) -> str:
     return ".".join(("mla_compile", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
         ".__init__"
@@ -40,7 +53,7 @@ MODULES = {module_of(file): file for file in PACKAGE.rglob("*.py")}
 
 
 def part_of(module: str) -> str:
-    """`ops` for `mla_compile.ops.append`; nothing for the package itself, which only tells its version."""
+    """`ops` for `mla_compile.ops.attention.append`; nothing for the package itself, which only tells its version."""
     return module.partition(".")[2].partition(".")[0]
 
 
@@ -58,6 +71,11 @@ def imports_of(file: Path) -> set[str]:
                 name if (name := f"{module}.{alias.name}") in MODULES else module for alias in node.names
             }
     return (names & MODULES.keys()) - {module_of(file)}
+
+
+def ops_part_of(module: str) -> str:
+    """`attention` for `mla_compile.ops.attention.append`; nothing for modules that are not in a part of `ops`."""
+    return part_of(module.removeprefix("mla_compile.")) if module.startswith("mla_compile.ops.") else ""
 
 
 IMPORTS = {module: imports_of(file) for module, file in MODULES.items()}
@@ -92,12 +110,25 @@ def test_a_part_imports_only_what_lies_below_it(part: str) -> None:
     assert not upward, f"move what is shared to a lower part: {sorted(upward)}"
 
 
+def test_a_part_of_ops_imports_only_parts_of_lower_levels() -> None:
+    parts = {ops_part_of(module) for module in MODULES} - {""}
+    assert parts == OPS_LEVEL_OF.keys(), "list the part in OPS_LEVELS, or remove it there"
+    upward = {
+        (module, other)
+        for module, others in IMPORTS.items()
+        for other in others
+        if (mine := ops_part_of(module)) and (theirs := ops_part_of(other)) and mine != theirs
+        if OPS_LEVEL_OF[theirs] >= OPS_LEVEL_OF[mine]
+    }
+    assert not upward, f"move what is shared to a lower level: {sorted(upward)}"
+
+
 def test_no_file_imports_itself_through_others() -> None:
     circle = {module for module in MODULES if module in behind(module)}
     assert not circle, f"import what is shared from a lower file, or pass it in: {sorted(circle)}"
 
 
-MADE_OF_OTHERS = ("mla_compile.ops.norm_linear", "mla_compile.ops.norm_router")
+MADE_OF_OTHERS = ("mla_compile.ops.linear.norm_linear", "mla_compile.ops.experts.norm_router")
 """Ops that call other ops where they have no kernel."""
 
 
@@ -106,7 +137,7 @@ def test_implementations_of_ops_import_no_other_implementation() -> None:
     rows = [row.function.partition(":")[0] for table in tables.values() for row in table]
     owner_of = {}
     for module in rows:
-        in_folder = Path(MODULES[module]).parent.name not in ("ops", "kernels")
+        in_folder = Path(MODULES[module]).parents[1].name == "kernels"
         owner = module.rpartition(".")[0] if in_folder else module
         owner_of |= {other: owner for other in MODULES if other == owner or other.startswith(f"{owner}.")}
     assert len(set(owner_of.values())) == len({*rows}) > 10

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mla_compile import MLABatch, MLAError, PackedBatch, decode_segment, mla_attention, pack_batch
 from mla_compile.caches import allocate
-from mla_compile.ops import backends
-from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport, select_backend
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, QueryLenSupport, select_backend
+from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.packing import RowLayout, classify
 from mla_compile.passes import pipeline
 from mla_compile.torch_internals import know_least_sizes, statically_known_true
@@ -167,7 +167,7 @@ def uniform(monkeypatch: pytest.MonkeyPatch) -> str:
         name="uniform",
         query_len_support=UNIFORM,
         function="tests.test_packing:decode_uniform",
-        takes={"dtype": (torch.float64,)},
+        constraints={"dtype": (torch.float64,)},
     )
     monkeypatch.setattr(backends, "DECODE_BACKENDS", (*DECODE_BACKENDS, row))
     select_backend.cache_clear()
@@ -176,7 +176,7 @@ def uniform(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def decode_uniform(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
-    from mla_compile.ops.decode import decode_torch
+    from mla_compile.ops.attention.decode import decode_torch
 
     assert operands.q_lens is None, "q_lens of a backend that cannot take them"
     decode_uniform.calls.append(operands.q_len)

@@ -12,8 +12,8 @@ import typer
 
 import mla_compile
 from mla_compile.cli.machine import cannot_compile, cpp_compiler
-from mla_compile.ops.backends import DecodeBackend, QueryLenSupport
-from mla_compile.ops.implementations import SOME, Call, Implementation, describe_device, in_words
+from mla_compile.ops.attention.decode_backends import DecodeBackend, QueryLenSupport
+from mla_compile.ops.dispatch import SOME, Call, Candidate, describe_device, in_words
 from mla_compile.ops.library import flagged, tables
 
 _WIDTH = 80
@@ -49,7 +49,7 @@ def print_environment(*, verbose: bool) -> None:
             _print_wrapped(f"  {op:<25}", ", ".join(row.name for row in table if row.why_not(here) is None))
 
 
-def _describe(op: str, row: Implementation, here: Call) -> str:
+def _describe(op: str, row: Candidate, here: Call) -> str:
     """Whether a row of an op's table works, and what it takes."""
     why_not = row.why_not(here)
     facts = []
@@ -60,7 +60,9 @@ def _describe(op: str, row: Implementation, here: Call) -> str:
     if isinstance(row, DecodeBackend) and row.query_len_support is not QueryLenSupport.VARLEN:
         facts.append(f"query tokens: {row.query_len_support.value}")
     facts.append("works" if why_not is None else f"does not work: {why_not}")
-    limits = "; ".join(f"{fact}: {in_words(taken)}" for fact, taken in row.takes.items() if taken != SOME)
+    limits = "; ".join(
+        f"{fact}: {in_words(taken)}" for fact, taken in row.constraints.items() if taken != SOME
+    )
     return "; ".join(facts) + (limits and f". Takes {limits}")
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mla_compile.engine.buckets import Bucket, CaptureReport, row_sizes
 from mla_compile.engine.config import FittedConfig
-from mla_compile.ops.segments import MAX_KEYS
+from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.progress import announce_if_slow
 from mla_compile.ranks import Ranks
 from mla_compile.speculate import DecodeState, PackedChunks

@@ -7,9 +7,9 @@ from mla_compile.backend import resolve_settings
 from mla_compile.defaults import DEFAULT_MAX_MODEL_LEN
 from mla_compile.engine_settings import EngineFields, EngineSettings, check_settings_of
 from mla_compile.errors import MLAError
-from mla_compile.ops.backends import check_name, select_backend
-from mla_compile.ops.implementations import Call, describe_device
-from mla_compile.ops.segments import MAX_KEYS
+from mla_compile.ops.attention.decode_backends import check_name, select_backend
+from mla_compile.ops.attention.segments import MAX_KEYS
+from mla_compile.ops.dispatch import Call, describe_device
 from mla_compile.speculate import Drafter, DrafterKind, DrafterSettings, ServedModel
 from mla_compile.speculate.drafter import known_drafter, select_drafter
 from mla_compile.suggest import suggestions

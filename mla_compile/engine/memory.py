@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from mla_compile.engine.config import EngineConfig, FittedConfig
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import check_divisible, division
-from mla_compile.ops.segments import MAX_KEYS
+from mla_compile.ops.attention.segments import MAX_KEYS
 from mla_compile.speculate.drafter import cache_specs
 
 RESERVED = 0.05

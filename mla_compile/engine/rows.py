@@ -15,7 +15,7 @@ from torch import Tensor
 from mla_compile.engine.request import Request
 from mla_compile.engine.scheduler import Grant, Plan
 from mla_compile.engine.variants import Variant
-from mla_compile.ops.segments import copied_to
+from mla_compile.ops.attention.segments import copied_to
 from mla_compile.sampling_params import SamplingParams
 from mla_compile.speculate import DecodeState
 

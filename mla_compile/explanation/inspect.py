@@ -8,7 +8,7 @@ from mla_compile.caches import allocate
 from mla_compile.errors import MLAError
 from mla_compile.explanation.explain import Explanation, explain
 from mla_compile.models import MLAForCausalLM
-from mla_compile.ops.segments import decode_segment, prefill_segment
+from mla_compile.ops.attention.segments import decode_segment, prefill_segment
 from mla_compile.speculate import DecodeState, SpeculativeDecoder
 
 PAGE_SIZE = 16

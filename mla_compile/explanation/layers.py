@@ -8,10 +8,10 @@ from itertools import groupby
 from torch import fx
 
 from mla_compile.explanation.shapes import Shapes
-from mla_compile.ops.attention import attention_op
-from mla_compile.ops.decode import decode_op
-from mla_compile.ops.matmul import matmul_by_head_op
-from mla_compile.ops.prefill import prefill_op
+from mla_compile.ops.attention.decode import decode_op
+from mla_compile.ops.attention.mla_attention import attention_op
+from mla_compile.ops.attention.prefill import prefill_op
+from mla_compile.ops.linear.matmul import matmul_by_head_op
 from mla_compile.passes.effects import appended_cache
 from mla_compile.passes.nodes import calls, is_call, op_arguments, op_name, tensor_of, value_of
 from mla_compile.passes.provenance import module_path

@@ -8,8 +8,8 @@ from mla_compile.errors import MLAError
 from mla_compile.models.architecture import Architecture
 from mla_compile.models.layers import RMSNorm
 from mla_compile.ops import mla_attention
-from mla_compile.ops.attention import up_projections
-from mla_compile.ops.norm_rope import rotate
+from mla_compile.ops.attention.mla_attention import up_projections
+from mla_compile.ops.attention.norm_rope import rotate
 
 
 class MLAAttention(nn.Module):

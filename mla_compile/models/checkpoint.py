@@ -27,8 +27,8 @@ from mla_compile.models.safetensor_files import FLOAT8, FLOATS, SafetensorFiles
 from mla_compile.models.settings import ROPE_SETTINGS, SETTINGS, check_settings
 from mla_compile.models.sharding import check_divisible, divide
 from mla_compile.models.weight_loader import WeightLoader
-from mla_compile.ops.fp8 import BLOCK, scale_shape
-from mla_compile.ops.peers import connect
+from mla_compile.ops.collectives.peers import connect
+from mla_compile.ops.linear.fp8 import BLOCK, scale_shape
 from mla_compile.progress import announce_if_slow
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from mla_compile.models.architecture import Architecture
 from mla_compile.models.attention import MLAAttention
 from mla_compile.models.layers import MLP, RMSNorm
 from mla_compile.models.moe import MoE
-from mla_compile.ops.collectives import all_reduce
+from mla_compile.ops.collectives.collectives import all_reduce
 
 
 class DecoderLayer(nn.Module):

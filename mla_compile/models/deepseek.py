@@ -15,7 +15,7 @@ from mla_compile.models.decoder import DecoderLayer, MTPLayer
 from mla_compile.models.layers import RMSNorm
 from mla_compile.models.parallel import Parallel
 from mla_compile.models.rotary import RotaryEmbedding
-from mla_compile.ops.collectives import all_gather, all_reduce
+from mla_compile.ops.collectives.collectives import all_gather, all_reduce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

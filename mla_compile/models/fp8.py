@@ -10,9 +10,9 @@ from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
 from mla_compile.models.layers import KeepsDtype
 from mla_compile.models.moe import Experts
-from mla_compile.ops.fp8 import DTYPE, scale_shape
-from mla_compile.ops.fp8_linear import fp8_linear
-from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.experts.moe import moe_experts
+from mla_compile.ops.linear.fp8 import DTYPE, scale_shape
+from mla_compile.ops.linear.fp8_linear import fp8_linear
 
 SCALE_SUFFIX = "_scale_inv"
 """What the scales of a weight are called, after its name. Despite it they multiply: they are the inverse of the scales

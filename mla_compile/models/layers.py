@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mla_compile.ops.norm_rope import rms_norm
+from mla_compile.ops.attention.norm_rope import rms_norm
 
 
 class KeepsDtype(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mla_compile.models.fp8 import FP8Linear
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
 from mla_compile.torch_internals import storage_key
 
 SIDE_BY_SIDE = (

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from mla_compile.batch import MLABatch
 from mla_compile.models.architecture import Architecture, Routing
 from mla_compile.models.layers import MLP, KeepsDtype
-from mla_compile.ops.moe import moe_experts
-from mla_compile.ops.routing import choose_experts
+from mla_compile.ops.experts.moe import moe_experts
+from mla_compile.ops.experts.routing import choose_experts
 
 
 class Router(KeepsDtype):

@@ -17,7 +17,7 @@ from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.moe import MoE
 from mla_compile.models.parallel import Parallel
-from mla_compile.ops.fp8 import BLOCK, DTYPE
+from mla_compile.ops.linear.fp8 import BLOCK, DTYPE
 
 VOCABULARY = "vocab_size"
 HEADS = "num_attention_heads"

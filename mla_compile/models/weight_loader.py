@@ -9,9 +9,9 @@ from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.fp8 import SCALE_SUFFIX
 from mla_compile.models.names import destinations
 from mla_compile.models.safetensor_files import FLOAT8, SafetensorFiles
-from mla_compile.ops.fp8 import DTYPE
-from mla_compile.ops.fp8 import dequantize as dequantize_weight
-from mla_compile.ops.fp8 import quantize as quantize_weight
+from mla_compile.ops.linear.fp8 import DTYPE
+from mla_compile.ops.linear.fp8 import dequantize as dequantize_weight
+from mla_compile.ops.linear.fp8 import quantize as quantize_weight
 from mla_compile.progress import Advance
 
 

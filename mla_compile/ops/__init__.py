@@ -1,11 +1,15 @@
 """Custom ops, and builders of the segments that they take. Importing this package registers the ops with torch."""
 
-from mla_compile.ops import collectives, masked_decode, moe, norm_linear, norm_rope, norm_router, reductions  # noqa: F401
-from mla_compile.ops.append import mla_append
-from mla_compile.ops.attention import mla_attention
-from mla_compile.ops.decode import mla_decode
-from mla_compile.ops.prefill import mla_prefill
-from mla_compile.ops.segments import decode_segment, prefill_segment
+from mla_compile.ops.attention import masked_decode, norm_rope  # noqa: F401
+from mla_compile.ops.attention.append import mla_append
+from mla_compile.ops.attention.decode import mla_decode
+from mla_compile.ops.attention.mla_attention import mla_attention
+from mla_compile.ops.attention.prefill import mla_prefill
+from mla_compile.ops.attention.segments import decode_segment, prefill_segment
+from mla_compile.ops.collectives import collectives as _collectives  # noqa: F401
+from mla_compile.ops.experts import moe, norm_router  # noqa: F401
+from mla_compile.ops.linear import norm_linear  # noqa: F401
+from mla_compile.ops.reductions import last_dim  # noqa: F401
 
 __all__ = [
     "decode_segment",

@@ -24,20 +24,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from mla_compile.ops.implementations import (
-    Call,
-    Implementation,
-    Selection,
-    describe_device,
-    select,
-)
+from mla_compile.ops.dispatch import Call, Candidate, Selection, describe_device, select
 from mla_compile.ops.validate import Layouts, dims_of, parse
 from mla_compile.torch_internals import is_fake, run_check
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-Table = tuple[Implementation, ...]
+Table = tuple[Candidate, ...]
 
 lib = torch.library.Library("mla_compile", "DEF")
 implementations: dict[str, Callable[..., Any]] = {}
@@ -81,7 +75,7 @@ def define_op(
     Args:
         table: its implementations, fastest first; the last one takes every call.
         layouts: of tensors among the arguments (see `validate.Layouts`), which are checked before the declaration runs.
-            A word of them is a fact of a call, what the rows' `takes` speak of; so are "dtype", that of the first
+            A word of them is a fact of a call, what the rows' `constraints` speak of; so are "dtype", that of the first
             argument, and "NAME.dtype" and "NAME.stride(1)" of the others.
         facts: more facts, made of those of the op's arguments that `facts` has parameters for.
         operands: makes one record of the op's arguments, which is what the rows take; by default that which the
@@ -118,7 +112,7 @@ def define_op(
             asked = args[-1:] if op in flagged else ()
             taken = args[: len(args) - len(asked)]
             given = taken if make is None else (make(*taken),)
-            return row.load()(*given, *(asked if row.takes_flag else ()))
+            return row.load()(*given, *(asked if row.accepts_flag else ()))
 
         def fake(*args: Any) -> Any:
             if layouts is not None:
@@ -146,7 +140,7 @@ def _facts_reader(
     more: Callable[..., Mapping[str, object]] | None,
 ) -> Callable[[Sequence[Any]], Mapping[str, object]]:
     """What gives the facts of a call by its arguments, which have these names."""
-    limited = {fact for row in table for fact in row.takes}
+    limited = {fact for row in table for fact in row.constraints}
     readers = {fact: read for fact in limited if (read := _reader(fact, names, layouts))}
     wanted = [names.index(argument) for argument in inspect.signature(more).parameters] if more else []
 
@@ -254,12 +248,12 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
     return like
 
 
-def choose(op: str, args: Sequence[Any]) -> Selection[Implementation]:
+def choose(op: str, args: Sequence[Any]) -> Selection[Candidate]:
     """Who serves a call of an op with these arguments, and why the faster ones do not."""
     return select(tables[op], call_of(op, args))
 
 
-def serving(op: str, args: Sequence[Any]) -> Implementation:
+def serving(op: str, args: Sequence[Any]) -> Candidate:
     """What `choose` chooses, without the reasons, which would cost an eager call more than the choice."""
     here = _rows_on(op, args[0].device, _is_asked(op, args))
     if log.isEnabledFor(logging.DEBUG):

@@ -6,11 +6,6 @@ from torch import Tensor
 from mla_compile.errors import MLAError
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, softmax and sums: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def slots_of(block_table: Tensor, positions: Tensor, page_size: int, valid: Tensor | None = None) -> Tensor:
     """Cache slots of token positions, int64, -1 where a token writes nowhere.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.errors import MLAError
-from mla_compile.ops.implementations import in_words
+from mla_compile.ops.dispatch import in_words
 from mla_compile.ops.paging import slots_of
 from mla_compile.torch_internals import is_fake, refuse, size_hint, statically_known_true
 

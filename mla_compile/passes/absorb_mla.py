@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.masked_decode import masked_decode_op
+from mla_compile.ops.attention.masked_decode import masked_decode_op
 from mla_compile.passes.absorption.pattern import Attention, attention_of, may_be_attention
 from mla_compile.passes.effects import writer_between
 from mla_compile.passes.emit import inline

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from mla_compile.ops.implementations import HALF
+from mla_compile.ops.dispatch import HALF
 from mla_compile.passes.effects import may_write, memory
 from mla_compile.passes.nodes import has_value, is_tensor, op_name, tensor_of, value_of, values_of
 from mla_compile.passes.rewrite import Refusal

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Set
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from mla_compile.ops.append import append_op
-from mla_compile.ops.norm_rope import norm_rope_append_op, rotate_queries_op
+from mla_compile.ops.attention.append import append_op
+from mla_compile.ops.attention.norm_rope import norm_rope_append_op, rotate_queries_op
 from mla_compile.passes.nodes import argument, function_name, is_call, op_arguments, value_of, values_of
 from mla_compile.torch_internals import is_mutable, storage_key
 

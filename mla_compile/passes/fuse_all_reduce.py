@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.collectives import all_reduce_op
-from mla_compile.ops.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
+from mla_compile.ops.collectives.collectives import all_reduce_op
+from mla_compile.ops.norm.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, stand_in
 from mla_compile.passes.nodes import is_call, op_arguments

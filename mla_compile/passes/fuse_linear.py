@@ -26,11 +26,11 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.fp8 import is_one_matrix
-from mla_compile.ops.fp8_linear import fp8_linear_op
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.matmul import FUSED_LINEAR, MOST_FEW, fused_linear_op
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
+from mla_compile.ops.dispatch import first_serves
+from mla_compile.ops.linear.fp8 import is_one_matrix
+from mla_compile.ops.linear.fp8_linear import fp8_linear_op
+from mla_compile.ops.linear.matmul import FUSED_LINEAR, MOST_FEW, fused_linear_op
 from mla_compile.passes.effects import at_once, erase_dead
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (

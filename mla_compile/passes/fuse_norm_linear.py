@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.fp8_linear import fp8_linear_op
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.matmul import fused_linear_op
-from mla_compile.ops.norm_linear import MOST_TOKENS, NORM_LINEAR, norm_linear_op
-from mla_compile.ops.rms_norm import add_rms_norm_op, rms_norm_op
+from mla_compile.ops.dispatch import first_serves
+from mla_compile.ops.linear.fp8_linear import fp8_linear_op
+from mla_compile.ops.linear.matmul import fused_linear_op
+from mla_compile.ops.linear.norm_linear import MOST_TOKENS, NORM_LINEAR, norm_linear_op
+from mla_compile.ops.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
 from mla_compile.passes.nodes import call_of_result, is_call, op_arguments, tensor_of

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from mla_compile.ops.append import append_op
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.norm_rope import NORM_ROPE_APPEND, norm_rope_append_op
+from mla_compile.ops.attention.append import append_op
+from mla_compile.ops.attention.norm_rope import NORM_ROPE_APPEND, norm_rope_append_op
+from mla_compile.ops.dispatch import first_serves
 from mla_compile.passes import recognise
 from mla_compile.passes.angles import by_token, cos_and_sin, materialize
 from mla_compile.passes.cone import Recognition, cut, made_of_both

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.norm_router import MOST_TOKENS, NORM_ROUTER, norm_router_op
-from mla_compile.ops.rms_norm import add_rms_norm_op
-from mla_compile.ops.routing import moe_router_op
+from mla_compile.ops.dispatch import first_serves
+from mla_compile.ops.experts.norm_router import MOST_TOKENS, NORM_ROUTER, norm_router_op
+from mla_compile.ops.experts.routing import moe_router_op
+from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 from mla_compile.passes.effects import at_once
 from mla_compile.passes.emit import inline, replace_results
 from mla_compile.passes.nodes import call_of_result, is_call, op_arguments, tensor_of

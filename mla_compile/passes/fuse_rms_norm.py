@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
+from mla_compile.ops.dispatch import first_serves
+from mla_compile.ops.norm.rms_norm import RMS_NORM, add_rms_norm_op, rms_norm_op
 from mla_compile.passes.effects import at_once, mutates
 from mla_compile.passes.emit import inline, stand_in
 from mla_compile.passes.nodes import (

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.ops.implementations import FLOATS, HALF, first_serves
-from mla_compile.ops.moe import moe_experts_op
-from mla_compile.ops.routing import MOE_ROUTER, moe_router_op
+from mla_compile.ops.dispatch import FLOATS, HALF, first_serves
+from mla_compile.ops.experts.moe import moe_experts_op
+from mla_compile.ops.experts.routing import MOE_ROUTER, moe_router_op
 from mla_compile.passes import recognise
 from mla_compile.passes.cone import Recognition, cut, made_of_both
 from mla_compile.passes.effects import may_write, memory, writer_between

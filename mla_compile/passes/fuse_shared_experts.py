@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.moe import MOE_EXPERTS, moe_experts_op, shared_fits
+from mla_compile.ops.dispatch import first_serves
+from mla_compile.ops.experts.moe import MOE_EXPERTS, moe_experts_op, shared_fits
 from mla_compile.passes.cone import Recognition, cut
 from mla_compile.passes.effects import writer_between
 from mla_compile.passes.emit import fake_mode_of, set_example_value

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from mla_compile.errors import MLAError
-from mla_compile.ops.attention import attention_op
+from mla_compile.ops.attention.masked_decode import masked_decode_op
+from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.ops.library import FLAG
-from mla_compile.ops.masked_decode import masked_decode_op
-from mla_compile.ops.matmul import batch_invariant_matmul_op as matmul_op
-from mla_compile.ops.matmul import matmul_by_head_op
-from mla_compile.ops.reductions import row_sum_op
+from mla_compile.ops.linear.matmul import batch_invariant_matmul_op as matmul_op
+from mla_compile.ops.linear.matmul import matmul_by_head_op
+from mla_compile.ops.reductions.last_dim import row_sum_op
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import (
     arguments,

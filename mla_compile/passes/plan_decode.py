@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.attention import attention_op
-from mla_compile.ops.backends import decode_call, select_backend
-from mla_compile.ops.decode import decode_op, decode_plan_op
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.attention.decode import decode_op, decode_plan_op
+from mla_compile.ops.attention.decode_backends import decode_call, select_backend
+from mla_compile.ops.attention.mla_attention import attention_op
+from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes.emit import fake_mode_of, inline, set_example_value
 from mla_compile.passes.nodes import calls, op_arguments, value_of, with_arguments
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from mla_compile.ops import fp8
-from mla_compile.ops.fp8_linear import fp8_linear_op
-from mla_compile.ops.implementations import HALF
-from mla_compile.ops.norm_rope import rms_norm, rotate
-from mla_compile.ops.routing import choose_experts
+from mla_compile.ops.attention.norm_rope import rms_norm, rotate
+from mla_compile.ops.dispatch import HALF
+from mla_compile.ops.experts.routing import choose_experts
+from mla_compile.ops.linear import fp8
+from mla_compile.ops.linear.fp8_linear import fp8_linear_op
 from mla_compile.passes.cone import Cone, agree, draw, shape_where_symbols_are
 from mla_compile.passes.nodes import is_call, op_arguments, tensor_of
 from mla_compile.passes.rewrite import Refusal

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.ops.decode import decode_op
-from mla_compile.ops.implementations import first_serves
-from mla_compile.ops.norm_rope import ROTATE_QUERIES, norm_rope_append_op, rotate_queries_op
-from mla_compile.ops.prefill import prefill_op
+from mla_compile.ops.attention.decode import decode_op
+from mla_compile.ops.attention.norm_rope import ROTATE_QUERIES, norm_rope_append_op, rotate_queries_op
+from mla_compile.ops.attention.prefill import prefill_op
+from mla_compile.ops.dispatch import first_serves
 from mla_compile.passes.angles import are_alike, cos_and_sin, materialize
 from mla_compile.passes.cone import Cone, Recognition, cut, made_of_both
 from mla_compile.passes.effects import made_of, memory, writer_between

@@ -10,7 +10,7 @@ A segment that the batch lacks (its metadata is None) is not built, and then the
 append, one query projection before and one `o_proj` after serve both segments. Absorbing and up-projecting are
 `matmul_by_head`. The cat of queries goes again where `rotate_queries` finds their parts side by side.
 
-The new nodes are those of `mla_compile.ops.attention.lower_mla_attention`, which eager calls run.
+The new nodes are those of `mla_compile.ops.attention.mla_attention.lower_mla_attention`, which eager calls run.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from mla_compile.ops.attention import attention_op, lower_mla_attention
+from mla_compile.ops.attention.mla_attention import attention_op, lower_mla_attention
 from mla_compile.passes.emit import inline
 from mla_compile.passes.nodes import calls, op_arguments
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.batch import PrefillSegment
-from mla_compile.ops.metadata import prefill_metadata_op
-from mla_compile.ops.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
+from mla_compile.ops.attention.metadata import prefill_metadata_op
+from mla_compile.ops.attention.segments import MIN_KEYS, chunk_lens_and_bounds, most_keys
 from mla_compile.packing import MIN_TOKENS, prompt_padding
 from mla_compile.speculate.state import DecodeState
 from mla_compile.torch_internals import mark_state_tensor, mark_varying, tensors_side_by_side, with_shape

@@ -14,7 +14,7 @@ how a kernel breaks ties: probabilities are summed as integers, and of equal log
 import torch
 from torch import Tensor
 
-from mla_compile.ops.reductions import row_argmax
+from mla_compile.ops.reductions.last_dim import row_argmax
 from mla_compile.speculate.state import DecodeState
 
 _MASK = 0xFFFFFFFF

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_compile.batch import MLABatch
 from mla_compile.errors import MLAError
-from mla_compile.ops.segments import decode_segment
+from mla_compile.ops.attention.segments import decode_segment
 from mla_compile.torch_internals import mark_state_tensor
 
 COUNT, ACTIVE, NUM_VERIFIED, FAILED_AT, FIRST_TOKEN = range(5)

@@ -13,8 +13,8 @@ import torch
 
 import mla_compile
 from mla_compile.ops import library
-from mla_compile.ops.backends import DECODE_BACKENDS
-from mla_compile.ops.implementations import Call, describe_device
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS
+from mla_compile.ops.dispatch import Call, describe_device
 from tests.kernel_cases import BACKENDS
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_compile import Completion, Engine, MLAError, SamplingParams
 from mla_compile.models import MLAForCausalLM
-from mla_compile.ops import backends
+from mla_compile.ops.attention import decode_backends as backends
 from mla_compile.speculate import SpeculativeDecoder
 from mla_compile.torch_internals import compile_counters
 from tests.engine.engines import engine, pool_of, with_lag

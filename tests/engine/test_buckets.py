@@ -17,7 +17,7 @@ from mla_compile.engine import Bucket, CaptureReport, Engine, capture
 from mla_compile.engine.buckets import row_sizes
 from mla_compile.engine.capture import Captures
 from mla_compile.engine.config import FittedConfig
-from mla_compile.ops.segments import chunk_lens_and_bounds
+from mla_compile.ops.attention.segments import chunk_lens_and_bounds
 from mla_compile.packing import padded_prompt_tokens, prompt_padding
 from mla_compile.speculate import DecodeState
 from mla_compile.torch_internals import compile_counters, recording_cuda_graphs

@@ -16,9 +16,9 @@ from mla_compile.engine import Completion, EngineConfig
 from mla_compile.engine.memory import plan_memory
 from mla_compile.engine_settings import EngineFields, EngineSettings
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops import backends
-from mla_compile.ops.decode import decode_torch
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention.decode import decode_torch
+from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.speculate import (
     DecodeState,
     DrafterKind,

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.start import start
 from mla_compile import Completion, Engine, Grammar, MLAError, SamplingParams
 from mla_compile.integrations.transformers import accelerate
-from mla_compile.ops.reductions import row_argmax
+from mla_compile.ops.reductions.last_dim import row_argmax
 from mla_compile.speculate.choice import can_choose
 from mla_compile.speculate.state import COUNT, FAILED_AT, FIRST_TOKEN
 from mla_compile.testing import shadow_check

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from mla_compile.integrations.transformers import accelerate, restore
 from mla_compile.models.layout import SIDE_BY_SIDE
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
 from tests.integrations.families import prompts, stock_model
 from tests.integrations.mtp import with_mtp
 from tests.integrations.stock import greedy

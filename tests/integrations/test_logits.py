@@ -9,7 +9,7 @@ from torch import Tensor
 from mla_compile.batch import MLABatch
 from mla_compile.caches import allocate
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops.segments import decode_segment, prefill_segment
+from mla_compile.ops.attention.segments import decode_segment, prefill_segment
 from tests.integrations import stock
 from tests.integrations.families import FAMILIES, VOCAB_SIZE, stock_model
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mla_compile import MLAError
 from mla_compile.models import load_model
-from mla_compile.ops.fp8 import dequantize
+from mla_compile.ops.linear.fp8 import dequantize
 from tests.models.small import reference_model, reference_mtp_layer, save, set_quantization, to_fp8, v3_config
 
 BLOCK = (16, 32)  # divides few of the small model's widths: border blocks are cut on both sides

@@ -13,8 +13,8 @@ from torch import Tensor
 from mla_compile import Engine, MLAError, SamplingParams
 from mla_compile.models import MLAForCausalLM, load_model
 from mla_compile.models.fp8 import FP8Experts, FP8Linear
-from mla_compile.ops.fp8 import quantize
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
+from mla_compile.ops.linear.fp8 import quantize
 from tests.engine.test_batch_invariance import Unfused
 from tests.fp8_cases import values_of
 from tests.models.small import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mla_compile.models import load_model
 from mla_compile.models.layout import SIDE_BY_SIDE, pack_adjacent, unpack_adjacent
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
 from tests.models_for_tests import tiny_model
 
 

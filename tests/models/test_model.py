@@ -13,7 +13,7 @@ from mla_compile.caches import allocate
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.layers import RMSNorm
 from mla_compile.models.rotary import Rope, RotaryEmbedding
-from mla_compile.ops.norm_rope import rotate
+from mla_compile.ops.attention.norm_rope import rotate
 from tests.models.small import YARN, Session, randomize, relative_error, v2_config, v3_config
 
 

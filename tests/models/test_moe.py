@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mla_compile import MLAError
 from mla_compile.batch import DecodeSegment, MLABatch
-from mla_compile.ops import moe
-from mla_compile.ops.moe import moe_experts, moe_experts_op
+from mla_compile.ops.experts import moe
+from mla_compile.ops.experts.moe import moe_experts, moe_experts_op
 from tests.kernel_cases import MoeCase, check_padded_moe, padding
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3

@@ -16,8 +16,8 @@ from mla_compile.models.fp8 import put_fp8_layers
 from mla_compile.models.layers import MLP
 from mla_compile.models.moe import Experts
 from mla_compile.models.sharding import check_divisible, division, numbers_of_gpus
-from mla_compile.ops.attention import up_projections
-from mla_compile.ops.fp8 import dequantize, quantize
+from mla_compile.ops.attention.mla_attention import up_projections
+from mla_compile.ops.linear.fp8 import dequantize, quantize
 from tests.models import published
 from tests.models.small import CONFIGS, randomize, v3_config
 

@@ -14,7 +14,7 @@ from mla_compile import MLAError, Parallel, load_model
 from mla_compile.models import MLAForCausalLM
 from mla_compile.models.safetensor_files import SafetensorFiles
 from mla_compile.models.sharding import division
-from mla_compile.ops import fp8
+from mla_compile.ops.linear import fp8
 from tests.models.small import reference_model, reference_mtp_layer, save, set_quantization, to_fp8, v3_config
 from tests.models.test_fp8 import BLOCK, quantize
 

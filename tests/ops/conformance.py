@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, DecodeBackend, decode_call
-from mla_compile.ops.implementations import ANY, Call
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, DecodeBackend, decode_call
+from mla_compile.ops.dispatch import ANY, Call
 from tests.kernel_cases import HUGE, DecodeCase, check_decode, decode_case
 
 INVARIANT = [backend for backend in DECODE_BACKENDS if backend.batch_invariant]
@@ -129,20 +129,24 @@ class DecodeConformance:
             lengths,
             q_len=q_len,
             q_lens=q_lens,
-            heads=data.draw(st.sampled_from(subject.backend.takes.get("heads", ANY)[1:33])),
+            heads=data.draw(st.sampled_from(subject.backend.constraints.get("heads", ANY)[1:33])),
             rank=data.draw(
                 st.sampled_from(
-                    [r for r in (16, 48, 64, 512) if r in subject.backend.takes.get("kv_lora_rank", ANY)]
+                    [
+                        r
+                        for r in (16, 48, 64, 512)
+                        if r in subject.backend.constraints.get("kv_lora_rank", ANY)
+                    ]
                 )
             ),
             rope=data.draw(
                 st.sampled_from(
-                    [r for r in (16, 32, 64) if r in subject.backend.takes.get("qk_rope_head_dim", ANY)]
+                    [r for r in (16, 32, 64) if r in subject.backend.constraints.get("qk_rope_head_dim", ANY)]
                 )
             ),
             page_size=data.draw(
                 st.sampled_from(
-                    [p for p in (1, 3, 16, 64) if p in subject.backend.takes.get("page_size", ANY)]
+                    [p for p in (1, 3, 16, 64) if p in subject.backend.constraints.get("page_size", ANY)]
                 )
             ),
             seed=data.draw(st.integers(0, 99)),

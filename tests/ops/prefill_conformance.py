@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mla_compile import prefill_segment
-from mla_compile.ops import segments
-from mla_compile.ops.implementations import Implementation
-from mla_compile.ops.operands import PrefillOperands
-from mla_compile.ops.prefill import PREFILL
+from mla_compile.ops.attention import segments
+from mla_compile.ops.attention.operands import PrefillOperands
+from mla_compile.ops.attention.prefill import PREFILL
+from mla_compile.ops.dispatch import Candidate
 from tests.cases import Case, make_case
 from tests.kernel_cases import check_prefill, prefill_args
 
@@ -29,7 +29,7 @@ Chunks = list[tuple[int, int]]
 class Subject:
     """An implementation on a device, with the sizes that its cases have unless a test wants others."""
 
-    row: Implementation
+    row: Candidate
     device: str = "cpu"
     run: Callable[..., Tensor] | None = None  # with tiles of its own, say
     dtype: torch.dtype = torch.float32
@@ -106,7 +106,7 @@ class PrefillConformance:
     def test_context_in_parts_of_every_size(
         self, subject: Subject, max_keys: int, page_size: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("mla_compile.ops.segments.MAX_KEYS", max_keys)
+        monkeypatch.setattr("mla_compile.ops.attention.segments.MAX_KEYS", max_keys)
         subject.check([(4, 19), (2, 5), (1, 0)], page_size=page_size)
 
     @pytest.mark.parametrize("chunk", [5, 16, *(pytest.param(chunk, marks=slow) for chunk in (2, 19, 20))])

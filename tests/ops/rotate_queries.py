@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mla_compile.ops.norm_rope import rotate
+from mla_compile.ops.attention.norm_rope import rotate
 
 Case = tuple[Tensor, Tensor, Tensor, bool, bool]
 

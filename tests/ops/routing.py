@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.ops.routing import choose_experts
+from mla_compile.ops.experts.routing import choose_experts
 
 ROUTINGS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "glm": (64, (4, 1, 1, False, True, 1.8)),

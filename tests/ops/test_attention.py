@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_compile import MLABatch, mla_attention, prefill_segment
-from mla_compile.ops import prefill as prefill_module
+from mla_compile.ops.attention import prefill as prefill_module
 from mla_compile.ops.paging import visible_keys
 from tests.cases import Case, make_case, relative_error
 from tests.reference import mla_attention_reference

@@ -15,11 +15,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops import cublas
-from mla_compile.ops.by_row import product_by_row
-from mla_compile.ops.kernels.plan import H200, Device, ProductTiles, matmul_tiles
+from mla_compile.ops.batch_invariant import product_by_row
+from mla_compile.ops.device import H200, Device
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import batch_invariant_matmul, batch_invariant_matmul_op
+from mla_compile.ops.linear import cublas
+from mla_compile.ops.linear.matmul import batch_invariant_matmul, batch_invariant_matmul_op
+from mla_compile.ops.linear.tiles import ProductTiles, matmul_tiles
 from tests.kernel_cases import check_matmul, drawn_matmul
 from tests.ops.test_choice import fake, on
 
@@ -185,8 +186,8 @@ def test_a_reason_says_that_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     on((9, 0), monkeypatch)
     monkeypatch.setattr(cublas, "has_same_bits", lambda x, w: False)
     x, w = fake((torch.empty(3, 1, 16).half(), torch.empty(1, 16, 8).half()), (9, 0))
-    passed_over = choose("batch_invariant_matmul", (x, w)).passed_over
-    assert passed_over == (
+    rejected = choose("batch_invariant_matmul", (x, w)).rejected
+    assert rejected == (
         ("blocks", "takes weights one matrix, got strided"),
         ("cublas", "takes bits in any batch equal, got different"),
     )
@@ -407,7 +408,7 @@ def test_all_tiles_of_a_gpu_add_along_k_by_the_same_instructions_and_fit(
     device: Device, dtype: torch.dtype, instructions: tuple[str, ...]
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.matmul import matmul_triton
+    from mla_compile.ops.linear.kernels.matmul import matmul_triton
     from tests.triton_compile import compiled_for
 
     kilobytes, few = (227, 8) if device.capability[0] in (9, 10) else (99, 16)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from mla_compile.ops.experts.moe import moe_by_token, moe_experts_op
+from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.library import choose
-from mla_compile.ops.moe import moe_by_token, moe_experts_op
-from mla_compile.ops.operands import ExpertOperands
 from tests.kernel_cases import MoeCase, check_moe, check_padded_moe, moe_case, padding
 from tests.ops.test_choice import fake, on
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from mla_compile.ops import backends, implementations, library
-from mla_compile.ops.implementations import Implementation, first_serves
+from mla_compile.ops import dispatch as implementations
+from mla_compile.ops import library
+from mla_compile.ops.adjacent import lies_before
+from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.dispatch import Candidate, first_serves
 from mla_compile.ops.library import choose, tables
-from mla_compile.ops.operands import DecodeOperands
-from mla_compile.ops.side_by_side import lies_before
 from tests.cases import make_case
 from tests.kernel_cases import (
     decode_case,
@@ -191,8 +193,8 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         kernel = "blocks" if op == "fused_linear" and len(args[0]) > 2 else kernel
         assert selection.chosen.name == (kernel if expected else "reference"), f"seed {seed}"
         names = [row.name for row in tables[op]]
-        assert [name for name, _ in selection.passed_over] == names[: names.index(selection.chosen.name)]
-        assert all(", got " in reason or "not installed" in reason for _, reason in selection.passed_over)
+        assert [name for name, _ in selection.rejected] == names[: names.index(selection.chosen.name)]
+        assert all(", got " in reason or "not installed" in reason for _, reason in selection.rejected)
 
 
 ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
@@ -286,8 +288,8 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
     on((9, 0), monkeypatch)
     monkeypatch.setattr(implementations, "_installed", lambda package: True)
     monkeypatch.setattr(implementations, "_import_error", lambda function: None)
-    takes = library.tables["mla_prefill"][0].takes
-    most, least = takes["tokens"].stop - 1, takes["keys per token"].start
+    constraints = library.tables["mla_prefill"][0].constraints
+    most, least = constraints["tokens"].stop - 1, constraints["keys per token"].start
 
     def chosen(*sizes: int) -> str:
         return choose("mla_prefill", fake(prefill_of(*sizes), (9, 0))).chosen.name
@@ -305,20 +307,18 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
             keys,
             parts,
         )
-    ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).passed_over
+    ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).rejected
     assert reason == f"takes keys per token of {least} or more, got 2"
     asked = choose("mla_prefill", fake(prefill_of(16, 8208, batch_invariant=True), (9, 0)))
     assert asked.chosen.name == "flash_attn"
-    assert asked.passed_over == (
-        ("absorbed", "gives a token bits that depend on what is computed beside it"),
-    )
+    assert asked.rejected == (("absorbed", "gives a token bits that depend on what is computed beside it"),)
 
 
 def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     on((9, 0), monkeypatch)
 
     def reason(op: str, *args: Any) -> str:
-        return dict(choose(op, fake(args, (9, 0))).passed_over)["triton"]
+        return dict(choose(op, fake(args, (9, 0))).rejected)["triton"]
 
     case = masked_case([5], rank=40, dtype=torch.bfloat16)
     assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"
@@ -346,9 +346,12 @@ def test_some_row_of_every_table_serves_every_call_and_functions_exist() -> None
             assert any(serves_every_call(row) for row in table if row.batch_invariant or not asked), op
 
 
-def serves_every_call(row: Implementation) -> bool:
+def serves_every_call(row: Candidate) -> bool:
     anywhere = row.device_types is None and not row.packages and row.capturable and callable(row.load())
-    return anywhere and row.takes in ({}, {"dtype": DTYPES})  # every float dtype is all that an op takes
+    return anywhere and row.constraints in (
+        {},
+        {"dtype": DTYPES},
+    )  # every float dtype is all that an op takes
 
 
 X, W, COLUMNS = torch.ones(3, 4), torch.ones(5, 4), torch.ones(2, 4, 6)
@@ -372,13 +375,13 @@ ANY_CALL: dict[str, tuple[Any, ...]] = {
 
 def test_rows_limit_nothing_but_facts_of_their_op() -> None:
     """Nothing would be known of such a fact, and what is not known is no limit."""
-    limited = [op for op, table in tables.items() if any(row.takes for row in table)]
+    limited = [op for op, table in tables.items() if any(row.constraints for row in table)]
     assert {*limited} == {*ANY_CALL, "mla_decode"}
     facts = {op: {*library._facts_of[op](args)} for op, args in ANY_CALL.items()}
     facts["mla_decode"] = {*backends.decode_call(decode_case([5, 3]).operands(), captured=False).facts}
     for op in limited:
         for row in tables[op]:
-            assert row.takes.keys() <= facts[op], (op, row.name)
+            assert row.constraints.keys() <= facts[op], (op, row.name)
 
 
 def test_a_pass_asks_by_facts_that_limit_the_kernel() -> None:
@@ -426,6 +429,6 @@ def test_kernels_are_launched_on_the_device_of_the_first_tensor(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     x, w = torch.zeros(1), torch.zeros(2)
-    run = implementations.triton("", f"{__name__}:echo", takes={}).load()
+    run = implementations.triton("", f"{__name__}:echo", constraints={}).load()
     assert run(x, w) == (x, w) and run((w, x), None) == ((w, x), None)
     assert len(devices) == 2 and devices[0] is x and devices[1] is w

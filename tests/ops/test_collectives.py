@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from mla_compile.ops import peers as shared
-from mla_compile.ops.peers import SLOT_COLUMNS, SLOTS, Peers, blocks_of, bytes_of_memory
+from mla_compile.ops.collectives import peers as shared
+from mla_compile.ops.collectives.peers import SLOT_COLUMNS, SLOTS, Peers, blocks_of, bytes_of_memory
 
 
 def test_rows_are_cut_in_blocks_that_slots_hold() -> None:
@@ -25,7 +25,8 @@ def test_the_kernels_wait_read_by_16_bytes_and_spill_nothing(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels import collectives, early
+    from mla_compile.ops import dependent_launch as early
+    from mla_compile.ops.collectives.kernels import collectives
     from tests.triton_compile import compiled_for
 
     addresses, epochs = torch.zeros(size, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)

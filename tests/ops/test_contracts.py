@@ -21,7 +21,7 @@ from mla_compile import (
     mla_prefill,
     prefill_segment,
 )
-from mla_compile.ops.metadata import mla_decode_metadata, mla_prefill_metadata
+from mla_compile.ops.attention.metadata import mla_decode_metadata, mla_prefill_metadata
 from tests.cases import Case, make_case, relative_error
 from tests.kernel_cases import metadata_args, prefill_metadata_args
 from tests.reference import mla_attention_reference

@@ -10,15 +10,16 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile import MLABatch, MLAError, mla_attention, mla_decode
-from mla_compile.ops import backends, implementations
-from mla_compile.ops.backends import (
+from mla_compile.ops import dispatch as implementations
+from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention.decode_backends import (
     DECODE_BACKENDS,
     DecodeBackend,
     QueryLenSupport,
     decode_call,
     select_backend,
 )
-from mla_compile.ops.implementations import Call
+from mla_compile.ops.dispatch import Call
 from tests.cases import make_case
 from tests.kernel_cases import BACKENDS, check_decode, decode_case
 
@@ -52,7 +53,7 @@ def serving(call: Call) -> str:
 
 
 def taking(backend: DecodeBackend, **limits: range) -> DecodeBackend:
-    return replace(backend, takes={**backend.takes, **limits})
+    return replace(backend, constraints={**backend.constraints, **limits})
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +114,8 @@ def test_what_is_not_known_of_a_call_is_no_reason() -> None:
 
 
 def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_not() -> None:
-    *passed_over, chosen = select_backend(GLM).explain().splitlines()
-    assert f"flashinfer: {HOST_WORK}" in passed_over
+    *rejected, chosen = select_backend(GLM).explain().splitlines()
+    assert f"flashinfer: {HOST_WORK}" in rejected
     assert chosen == "gluon: chosen (loading and computing warps, for Hopper)"
     assert select_backend(glm(capability=(10, 0))).chosen is TRITON
     assert select_backend(glm(kv_lora_rank=256, qk_rope_head_dim=32)).chosen is TRITON
@@ -122,7 +123,7 @@ def test_the_fastest_backend_that_serves_is_chosen_and_says_why_the_others_were_
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)], ids=str)
-@pytest.mark.parametrize("dtype", REFERENCE.takes["dtype"], ids=str)
+@pytest.mark.parametrize("dtype", REFERENCE.constraints["dtype"], ids=str)
 def test_some_backend_serves_every_call_and_may_be_captured(
     capability: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -136,7 +137,7 @@ def test_some_backend_serves_every_call_and_may_be_captured(
             assert chosen.batch_invariant == asked.batch_invariant
 
 
-@pytest.mark.parametrize("dtype", REFERENCE.takes["dtype"], ids=str)
+@pytest.mark.parametrize("dtype", REFERENCE.constraints["dtype"], ids=str)
 @pytest.mark.parametrize("rank", [512, 40])
 @pytest.mark.parametrize("device", [("cuda", (9, 0)), ("cuda", (7, 5)), ("cpu", None)], ids=str)
 def test_batch_invariant_kernels_serve_where_the_others_do_and_plain_torch_all_else(

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from mla_compile.ops.backends import DECODE_BACKENDS, QueryLenSupport
-from mla_compile.ops.decode import decode_torch
-from mla_compile.ops.implementations import Call
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.attention.decode import decode_torch
+from mla_compile.ops.attention.decode_backends import DECODE_BACKENDS, QueryLenSupport
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.dispatch import Call
 from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import INVARIANT, DecodeConformance, DecodeInvariance, Shown, Subject, Texts
 

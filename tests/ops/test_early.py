@@ -13,20 +13,12 @@ from tests.ops.routing import router_args
 
 pytest.importorskip("triton")
 
-from mla_compile.ops.kernels import (
-    by_head,
-    early,
-    fp8_linear,
-    gemv,
-    linear,
-    moe,
-    moe_gemv,
-    norm_rope_append,
-    rms_norm,
-    rotate_queries,
-    routing,
-)
-from mla_compile.ops.operands import FP8LinearOperands
+from mla_compile.ops import dependent_launch as early
+from mla_compile.ops.attention.kernels import norm_rope_append, rotate_queries
+from mla_compile.ops.experts.kernels import moe, moe_gemv, routing
+from mla_compile.ops.linear.kernels import by_head, fp8_linear, gemv, linear
+from mla_compile.ops.linear.operands import FP8LinearOperands
+from mla_compile.ops.norm.kernels import rms_norm
 
 BF16 = torch.bfloat16
 CALLS: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile.ops.kernels import flashinfer_mla
+from mla_compile.ops.attention.kernels import flashinfer_mla
 from tests.kernel_cases import BACKENDS
 from tests.ops.conformance import DecodeConformance, Subject
 

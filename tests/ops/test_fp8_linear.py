@@ -11,19 +11,13 @@ from torch import Tensor
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.fp8 import BLOCK, dequantize, quantize
-from mla_compile.ops.fp8_linear import fp8_linear, fp8_linear_op
-from mla_compile.ops.kernels.plan import (
-    H200,
-    Device,
-    block_parts,
-    block_tiles,
-    fp8_moe_tiles,
-    has_one_order,
-    many_block_tiles,
-)
+from mla_compile.ops.device import H200, Device
+from mla_compile.ops.experts.moe import _experts, moe_experts, moe_experts_op
+from mla_compile.ops.experts.tiles import fp8_moe_tiles
 from mla_compile.ops.library import choose
-from mla_compile.ops.moe import _experts, moe_experts, moe_experts_op
+from mla_compile.ops.linear.fp8 import BLOCK, dequantize, quantize
+from mla_compile.ops.linear.fp8_linear import fp8_linear, fp8_linear_op
+from mla_compile.ops.linear.tiles import block_parts, block_tiles, has_one_order, many_block_tiles
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of
 from tests.kernel_cases import check_moe, check_padded_moe, moe_case, padding
 from tests.ops.test_choice import fake, on

@@ -11,15 +11,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.by_row import product_by_row
+from mla_compile.ops.adjacent import lies_before
+from mla_compile.ops.batch_invariant import product_by_row
 from mla_compile.ops.library import choose
-from mla_compile.ops.matmul import (
+from mla_compile.ops.linear.matmul import (
     BATCH_INVARIANT_MATMUL,
     batch_invariant_matmul,
     fused_linear,
     fused_linear_op,
 )
-from mla_compile.ops.side_by_side import lies_before
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -155,10 +155,10 @@ def by_both(x: Tensor, w: Tensor) -> Tensor:
 def test_one_product_of_blocks_where_weights_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in BATCH_INVARIANT_MATMUL if row.name == "blocks")
     row = replace(row, function=f"{__name__}:by_both")
-    monkeypatch.setattr("mla_compile.ops.matmul.serving", lambda op, args: row)
+    monkeypatch.setattr("mla_compile.ops.linear.matmul.serving", lambda op, args: row)
     first, second = weights(24, 16, 128, dtype=torch.bfloat16)
     x = torch.randn(5, 128).bfloat16()
-    monkeypatch.setattr("mla_compile.ops.matmul.batch_invariant_matmul_op", no_longer)
+    monkeypatch.setattr("mla_compile.ops.linear.matmul.batch_invariant_matmul_op", no_longer)
     joined = fused_linear_op(x, first, second, True)
     monkeypatch.undo()
     assert torch.equal(joined, fused_linear_op(x, first.clone(), second.clone(), True))
@@ -192,7 +192,7 @@ def test_the_contract_of_one_weight() -> None:
 @pytest.mark.long
 def test_the_kernel_spills_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.linear import linear_gemv
+    from mla_compile.ops.linear.kernels.linear import linear_gemv
     from tests.triton_compile import compiled_for
 
     with compiled_for(90) as kernels:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def compiled(decode: str, case: DecodeCase) -> "list[Compiled]":
     """The kernels that a function of the launching module compiles for a call."""
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.gluon import decode as launching
+    from mla_compile.ops.attention.kernels.gluon import decode as launching
     from tests.triton_compile import compiled_for
 
     with compiled_for(90) as kernels:
@@ -94,7 +94,7 @@ def case_of(rows: int, heads: int, q_len: int, page_size: int, ragged: bool) -> 
 
 def test_a_cache_at_an_odd_address_is_refused_by_name() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.gluon.decode import decode_gluon
+    from mla_compile.ops.attention.kernels.gluon.decode import decode_gluon
 
     case = decode_case([1], heads=16, rank=512, rope=64, page_size=1, dtype=torch.bfloat16)
     cache = case.kv_cache

@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import mla_compile.passes.pipeline  # noqa: F401 - it imports the ops that passes alone emit
 from mla_compile import MLAError, mla_decode
 from mla_compile.ops import library, validate
+from mla_compile.ops.attention.norm_rope import mla_norm_rope_append
 from mla_compile.ops.library import define_op, empty, implementations, schema_of
-from mla_compile.ops.norm_rope import mla_norm_rope_append
 from tests.kernel_cases import decode_case, metadata_args, moe_case, norm_rope_append_case
 from tests.ops.rotate_queries import rotation_case
 from tests.ops.routing import router_args
@@ -255,7 +255,7 @@ def test_the_checked_call_looks_like_its_declaration() -> None:
         "(kv_a: torch.Tensor, weight: torch.Tensor"
     )
     assert mla_norm_rope_append.__name__ == "mla_norm_rope_append" and mla_norm_rope_append.__doc__
-    assert mla_norm_rope_append.__module__ == "mla_compile.ops.norm_rope"
+    assert mla_norm_rope_append.__module__ == "mla_compile.ops.attention.norm_rope"
 
 
 @pytest.mark.long

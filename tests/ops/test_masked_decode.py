@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.masked_decode import masked_decode_op, mla_masked_decode
+from mla_compile.ops.attention.masked_decode import masked_decode_op, mla_masked_decode
 from tests.kernel_cases import MaskedCase, check_masked, masked_case
 
 MASKED = ["none", "bool", "float", "heads"]

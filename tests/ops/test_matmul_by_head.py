@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.matmul import matmul_by_head, matmul_by_head_op
+from mla_compile.ops.linear.matmul import matmul_by_head, matmul_by_head_op
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.norm_linear import norm_linear, norm_linear_op
+from mla_compile.ops.linear.norm_linear import norm_linear, norm_linear_op
 from tests.fp8_cases import fp8_weight
 from tests.ops.norm_linear import EPS, check
 
@@ -61,7 +61,7 @@ def test_a_mistake_is_named() -> None:
 def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
     """No barrier, with a norm neither, and nothing is spilled."""
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels import gemv
+    from mla_compile.ops.linear.kernels import gemv
     from tests.triton_compile import compiled_for
 
     x, residual = torch.zeros(2, 1, 2048, dtype=torch.bfloat16)

@@ -7,8 +7,8 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
+from mla_compile.ops.attention.norm_rope import mla_norm_rope_append, mla_rotate_queries, norm_rope_append_op
 from mla_compile.ops.library import implementations
-from mla_compile.ops.norm_rope import mla_norm_rope_append, mla_rotate_queries, norm_rope_append_op
 from tests.host_sync import NoHostSync
 from tests.kernel_cases import NormRopeAppendOperands, check_norm_rope_append, norm_rope_append_case
 
@@ -130,7 +130,7 @@ def test_a_call_that_would_need_a_backward_is_refused() -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_code_spills_nothing(capability: int, interleaved: bool) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton
+    from mla_compile.ops.attention.kernels.norm_rope_append import norm_rope_append_triton
     from tests.triton_compile import compiled_for
 
     case = norm_rope_append_case(3, 512, 64, interleaved_in=interleaved, heads=20, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.norm_router import norm_router, norm_router_op
+from mla_compile.ops.experts.norm_router import norm_router, norm_router_op
 from tests.ops.routing import ROUTINGS, check_after_norm, router_args
 
 
@@ -48,7 +48,7 @@ def test_a_mistake_is_named() -> None:
 def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
     """And nothing is spilled."""
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.routing import norm_router_triton
+    from mla_compile.ops.experts.kernels.routing import norm_router_triton
     from tests.triton_compile import compiled_for
 
     with compiled_for(90) as kernels:

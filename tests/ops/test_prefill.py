@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_compile.ops.implementations import Call
+from mla_compile.ops.dispatch import Call
 from tests.ops.prefill_conformance import (
     INVARIANT,
     PrefillConformance,

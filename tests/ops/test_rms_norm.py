@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.rms_norm import (
+from mla_compile.ops.norm.rms_norm import (
     add_rms_norm_op,
     add_rms_norm_torch,
     fused_add_rms_norm,
@@ -55,7 +55,7 @@ def test_a_mistake_is_named() -> None:
 
 def test_the_kernel_spills_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton
+    from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton
     from tests.triton_compile import compiled_for
 
     with compiled_for(90) as kernels:

@@ -7,8 +7,8 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
+from mla_compile.ops.attention.norm_rope import mla_rotate_queries, rotate_queries_op
 from mla_compile.ops.library import implementations
-from mla_compile.ops.norm_rope import mla_rotate_queries, rotate_queries_op
 from tests.host_sync import NoHostSync
 from tests.ops.rotate_queries import check, expected, rotation_case
 
@@ -76,7 +76,7 @@ def test_bad_input_is_refused_by_name_and_the_queries_stay(name: str, change: Ca
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_code_spills_nothing(capability: int, interleaved: bool) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.rotate_queries import rotate_queries_triton
+    from mla_compile.ops.attention.kernels.rotate_queries import rotate_queries_triton
     from tests.triton_compile import compiled_for
 
     case = rotation_case(3, 20, 64, 192, interleaved_in=interleaved, dtype=torch.bfloat16)

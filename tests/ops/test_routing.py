@@ -7,8 +7,8 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.kernels.plan import H200
-from mla_compile.ops.routing import moe_router, moe_router_op, router_by_token, router_torch
+from mla_compile.ops.device import H200
+from mla_compile.ops.experts.routing import moe_router, moe_router_op, router_by_token, router_torch
 from tests.ops.routing import ROUTINGS, check, check_bits, router_args
 
 
@@ -52,7 +52,7 @@ def test_a_mistake_is_named(place: int, value: object, message: str) -> None:
 
 def test_the_kernels_spill_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.routing import router_triton
+    from mla_compile.ops.experts.kernels.routing import router_triton
     from tests.triton_compile import compiled_for
 
     with compiled_for(10 * H200.capability[0] + H200.capability[1]) as kernels:

@@ -5,8 +5,8 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.kernels.plan import H200
-from mla_compile.ops.reductions import row_argmax, row_argmax_op
+from mla_compile.ops.device import H200
+from mla_compile.ops.reductions.last_dim import row_argmax, row_argmax_op
 from mla_compile.speculate.sampling import argmax
 from tests.ops.row_argmax import VOCABULARIES, check, rows_of
 
@@ -40,7 +40,7 @@ def test_ids_of_rows_with_several_positions() -> None:
 
 def test_the_kernels_spill_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.row_argmax import argmax_triton
+    from mla_compile.ops.reductions.kernels.row_argmax import argmax_triton
     from tests.triton_compile import compiled_for
 
     with compiled_for(10 * H200.capability[0] + H200.capability[1]) as kernels:

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from mla_compile import MLAError
-from mla_compile.ops.reductions import batch_invariant_sum, row_sum_op, sum_torch
+from mla_compile.ops.reductions.last_dim import batch_invariant_sum, row_sum_op, sum_torch
 from tests.ops.row_sums import check
 
 

@@ -7,7 +7,7 @@ import torch
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_code_spills_nothing(capability: int) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.append import append_triton
+    from mla_compile.ops.attention.kernels.append import append_triton
     from tests.triton_compile import compiled_for
 
     cache = torch.zeros(8, 16, 576, dtype=torch.bfloat16)

@@ -7,20 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_compile.ops.kernels import plan
-from mla_compile.ops.kernels.plan import (
-    H200,
+from mla_compile.ops import device as devices
+from mla_compile.ops.attention import tiles as attention_tiles
+from mla_compile.ops.attention.tiles import (
     MIN_KEYS,
     SPLIT_UNIT,
     AttentionTiles,
-    Device,
     decode_tiles,
-    matmul_tiles,
-    moe_tiles,
     num_fixed_splits,
     num_splits,
     rows_at_once,
 )
+from mla_compile.ops.device import H200, Device
+from mla_compile.ops.experts.tiles import moe_tiles
+from mla_compile.ops.linear import tiles as linear_tiles
+from mla_compile.ops.linear.tiles import matmul_tiles
 from tests.kernel_cases import decode_case
 
 GPUS = {
@@ -48,12 +49,12 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.decode import decode_triton, decode_triton_invariant
+    from mla_compile.ops.attention.kernels.decode import decode_triton, decode_triton_invariant
     from tests.triton_compile import compiled_for
 
     heads, rank, rope = WIDTHS[model]
     device, shared_memory = GPUS[capability]
-    monkeypatch.setattr(plan, "H200", device)
+    monkeypatch.setattr(devices, "H200", device)
     case = decode_case([64, 64], heads=heads, rank=rank, rope=rope, page_size=64, columns=16, dtype=dtype)
     # 64 query rows, as many as its narrow latents leave room for
     widest = model == "MiniCPM3" and capability == 90 and dtype == torch.bfloat16
@@ -73,7 +74,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
 def test_one_compiled_kernel_serves_all_batch_invariant_calls_of_a_model(dtype: torch.dtype) -> None:
     """Others, made for other rows, tables or `q_len`, might add in another order."""
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.decode import decode_triton_invariant
+    from mla_compile.ops.attention.kernels.decode import decode_triton_invariant
     from tests.triton_compile import compiled_for
 
     sizes = {"heads": 20, "rank": 512, "rope": 64, "page_size": 64, "dtype": dtype}
@@ -138,7 +139,8 @@ def test_tiles_of_triton_3_8_differ_where_it_spills_and_nowhere_else(monkeypatch
         tokens, pairs, products = draw.randint(1, 200), draw.randint(1, 20_000), draw.choice([1, 2])
         tiles = {}
         for version in ((3, 6), (3, 7), (3, 8), (4, 0), ()):
-            monkeypatch.setattr(plan, "triton_version", lambda version=version: version)
+            for module in (attention_tiles, linear_tiles):
+                monkeypatch.setattr(module, "triton_version", lambda version=version: version)
             tiles[version] = (
                 decode_tiles(rows, rank, dtype, device),
                 moe_tiles(pairs, 64, products, dtype, device),

@@ -10,7 +10,7 @@ from tests.kernel_cases import metadata_args
 @pytest.mark.parametrize("capability", [80, 90])
 def test_compiled_code_spills_nothing(capability: int, q_len: int, ragged: bool) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.decode_metadata import decode_metadata_triton
+    from mla_compile.ops.attention.kernels.decode_metadata import decode_metadata_triton
     from tests.triton_compile import compiled_for
 
     with compiled_for(capability) as kernels:

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from mla_compile.ops.kernels.plan import (
-    H200,
-    Device,
-    fp8_moe_tiles,
-    has_one_order,
-    many_block_tiles,
-)
-from mla_compile.ops.operands import FP8LinearOperands
+from mla_compile.ops.device import H200, Device
+from mla_compile.ops.experts.tiles import fp8_moe_tiles
+from mla_compile.ops.linear.operands import FP8LinearOperands
+from mla_compile.ops.linear.tiles import has_one_order, many_block_tiles
 from tests.fp8_cases import fp8_weight
 from tests.kernel_cases import moe_case
 
@@ -18,8 +14,8 @@ from tests.kernel_cases import moe_case
 @pytest.mark.long
 def test_the_compiled_products_fit_an_h200_and_spill_nothing() -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.fp8 import dequantize_triton
-    from mla_compile.ops.kernels.fp8_linear import linear_blocks, linear_gemv
+    from mla_compile.ops.linear.kernels.fp8 import dequantize_triton
+    from mla_compile.ops.linear.kernels.fp8_linear import linear_blocks, linear_gemv
     from tests.triton_compile import compiled_for
 
     weight, scale = fp8_weight(256, 512)
@@ -39,7 +35,7 @@ def test_batch_invariant_products_fit_an_h200_and_many_tokens_have_the_instructi
     plain: bool,
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels import blocks
+    from mla_compile.ops.linear.kernels import blocks
     from tests.triton_compile import compiled_for
 
     weight, scale = fp8_weight(256, 2048)
@@ -66,7 +62,7 @@ def test_products_of_few_tokens_fit_smaller_gpus(
 ) -> None:
     """room: KiB of shared memory that a program may have."""
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels import blocks
+    from mla_compile.ops.linear.kernels import blocks
     from tests.triton_compile import compiled_for
 
     device = Device(108, divmod(capability, 10))
@@ -89,7 +85,7 @@ def test_products_of_few_tokens_fit_smaller_gpus(
 @pytest.mark.parametrize("pairs", [4, 40, 600, 4000, 70_000])
 def test_experts_in_fp8_fit_an_h200(pairs: int, in_order: bool) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.moe import moe_triton
+    from mla_compile.ops.experts.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
     gate_up, down = (

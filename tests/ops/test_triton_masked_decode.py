@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mla_compile.ops.kernels import plan
+from mla_compile.ops import device as devices
 from tests.kernel_cases import masked_case
 from tests.ops.test_triton_decode import GPUS, WIDTHS
 
@@ -23,12 +23,12 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     capability: int, model: str, masked: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.masked_decode import masked_decode_triton
+    from mla_compile.ops.attention.kernels.masked_decode import masked_decode_triton
     from tests.triton_compile import compiled_for
 
     heads, rank, rope = WIDTHS[model]
     device, shared_memory = GPUS[capability]
-    monkeypatch.setattr(plan, "H200", device)
+    monkeypatch.setattr(devices, "H200", device)
     case = masked_case([64, 64], masked=masked, keys=1024, heads=heads, rank=rank, rope=rope, dtype=dtype)
     with compiled_for(capability) as kernels:
         masked_decode_triton(*case.args())

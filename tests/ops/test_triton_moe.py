@@ -7,14 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from mla_compile.ops.kernels.plan import (
-    H200,
-    MOST_UNSORTED_PAIRS,
-    Device,
-    ProductTiles,
-    moe_tiles,
-    triton_version,
-)
+from mla_compile.ops.device import H200, Device, triton_version
+from mla_compile.ops.experts.tiles import MOST_UNSORTED_PAIRS, moe_tiles
+from mla_compile.ops.linear.tiles import ProductTiles
 from tests.kernel_cases import moe_case, padding
 
 A100 = Device(108, (8, 0))
@@ -43,7 +38,7 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
     device: Device, plan: tuple[int, torch.dtype, ProductTiles, ProductTiles]
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.moe import moe_triton
+    from mla_compile.ops.experts.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
     pairs, dtype, gate_up, down = plan
@@ -62,7 +57,7 @@ def test_compiled_code_fits_every_gpu_and_spills_nothing_on_an_h200(
 @pytest.mark.parametrize("intermediate", [16, 48, 64])
 def test_products_along_one_step_fit_with_the_largest_tiles(intermediate: int) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.moe import moe_triton
+    from mla_compile.ops.experts.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
     largest = [moe_tiles(2**15, 8, products, torch.bfloat16, H200) for products in (2, 1)]
@@ -98,7 +93,7 @@ def check_operations(kernel: str, text: str, dtype: torch.dtype, shared: int = 0
 @pytest.mark.parametrize("pairs", [FEW, MANY + 3])
 def test_padding_and_sorting_change_no_operation(pairs: int, padded: bool) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.moe import moe_triton
+    from mla_compile.ops.experts.kernels.moe import moe_triton
     from tests.triton_compile import compiled_for
 
     case = moe_case(pairs // 4, 4, hidden=256, intermediate=128, dtype=torch.bfloat16)
@@ -114,7 +109,7 @@ def test_padding_and_sorting_change_no_operation(pairs: int, padded: bool) -> No
 @pytest.mark.parametrize("sizes", [(4, 2048, 1536), (8, 7168, 2048)], ids=["GLM-4.7-Flash", "V3"])
 def test_one_token_spills_nothing(sizes: tuple[int, int, int], fp8: bool) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.moe_gemv import moe_gemv
+    from mla_compile.ops.experts.kernels.moe_gemv import moe_gemv
     from tests.triton_compile import compiled_for
 
     topk, hidden, intermediate = sizes

@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from mla_compile.ops.kernels import plan
-from mla_compile.ops.operands import PrefillOperands
+from mla_compile.ops import device as devices
+from mla_compile.ops.attention.operands import PrefillOperands
+from mla_compile.ops.attention.tiles import AttentionTiles, absorbed_tiles, decode_tiles
 from tests.cases import make_case
 from tests.kernel_cases import prefill_args
 from tests.ops.test_triton_decode import GPUS
@@ -23,11 +24,11 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
     capability: int, model: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.prefill import prefill_triton
+    from mla_compile.ops.attention.kernels.prefill import prefill_triton
     from tests.triton_compile import compiled_for
 
     device, shared_memory = GPUS[capability]
-    monkeypatch.setattr(plan, "H200", device)
+    monkeypatch.setattr(devices, "H200", device)
     nope, rope, v = WIDTHS[model]
     case = make_case(prefill=[(20, 16)], heads=4, nope=nope, rope=rope, v=v, rank=32, dtype=dtype)
     with compiled_for(capability) as kernels:
@@ -73,11 +74,11 @@ def test_compiled_absorbed_prefill_fits_the_gpu_and_spills_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
-    from mla_compile.ops.kernels.absorbed_prefill import prefill_absorbed
+    from mla_compile.ops.attention.kernels.absorbed_prefill import prefill_absorbed
     from tests.triton_compile import compiled_for
 
     device, shared_memory = GPUS[capability]
-    monkeypatch.setattr(plan, "H200", device)
+    monkeypatch.setattr(devices, "H200", device)
     heads, rank, rope = LATENTS[model]
     case = make_case(prefill=[(tokens, 300)], heads=heads, nope=16, rope=rope, v=16, rank=rank, dtype=dtype)
     with compiled_for(capability) as kernels:
@@ -100,8 +101,8 @@ def test_many_rows_of_absorbed_prefill_get_wide_tiles_on_hopper_in_half_precisio
         (torch.bfloat16, torch.float16, torch.float32),
         GPUS.values(),
     ):
-        tiles = plan.absorbed_tiles(rows, rank, dtype, device)
+        tiles = absorbed_tiles(rows, rank, dtype, device)
         if rows >= 512 and dtype != torch.float32 and device.capability == (9, 0):
-            assert tiles == plan.AttentionTiles(queries=64, keys=32, warps=8, stages=3)
+            assert tiles == AttentionTiles(queries=64, keys=32, warps=8, stages=3)
         else:
-            assert tiles == plan.decode_tiles(rows, rank, dtype, device)
+            assert tiles == decode_tiles(rows, rank, dtype, device)

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mla_compile.ops.collectives import all_gather_op, all_reduce_in_order, all_reduce_op
-from mla_compile.ops.kernels.collectives import (
+from mla_compile.ops.collectives.collectives import all_gather_op, all_reduce_in_order, all_reduce_op
+from mla_compile.ops.collectives.kernels.collectives import (
     all_gather_triton,
     all_reduce_add_rms_norm_triton,
     all_reduce_triton,
 )
-from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton
+from mla_compile.ops.collectives.peers import MOST_BYTES, SLOTS, connect
 from mla_compile.ops.library import choose
-from mla_compile.ops.peers import MOST_BYTES, SLOTS, connect
-from mla_compile.ops.rms_norm import all_reduce_add_rms_norm_op
+from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton
+from mla_compile.ops.norm.rms_norm import all_reduce_add_rms_norm_op
 from tests.ops.rms_norm import TOLERANCE
 from tests.parallel.worker import join
 

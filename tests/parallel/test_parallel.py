@@ -17,9 +17,9 @@ from mla_compile import Engine, MLAError, Parallel, follow, load_model
 from mla_compile.engine.text import Checkpoint
 from mla_compile.models.deepseek import MLAForCausalLM
 from mla_compile.models.sharding import divide
-from mla_compile.ops.collectives import all_gather_op, all_reduce_op
-from mla_compile.ops.fp8 import BLOCK, quantize
-from mla_compile.ops.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
+from mla_compile.ops.collectives.collectives import all_gather_op, all_reduce_op
+from mla_compile.ops.linear.fp8 import BLOCK, quantize
+from mla_compile.ops.norm.rms_norm import add_rms_norm_op, all_reduce_add_rms_norm_op
 from mla_compile.ranks import Ranks
 from tests.examples.pages import ROOT, blocks_of
 from tests.models.small import (

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.models.fp8 import FP8Experts, FP8Linear
 from mla_compile.models.layout import pack_adjacent
-from mla_compile.ops.fp8 import quantize
+from mla_compile.ops.linear.fp8 import quantize
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.make_batch_invariant import make_batch_invariant

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile.ops.collectives import all_reduce
-from mla_compile.ops.norm_rope import rms_norm
+from mla_compile.ops.attention.norm_rope import rms_norm
+from mla_compile.ops.collectives.collectives import all_reduce
 from mla_compile.passes.fuse_all_reduce import fuse_all_reduce
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.pipeline import passes_for

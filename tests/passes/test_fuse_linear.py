@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models.layout import pack_adjacent
-from mla_compile.ops.rms_norm import fused_rms_norm
-from mla_compile.ops.side_by_side import lies_before
+from mla_compile.ops.adjacent import lies_before
+from mla_compile.ops.norm.rms_norm import fused_rms_norm
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mla_compile.models.fp8 import FP8Linear
-from mla_compile.ops.fp8_linear import fp8_linear
-from mla_compile.ops.norm_rope import rms_norm
-from mla_compile.ops.rms_norm import add_rms_norm_op
+from mla_compile.ops.attention.norm_rope import rms_norm
+from mla_compile.ops.linear.fp8_linear import fp8_linear
+from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear

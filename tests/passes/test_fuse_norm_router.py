@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mla_compile.ops.norm_rope import rms_norm
-from mla_compile.ops.rms_norm import add_rms_norm_op
-from mla_compile.ops.routing import moe_router
+from mla_compile.ops.attention.norm_rope import rms_norm
+from mla_compile.ops.experts.routing import moe_router
+from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
 from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_norm_router import fuse_norm_router

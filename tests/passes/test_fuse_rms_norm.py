@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops import implementations
+from mla_compile.ops import dispatch as implementations
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.models.architecture import Routing
 from mla_compile.models.moe import Router
-from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.experts.moe import moe_experts
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.provenance import module_path
 from tests.passes.capture import Capture, nodes_of, ops

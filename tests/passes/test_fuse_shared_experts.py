@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from mla_compile.engine import Engine
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.experts.moe import moe_experts
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.fuse_shared_experts import fuse_shared_experts

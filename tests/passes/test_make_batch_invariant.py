@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_compile import MLAError
 from mla_compile.backend import resolve_settings
-from mla_compile.ops.matmul import matmul_by_head
+from mla_compile.ops.linear.matmul import matmul_by_head
 from mla_compile.passes import PASSES
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import SHORT, make_batch_invariant

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from mla_compile import explain
-from mla_compile.ops.append import append_op
-from mla_compile.ops.attention import attention_op
-from mla_compile.ops.decode import decode_op
-from mla_compile.ops.masked_decode import masked_decode_op
-from mla_compile.ops.moe import moe_experts_op
-from mla_compile.ops.norm_rope import norm_rope_append_op
-from mla_compile.ops.prefill import prefill_op
+from mla_compile.ops.attention.append import append_op
+from mla_compile.ops.attention.decode import decode_op
+from mla_compile.ops.attention.masked_decode import masked_decode_op
+from mla_compile.ops.attention.mla_attention import attention_op
+from mla_compile.ops.attention.norm_rope import norm_rope_append_op
+from mla_compile.ops.attention.prefill import prefill_op
+from mla_compile.ops.experts.moe import moe_experts_op
 from mla_compile.passes import pipeline
 from mla_compile.passes.effects import appended_cache, may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 from torch.library import opcheck
 
 from mla_compile import MLABatch, MLAError
-from mla_compile.ops import backends
-from mla_compile.ops.backends import DecodeBackend, Planner, select_backend
-from mla_compile.ops.decode import decode_op, decode_plan_op, decode_torch
-from mla_compile.ops.operands import DecodeOperands
+from mla_compile.ops.attention import decode_backends as backends
+from mla_compile.ops.attention.decode import decode_op, decode_plan_op, decode_torch
+from mla_compile.ops.attention.decode_backends import DecodeBackend, Planner, select_backend
+from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.passes import pipeline
 from mla_compile.passes.nodes import op_arguments
 from mla_compile.passes.plan_decode import plan_decode

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from mla_compile import MLABatch, mla_attention
 from mla_compile.caches import allocate
 from mla_compile.integrations.transformers.target import TransformersTarget
-from mla_compile.ops import implementations
-from mla_compile.ops.norm_rope import norm_rope_append_op, rotate_queries_op
+from mla_compile.ops import dispatch as implementations
+from mla_compile.ops.attention.norm_rope import norm_rope_append_op, rotate_queries_op
 from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.effects import may_write
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mla_compile import MLABatch
-from mla_compile.ops.attention import attention_op
+from mla_compile.ops.attention.mla_attention import attention_op
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from mla_compile.torch_internals import capture_graph
 from tests.passes.capture import (

@@ -8,8 +8,8 @@ from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
 
 from mla_compile.ops import mla_attention
-from mla_compile.ops.attention import up_projections
-from mla_compile.ops.moe import moe_experts
+from mla_compile.ops.attention.mla_attention import up_projections
+from mla_compile.ops.experts.moe import moe_experts
 
 if TYPE_CHECKING:
     from mla_compile.integrations.transformers.cache import PagedLatentCache

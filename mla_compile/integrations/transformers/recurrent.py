@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
 from mla_compile.integrations.transformers.cache import PagedLatentCache
-from mla_compile.ops.segments import prefill_segment
+from mla_compile.ops.attention.segments import prefill_segment
 from mla_compile.torch_internals import mark_cache
 
 Run = Callable[[Tensor, Tensor, MLABatch], Tensor]

@@ -7,8 +7,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.append import append_torch  # noqa: E402
-from mla_compile.ops.kernels.append import append_triton  # noqa: E402
+from mla_compile.ops.attention.append import append_torch  # noqa: E402
+from mla_compile.ops.attention.kernels.append import append_triton  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

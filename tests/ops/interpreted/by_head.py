@@ -7,8 +7,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.by_head import multiply_by_head_tiles, multiply_by_head_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
+from mla_compile.ops.linear.kernels.by_head import multiply_by_head_tiles, multiply_by_head_triton  # noqa: E402
+from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 
 SMALL = ProductTiles(tokens=8, columns=16, depth=64, warps=1, stages=1)
 

@@ -13,14 +13,14 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops import peers as shared  # noqa: E402
-from mla_compile.ops.kernels.collectives import (  # noqa: E402
+from mla_compile.ops.collectives import peers as shared  # noqa: E402
+from mla_compile.ops.collectives.kernels.collectives import (  # noqa: E402
     all_gather_triton,
     all_reduce_add_rms_norm_triton,
     all_reduce_triton,
 )
-from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton  # noqa: E402
-from mla_compile.ops.peers import Peers, blocks_of, bytes_of_memory  # noqa: E402
+from mla_compile.ops.collectives.peers import Peers, blocks_of, bytes_of_memory  # noqa: E402
+from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")  # so memory has one address in all processes
 

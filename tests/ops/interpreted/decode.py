@@ -15,8 +15,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.decode import decode_triton, decode_triton_invariant  # noqa: E402
-from mla_compile.ops.kernels.plan import AttentionTiles  # noqa: E402
+from mla_compile.ops.attention.kernels.decode import decode_triton, decode_triton_invariant  # noqa: E402
+from mla_compile.ops.attention.tiles import AttentionTiles  # noqa: E402
 from tests.kernel_cases import BACKENDS, DecodeCase, check_decode, decode_case  # noqa: E402
 from tests.ops.conformance import DecodeConformance, DecodeInvariance, Subject  # noqa: E402
 

@@ -7,8 +7,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.decode_metadata import decode_metadata_triton  # noqa: E402
-from mla_compile.ops.metadata import decode_metadata_torch  # noqa: E402
+from mla_compile.ops.attention.kernels.decode_metadata import decode_metadata_triton  # noqa: E402
+from mla_compile.ops.attention.metadata import decode_metadata_torch  # noqa: E402
 from tests.kernel_cases import metadata_args  # noqa: E402
 
 

@@ -8,17 +8,17 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels import blocks  # noqa: E402
-from mla_compile.ops.kernels.fp8 import dequantize_triton  # noqa: E402
-from mla_compile.ops.kernels.fp8_linear import (  # noqa: E402
+from mla_compile.ops.linear.kernels import blocks  # noqa: E402
+from mla_compile.ops.linear.kernels.fp8 import dequantize_triton  # noqa: E402
+from mla_compile.ops.linear.kernels.fp8_linear import (  # noqa: E402
     linear_blocks,
     linear_dequantized,
     linear_gemv,
     linear_in_order,
 )
-from mla_compile.ops.kernels.matmul import linear_fp8_in_order  # noqa: E402
-from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
-from mla_compile.ops.operands import FP8LinearOperands  # noqa: E402
+from mla_compile.ops.linear.kernels.matmul import linear_fp8_in_order  # noqa: E402
+from mla_compile.ops.linear.operands import FP8LinearOperands  # noqa: E402
+from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 from tests.fp8_cases import fp8_weight, linear_by_definition, values_of  # noqa: E402
 
 FEW = ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)

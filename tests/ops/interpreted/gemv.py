@@ -7,8 +7,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.linear import linear_blocks, linear_gemv  # noqa: E402
-from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
+from mla_compile.ops.linear.kernels.linear import linear_blocks, linear_gemv  # noqa: E402
+from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 
 SMALL = ProductTiles(tokens=8, columns=32, depth=128, warps=2, stages=1)
 

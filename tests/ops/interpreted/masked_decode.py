@@ -11,8 +11,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.masked_decode import masked_decode_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import AttentionTiles  # noqa: E402
+from mla_compile.ops.attention.kernels.masked_decode import masked_decode_triton  # noqa: E402
+from mla_compile.ops.attention.tiles import AttentionTiles  # noqa: E402
 from tests.kernel_cases import MaskedCase, check_masked, masked_case  # noqa: E402
 
 MASKED = ["none", "bool", "float", "heads"]

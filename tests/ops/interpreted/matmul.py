@@ -9,8 +9,8 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import ProductTiles  # noqa: E402
+from mla_compile.ops.linear.kernels.matmul import matmul_triton  # noqa: E402
+from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 from tests.kernel_cases import check_matmul, drawn_matmul  # noqa: E402
 
 

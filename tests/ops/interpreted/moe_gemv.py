@@ -9,8 +9,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.moe import moe_triton  # noqa: E402
-from mla_compile.ops.kernels.moe_gemv import moe_gemv  # noqa: E402
+from mla_compile.ops.experts.kernels.moe import moe_triton  # noqa: E402
+from mla_compile.ops.experts.kernels.moe_gemv import moe_gemv  # noqa: E402
 from tests.kernel_cases import (  # noqa: E402
     TOLERANCE,
     MoeCase,

@@ -9,8 +9,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.linear import norm_linear_gemv  # noqa: E402
-from mla_compile.ops.operands import NormLinearOperands  # noqa: E402
+from mla_compile.ops.linear.kernels.linear import norm_linear_gemv  # noqa: E402
+from mla_compile.ops.linear.operands import NormLinearOperands  # noqa: E402
 from tests.ops.norm_linear import check  # noqa: E402
 
 

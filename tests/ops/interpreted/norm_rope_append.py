@@ -9,8 +9,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.norm_rope_append import norm_rope_append_triton  # noqa: E402
-from mla_compile.ops.kernels.rotate_queries import rotate_queries_triton  # noqa: E402
+from mla_compile.ops.attention.kernels.norm_rope_append import norm_rope_append_triton  # noqa: E402
+from mla_compile.ops.attention.kernels.rotate_queries import rotate_queries_triton  # noqa: E402
 from tests.kernel_cases import check_norm_rope_append, norm_rope_append_case  # noqa: E402
 
 

@@ -11,13 +11,14 @@ from tests.triton_interpreter import add_in_order, mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels import keys  # noqa: E402
-from mla_compile.ops.kernels.absorbed_prefill import prefill_absorbed  # noqa: E402
-from mla_compile.ops.kernels.keys import expanded_keys  # noqa: E402
-from mla_compile.ops.kernels.matmul import matmul_triton  # noqa: E402
-from mla_compile.ops.kernels.plan import AttentionTiles, ProductTiles  # noqa: E402
-from mla_compile.ops.kernels.prefill import prefill_triton  # noqa: E402
-from mla_compile.ops.operands import PrefillOperands  # noqa: E402
+from mla_compile.ops.attention.kernels import keys  # noqa: E402
+from mla_compile.ops.attention.kernels.absorbed_prefill import prefill_absorbed  # noqa: E402
+from mla_compile.ops.attention.kernels.keys import expanded_keys  # noqa: E402
+from mla_compile.ops.attention.kernels.prefill import prefill_triton  # noqa: E402
+from mla_compile.ops.attention.operands import PrefillOperands  # noqa: E402
+from mla_compile.ops.attention.tiles import AttentionTiles  # noqa: E402
+from mla_compile.ops.linear.kernels.matmul import matmul_triton  # noqa: E402
+from mla_compile.ops.linear.tiles import ProductTiles  # noqa: E402
 from tests.cases import make_case  # noqa: E402
 from tests.kernel_cases import check_prefill, prefill_args  # noqa: E402
 from tests.ops.prefill_conformance import (  # noqa: E402
@@ -84,7 +85,7 @@ def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
             (draw.randint(1, 6), draw.choice([0, 1, 16, 31, 70])) for _ in range(draw.choice([1, 1, 2, 3]))
         ]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mla_compile.ops.segments.MAX_KEYS", draw.choice([16, 33, 1000, 1000]))
+            patch.setattr("mla_compile.ops.attention.segments.MAX_KEYS", draw.choice([16, 33, 1000, 1000]))
             case = make_case(
                 prefill=chunks, heads=draw.choice([1, 3, 20]), rank=32, page_size=draw.choice([1, 5, 16])
             )

@@ -9,8 +9,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.prefill_metadata import prefill_metadata_triton  # noqa: E402
-from mla_compile.ops.metadata import prefill_metadata_torch  # noqa: E402
+from mla_compile.ops.attention.kernels.prefill_metadata import prefill_metadata_triton  # noqa: E402
+from mla_compile.ops.attention.metadata import prefill_metadata_torch  # noqa: E402
 from tests.kernel_cases import prefill_metadata_args  # noqa: E402
 
 

@@ -9,7 +9,7 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.rotate_queries import rotate_queries_triton  # noqa: E402
+from mla_compile.ops.attention.kernels.rotate_queries import rotate_queries_triton  # noqa: E402
 from tests.ops.rotate_queries import check, expected, rotation_case  # noqa: E402
 
 

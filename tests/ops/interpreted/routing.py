@@ -7,7 +7,7 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels.routing import norm_router_triton, router_product, router_triton  # noqa: E402
+from mla_compile.ops.experts.kernels.routing import norm_router_triton, router_product, router_triton  # noqa: E402
 from tests.ops.routing import ROUTINGS, check, check_after_norm, check_bits, router_args  # noqa: E402
 
 SLOW = ("v3", "v2")

@@ -7,8 +7,8 @@ from tests.triton_interpreter import mend_interpreter
 
 mend_interpreter()
 
-from mla_compile.ops.kernels import row_argmax  # noqa: E402
-from mla_compile.ops.kernels.plan import Device  # noqa: E402
+from mla_compile.ops.device import Device  # noqa: E402
+from mla_compile.ops.reductions.kernels import row_argmax  # noqa: E402
 from tests.ops.row_argmax import VOCABULARIES, check, rows_of  # noqa: E402
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mla_compile.ops.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
-from mla_compile.ops.kernels.row_sums import sum_triton
+from mla_compile.ops.norm.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from mla_compile.ops.reductions.kernels.row_sums import sum_triton
 from tests.ops import rms_norm, row_sums
 
 

@@ -1,0 +1,180 @@
+"""`mla_decode`: absorbed attention of a few query tokens per row over the paged latents."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.ops import validate
+from mla_compile.ops.attention.by_token import attend_by_token
+from mla_compile.ops.attention.decode_backends import (
+    DECODE_BACKENDS,
+    DecodeBackend,
+    backend_named,
+    decode_call,
+    select_backend,
+)
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.attention.softmax import product, softmax_weighted
+from mla_compile.ops.dtypes import accumulate_dtype
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.paging import gather_latents, num_pages_to_read, slots_of, visible_keys
+from mla_compile.torch_internals import is_fake
+
+
+def _run(*args: Any) -> tuple[Tensor, Tensor]:
+    *operands, backend, plan, batch_invariant = args
+    given = DecodeOperands(*operands)
+    if not given.kv_cache.is_contiguous():  # one that a graph computes: see the op's layout
+        given = given._replace(kv_cache=given.kv_cache.contiguous())
+    chosen = choose_backend(given, backend, batch_invariant)
+    q_latent = given.q_latent
+    if q_latent.shape[0] == 0 or q_latent.shape[1] == 0:
+        lse = q_latent.new_empty(q_latent.shape[:2], dtype=accumulate_dtype(q_latent.dtype))
+        return q_latent.new_empty(q_latent.shape), lse
+    return chosen.run(given, plan)
+
+
+def choose_backend(
+    operands: DecodeOperands, backend: str | None, batch_invariant: bool = False
+) -> DecodeBackend:
+    """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
+    # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
+    captured = backend is None or (operands.q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
+    call = decode_call(operands, captured=captured, batch_invariant=batch_invariant)
+    return select_backend(call, backend).chosen
+
+
+_LAYOUTS = {
+    "q_latent": "tokens, heads, kv_lora_rank",
+    "q_pe": "tokens, heads, qk_rope_head_dim",
+    "kv_cache": "pages, page_size, kv_lora_rank + qk_rope_head_dim",
+    "seq_lens": "int32 rows",
+    "q_lens": "int32 rows or None",
+    "block_table": validate.TABLE,
+}
+
+
+# Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache
+# that a graph computes otherwise than it was told.
+@define_op(
+    table=DECODE_BACKENDS,
+    layouts=_LAYOUTS,
+    run=_run,
+    returns=("out", "lse"),
+    layout=torch.Tag.flexible_layout,
+)
+def mla_decode(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    q_lens: Tensor | None = None,
+    q_len: int,
+    softmax_scale: float,
+    backend: str | None = None,
+    plan: Sequence[Tensor] | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
+
+    For query token j of a row, over the keys i it sees (`visible_keys`):
+    `softmax_i((q_latent . kv_c_i + q_pe . k_pe_i) * softmax_scale) @ kv_c`.
+
+    Args:
+        q_latent: `q_nope @ w_uk`, `[rows * q_len, heads, kv_lora_rank]`, float.
+        q_pe: `[rows * q_len, heads, qk_rope_head_dim]`, same dtype.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; the new
+            tokens' latents are already in it.
+        block_table: int32 `[rows, max_pages]`; entries past a row's length are never followed.
+        seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
+        q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`.
+        q_len: query tokens per row, >= 1.
+        softmax_scale: multiplies the scores.
+        backend: a name in `DECODE_BACKENDS` (`ops/attention/decode_backends.py`); None takes the fastest that serves
+            the call and may be captured in a CUDA graph.
+        plan: what `mla_decode_plan` gave for a `backend` that plans; without it such a backend plans in each call.
+        batch_invariant: take one with which a token's bits depend on nothing but its own query and keys: not on the
+            other rows, nor on `q_len`.
+
+    Returns:
+        out `[rows * q_len, heads, kv_lora_rank]` in the dtype of `q_latent`, 0 for a token that sees no key, and
+        lse `[rows * q_len, heads]`, the natural-log log-sum-exp, -inf there; float32 (float64 for float64).
+
+    Raises:
+        MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
+            Lengths are checked where they are on the CPU.
+    """
+    if not is_fake(kv_cache):
+        validate.Layouts().check("kv_cache", kv_cache, validate.PAGED)
+    validate.query_rows("", q_len, q_latent.shape[0], seq_lens.shape[0])
+    validate.lengths("", seq_lens, block_table, kv_cache)
+    validate.within("q_lens", "lengths", q_lens, 0, q_len)
+    if backend is not None:
+        given = DecodeOperands(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale)
+        call = decode_call(given, captured=False, batch_invariant=batch_invariant)  # see `plan_decode`
+        select_backend(call, backend)
+    lse = empty(q_latent, q_latent.shape[:2], accumulate_dtype(q_latent.dtype))
+    return empty(q_latent, q_latent.shape), lse
+
+
+decode_op = torch.ops.mla_compile.mla_decode.default
+
+
+def _plan(*args: Any) -> list[Tensor]:
+    *operands, place, backend = args
+    return backend_named(backend).plan(DecodeOperands(*operands), place)
+
+
+@define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)
+def mla_decode_plan(operands: DecodeOperands, place: int, backend: str) -> list[Tensor]:
+    """What a decode backend that divides its work by the rows' lengths computes of them, for the calls of all layers.
+
+    Args:
+        operands, backend: those of one of the `mla_decode` calls. Nothing but lengths and sizes matters.
+        place: a number for each plan of a graph: what a backend keeps of one outlives the making of the next.
+
+    Returns:
+        The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
+    """
+    return _plan(*operands, place, backend) if is_fake(operands.seq_lens) else []
+
+
+decode_plan_op = torch.ops.mla_compile.mla_decode_plan.default
+
+
+def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    """`mla_decode` in plain torch: every device, every dtype, and the kernels' twin.
+
+    Lengths are read on the CPU only.
+    """
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
+    tokens, heads, rank = q_latent.shape
+    rows = seq_lens.shape[0]
+    columns = num_pages_to_read(seq_lens, block_table, kv_cache.shape[1])
+    latents = gather_latents(kv_cache, block_table, 0, columns, seq_lens)
+    query = torch.cat([q_latent, q_pe], dim=-1).view(rows, q_len * heads, -1)
+
+    scores = product(query, latents.mT).mul_(softmax_scale).view(rows, q_len, heads, -1)
+    bounds = visible_keys(seq_lens, q_lens, q_len)[:, :, None, None]
+    scores.masked_fill_(torch.arange(scores.shape[-1], device=scores.device) >= bounds, -torch.inf)
+    out, lse = softmax_weighted(scores.view(rows, q_len * heads, -1), latents[..., :rank])
+    return out.view(tokens, heads, rank).to(q_latent.dtype), lse.view(tokens, heads)
+
+
+def decode_by_token(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    """`mla_decode` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
+    tokens, _, rank = q_latent.shape
+    page_size, width = kv_cache.shape[1:]
+    columns = num_pages_to_read(seq_lens, block_table, page_size)
+    position = torch.arange(columns * page_size, device=block_table.device).expand(len(seq_lens), -1)
+    query = torch.cat([q_latent, q_pe], dim=-1).to(accumulate_dtype(q_latent.dtype))
+    row = torch.arange(tokens, device=block_table.device) // q_len
+    seen = visible_keys(seq_lens, q_lens, q_len).flatten().clamp(max=columns * page_size)
+    slots = slots_of(block_table, position, page_size)
+    out, lse = attend_by_token(query, kv_cache.view(-1, width), slots, row, seen, rank, softmax_scale)
+    return out.to(q_latent.dtype), lse

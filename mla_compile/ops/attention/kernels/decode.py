@@ -1,0 +1,285 @@
+"""Split-KV decode over the paged latents, in two launches: partial attention of each split of keys, then their sum.
+
+A program holds up to `BLOCK_R` query rows (a row's query tokens times its heads) and walks over its share of the
+row's keys. Keys are the rows of both products and queries the columns, `S^T = K Q^T` and `O^T += K_c^T P^T`: tensor
+cores want 64 rows, which keys always fill and 16 or 20 heads never do.
+
+Which keys a program reads follows from shapes and from its own row's length, so the grid can be captured, lengths
+may change at replay, and a row's bits do not depend on its neighbours.
+
+`decode_triton_invariant` attends to the splits of `fixed_splits.py`. A tile is as high whatever `q_len` is, and one
+compiled kernel serves all calls: no size that changes from call to call is a constant of it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.attention.kernels.fixed_splits import (
+    decode_by_fixed_splits,
+    first_key_of,
+    splits_of,
+    visible,
+    with_unit_strides,
+)
+from mla_compile.ops.attention.kernels.softmax import (
+    LOG2_E,
+    attend_latents,
+    combine,
+    load_queries,
+    padded,
+    split_of,
+    split_results,
+    store_split,
+)
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.attention.tiles import (
+    MIN_KEYS,
+    SPLIT_BLOCK,
+    SPLIT_UNIT,
+    AttentionTiles,
+    decode_tiles,
+    num_fixed_splits,
+    num_splits,
+)
+from mla_compile.ops.device import device_of
+
+
+@triton.jit
+def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
+    """Page of each key, int64; 0 from `stop` on, where table entries are never followed."""
+    return tl.load(table + key // PAGE_SIZE, mask=key < stop, other=0).to(tl.int64)
+
+
+@triton.jit
+def _attend_split(
+    q,
+    qp,
+    kv_cache,
+    table,  # the row's
+    start,
+    stop,
+    bounds,
+    scale,
+    out,
+    lse,
+    first_target,  # int64: where the results of the row go
+    r,  # [BLOCK_R]: the row's queries of this program
+    inside,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of the queries of a program over the keys from `start` to `stop` of their row."""
+    top = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
+    key = start + tl.arange(0, BLOCK_N)
+    page = _pages(table, key, stop, PAGE_SIZE)
+    for first in range(start, stop, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE)[:, None] * (RANK + ROPE)
+        # One tile ahead, so that the latents' addresses are known when their turn comes.
+        page = _pages(table, key + BLOCK_N, stop, PAGE_SIZE)
+        top, total, acc = attend_latents(
+            q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
+            RANK, ROPE,
+        )  # fmt: skip
+    store_split(out + first_target * RANK, lse + first_target, r, inside, inside, top, total, acc, RANK)
+
+
+_VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
+"""What changes from call to call: compiled code knows nothing of it."""
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def split_kernel(
+    q_latent,  # [rows * q_len, HEADS, RANK], any strides but the last
+    q_pe,  # [rows * q_len, HEADS, ROPE], likewise
+    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
+    block_table,  # int32 [rows, columns]
+    seq_lens,  # int32 [rows]
+    q_lens,  # int32 [rows], unread unless has_q_lens
+    out,  # [splits, rows * q_len * HEADS, RANK], contiguous
+    lse,  # float32 [splits, rows * q_len * HEADS]
+    softmax_scale,
+    has_q_lens,
+    q_len,
+    columns,
+    q_strides,  # of tokens and heads
+    pe_strides,
+    table_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    SPLIT_UNIT: tl.constexpr,  # of the splits, of which a program may have several; 0 for a program's share of its row
+):
+    """Attention of one block of query rows over splits of a row's keys; grid `[rows * row blocks, programs]`."""
+    R = q_len * HEADS
+    r_blocks = tl.cdiv(R, BLOCK_R)
+    row = tl.program_id(0) // r_blocks
+    r = (tl.program_id(0) % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    program = tl.program_id(1)
+    programs = tl.num_programs(1)
+
+    token = r // HEADS
+    bounds, keys = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
+    bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
+    query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
+    if SPLIT_UNIT > 0:
+        start, stop = first_key_of(program, SPLIT_UNIT), keys
+        idle = start >= stop
+    else:
+        start, stop = split_of(keys, program, programs, BLOCK_N, MIN_KEYS)
+        # The sum skips an empty split, so its `out` may stay unwritten.
+        idle = (start >= stop) & (programs > 1)
+        nothing = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        tl.store(lse + program * query_rows + row * R + r, nothing, mask=(r < R) & idle)
+    if idle:
+        return
+
+    query_token = (row * q_len + token).to(tl.int64)
+    q_at = q_latent + (query_token * q_strides[0] + (r % HEADS) * q_strides[1])
+    pe_at = q_pe + (query_token * pe_strides[0] + (r % HEADS) * pe_strides[1])
+    q, qp = load_queries(q_at, pe_at, r < R, RANK, ROPE)
+
+    scale = softmax_scale * LOG2_E
+    table = block_table + row.to(tl.int64) * table_stride
+    if SPLIT_UNIT > 0:
+        for split in range(program, splits_of(keys, SPLIT_UNIT), programs):
+            start = first_key_of(split, SPLIT_UNIT)
+            stop = tl.minimum(keys, first_key_of(split + 1, SPLIT_UNIT))
+            _attend_split(
+                q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, split * query_rows + row * R, r, r < R,
+                RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_N,
+            )  # fmt: skip
+    else:
+        _attend_split(
+            q, qp, kv_cache, table, start, stop, bounds, scale, out, lse, program * query_rows + row * R, r, r < R,
+            RANK, ROPE, PAGE_SIZE, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+
+
+def _launch(
+    operands: DecodeOperands,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    tiles: AttentionTiles,
+    programs: int,
+    min_keys: int = MIN_KEYS,
+    split_unit: int = 0,
+) -> None:
+    """`split_kernel` with so many programs for each block of query rows."""
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
+    (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
+    split_kernel[(rows * triton.cdiv(q_len * heads, tiles.queries), programs)](
+        q_latent,
+        q_pe,
+        kv_cache,
+        block_table,
+        seq_lens,
+        seq_lens if q_lens is None else q_lens,
+        part_out,
+        part_lse,
+        softmax_scale,
+        int(q_lens is not None),
+        q_len,
+        columns,
+        q_latent.stride()[:2],
+        q_pe.stride()[:2],
+        block_table.stride(0),
+        HEADS=heads,
+        RANK=rank,
+        ROPE=rope,
+        PAGE_SIZE=kv_cache.shape[1],
+        BLOCK_R=tiles.queries,
+        BLOCK_N=tiles.keys,
+        MIN_KEYS=min_keys,
+        SPLIT_UNIT=split_unit,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def decode_triton(
+    operands: DecodeOperands,
+    *,
+    tiles: AttentionTiles | None = None,
+    splits: int | None = None,
+    min_keys: int = MIN_KEYS,
+) -> tuple[Tensor, Tensor]:
+    """What `mla_decode` computes, with its arguments, on the GPU or in Triton's interpreter.
+
+    `tiles`, `splits` and `min_keys` are chosen by `tiles.py` unless given. Nothing is read on the host.
+    """
+    operands = with_unit_strides(operands)
+    q_latent, q_len = operands.q_latent, operands.q_len
+    tokens, heads, rank = q_latent.shape
+    rows, columns = operands.block_table.shape
+    device = device_of(q_latent)
+    tiles = tiles or decode_tiles(q_len * heads, rank, q_latent.dtype, device)
+    blocks = rows * triton.cdiv(q_len * heads, tiles.queries)
+    splits = splits or num_splits(blocks, columns * operands.kv_cache.shape[1], device)
+
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    part_out, part_lse = split_results(out, lse, splits)
+    _launch(operands, part_out, part_lse, tiles=tiles, programs=splits, min_keys=min_keys)
+    if splits > 1:
+        combine(part_out, part_lse, out, lse)
+    return out, lse
+
+
+def decode_triton_invariant(
+    operands: DecodeOperands,
+    *,
+    tiles: AttentionTiles | None = None,
+    programs: int | None = None,
+    split_unit: int = SPLIT_UNIT,
+    split_block: int = SPLIT_BLOCK,
+    at_once: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`decode_triton` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
+
+    programs: for each block of query rows, chosen by `tiles.py` unless given; it changes no bit. `tiles` do. The others
+    are those of `decode_by_fixed_splits`.
+    """
+    heads, rank = operands.q_latent.shape[1:]
+    max_keys = operands.block_table.shape[1] * operands.kv_cache.shape[1]
+    device = device_of(operands.q_latent)
+    tiles = tiles or decode_tiles(heads, rank, operands.q_latent.dtype, device)
+
+    def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
+        blocks = part.seq_lens.shape[0] * triton.cdiv(part.q_len * heads, tiles.queries)
+        splits = num_fixed_splits(max_keys, split_unit)
+        _launch(
+            part,
+            part_out,
+            part_lse,
+            tiles=tiles,
+            programs=programs or min(splits, num_splits(blocks, max_keys, device)),
+            split_unit=split_unit,
+        )
+
+    return decode_by_fixed_splits(
+        launch,
+        operands._replace(q_latent=_aligned(operands.q_latent), q_pe=_aligned(operands.q_pe)),
+        split_unit=split_unit,
+        split_block=split_block,
+        at_once=at_once,
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Queries whose rows begin at multiples of 16 elements, else a copy: the same compiled kernel reads them all."""
+    steps = x.data_ptr() // x.element_size(), *x.stride()[:2]
+    aligned = x.stride(-1) == 1 and not any(step % 16 for step in steps)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,162 @@
+"""What batch-invariant decode kernels share: where a row's splits begin, and how a token's are joined.
+
+A token gets the same bits in every call that has the same keys: splits begin at the same keys wherever a row ends, each
+is attended to from its first key on, and the token's splits are joined in order. Those that it does not see are not
+read, and keys of a split that it does not see weigh 0. Which program attends to which split changes nothing.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.attention.kernels.softmax import columns_at_once, join_splits
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.attention.tiles import DOUBLED, SPLIT_BLOCK, SPLIT_UNIT, num_fixed_splits, rows_at_once
+from mla_compile.ops.dependent_launch import wait_for_kernel_before
+
+_SECOND, _THIRD, _FOURTH, _FIFTH = (tl.constexpr(first) for first in DOUBLED)
+
+
+@triton.jit
+def _doubled_from(place, first):
+    return place + tl.maximum(place - first, 0)
+
+
+@triton.jit
+def _halved_from(count, first):
+    return tl.minimum(count, first) + (tl.maximum(count - first, 0) + 1) // 2
+
+
+@triton.jit
+def first_key_of(split, SPLIT_UNIT: tl.constexpr):
+    """Where a split begins."""
+    place = _doubled_from(_doubled_from(split, _FIFTH), _FOURTH)
+    return _doubled_from(_doubled_from(place, _THIRD), _SECOND) * SPLIT_UNIT
+
+
+@triton.jit
+def splits_of(keys, SPLIT_UNIT: tl.constexpr):
+    """Into how many splits so many keys are cut."""
+    units = (tl.maximum(keys, 0) + SPLIT_UNIT - 1) // SPLIT_UNIT
+    count = _halved_from(_halved_from(units, _SECOND), _THIRD)
+    return _halved_from(_halved_from(count, _FOURTH), _FIFTH)
+
+
+@triton.jit
+def visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys):
+    """`visible_keys` of query tokens of a row, below 0 for some that see none, and how many of its keys are read."""
+    length = tl.load(seq_lens + row)
+    valid = tl.load(q_lens + row, mask=has_q_lens != 0, other=q_len)
+    stored = tl.minimum(length, most_keys)
+    bounds = tl.where(token < valid, tl.minimum(length - (valid - 1 - token), stored), 0)
+    return bounds, tl.where(valid > 0, stored, 0)
+
+
+@triton.jit(do_not_specialize=["seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "most_keys", "total"])
+def join_kernel(
+    part_out,  # see `join_splits`
+    part_lse,
+    out,
+    lse,
+    seq_lens,
+    q_lens,
+    has_q_lens,
+    q_len,
+    most_keys,
+    total,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLIT_UNIT: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
+    wait_for_kernel_before(EARLY)
+    i = tl.program_id(0)
+    row = i // (q_len * HEADS)
+    token = i // HEADS % q_len
+    keys, _ = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys)
+    splits = splits_of(keys, SPLIT_UNIT)
+    join_splits(part_out, part_lse, out, lse, i.to(tl.int64), splits, total, RANK, SPLIT_BLOCK, BLOCK_C)
+
+
+def with_unit_strides(operands: DecodeOperands) -> DecodeOperands:
+    """The same, copied where columns do not lie side by side."""
+    q_latent, q_pe, kv_cache, table, seq_lens, q_lens, q_len, softmax_scale = operands
+    q_latent, q_pe, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, table))
+    q_lens = None if q_lens is None else q_lens.contiguous()
+    # Not by `_replace`, which takes a microsecond.
+    seq_lens = seq_lens.contiguous()
+    return DecodeOperands(q_latent, q_pe, kv_cache, table, seq_lens, q_lens, q_len, softmax_scale)
+
+
+Launch = Callable[[DecodeOperands, Tensor, Tensor], None]
+"""Launches a kernel that attends to each split of each row by itself: of some rows, to where the results go.
+
+These are sums that are divided by their weights, float32 `[splits, rows * q_len * heads, kv_lora_rank]`; and float32
+`[splits, rows * q_len * heads]`, natural log, -inf for a query row that sees no key of the split. What a query row does
+not see any key of may stay unwritten from the split after its last one on.
+"""
+
+
+def decode_by_fixed_splits(
+    launch: Launch,
+    operands: DecodeOperands,
+    *,
+    split_unit: int = SPLIT_UNIT,
+    split_block: int = SPLIT_BLOCK,
+    at_once: int | None = None,
+    early: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What `mla_decode` computes, over splits that `launch` attends to.
+
+    at_once: how many rows share the workspace, chosen by `tiles.py` unless given. early: whether the kernel that joins
+    starts early. Neither changes a bit. `split_unit` and `split_block`, the splits that are summed at a time, do.
+    """
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, _ = operands = with_unit_strides(operands)
+    tokens, heads, rank = q_latent.shape
+    rows, max_keys = block_table.shape[0], block_table.shape[1] * kv_cache.shape[1]
+    splits = num_fixed_splits(max_keys, split_unit)
+    at_once = min(rows, at_once or rows_at_once(splits * q_len * heads * rank))
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    part_out = lse.new_empty((splits, at_once * q_len * heads, rank))
+    part_lse = lse.new_empty((splits, at_once * q_len * heads))
+    columns_of_out = columns_at_once(rank, split_block)
+    for first in range(0, rows, at_once):
+        mine = slice(first, first + at_once)
+        tokens_of_mine = slice(first * q_len, (first + at_once) * q_len)
+        part = operands._replace(
+            q_latent=q_latent[tokens_of_mine],
+            q_pe=q_pe[tokens_of_mine],
+            block_table=block_table[mine],
+            seq_lens=seq_lens[mine],
+            q_lens=None if q_lens is None else q_lens[mine],
+        )
+        launch(part, part_out, part_lse)
+        total = part.q_latent.shape[0] * heads
+        join_kernel[(total, triton.cdiv(rank, columns_of_out))](
+            part_out,
+            part_lse,
+            out[tokens_of_mine],
+            lse[tokens_of_mine],
+            part.seq_lens,
+            part.seq_lens if part.q_lens is None else part.q_lens,
+            int(q_lens is not None),
+            q_len,
+            max_keys,
+            total,
+            HEADS=heads,
+            RANK=rank,
+            SPLIT_UNIT=split_unit,
+            SPLIT_BLOCK=split_block,
+            BLOCK_C=columns_of_out,
+            EARLY=early,
+            num_warps=4,
+            launch_pdl=early,
+        )
+    return out, lse

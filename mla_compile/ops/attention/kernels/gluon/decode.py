@@ -1,0 +1,121 @@
+"""Launching the Hopper decode kernels."""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mla_compile.errors import MLAError
+from mla_compile.ops.attention.kernels.fixed_splits import decode_by_fixed_splits, with_unit_strides
+from mla_compile.ops.attention.kernels.gluon.narrow import MOST_ROWS, MOST_UNSPLIT_ROWS, narrow_kernel
+from mla_compile.ops.attention.kernels.gluon.split import (
+    RANK,
+    ROPE,
+    TILE,
+    Inputs,
+    Results,
+    Sizes,
+    join_kernel,
+)
+from mla_compile.ops.attention.kernels.gluon.wide import HALF, ROWS, wide_kernel
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.device import device_of, power_of_two
+
+_JOINERS = 2048
+"""Programs that join; as many as are at work at once, or a few times more."""
+
+
+def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    """What `mla_decode` computes, with its arguments, on a Hopper GPU. Nothing is read on the host.
+
+    Raises:
+        MLAError: a cache at an address that the hardware's copies do not take.
+    """
+    operands = with_unit_strides(operands)
+    q_latent, rows = operands.q_latent, operands.block_table.shape[0]
+    tokens, heads, _ = q_latent.shape
+    query_rows = operands.q_len * heads
+    is_narrow = query_rows <= MOST_UNSPLIT_ROWS
+    block_r = power_of_two(query_rows) if is_narrow else ROWS.value
+    units = rows * triton.cdiv(query_rows, block_r)
+    programs = device_of(q_latent).multiprocessors
+
+    out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty((tokens, heads), dtype=torch.float32)
+    part_out = lse.new_empty((2 * programs, block_r, RANK.value))
+    part_lse = lse.new_empty((2 * programs, block_r))
+    pieces = lse.new_empty((units, 2), dtype=torch.int32)
+    results = Results(out, lse, part_out, part_lse, pieces)
+    _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
+    # Few units are cut into many pieces each, many into few.
+    columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
+    column_blocks = RANK.value // columns_each
+    share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
+    join_kernel[(units, column_blocks, share)](
+        part_out,
+        part_lse,
+        pieces,
+        out,
+        lse,
+        rows,
+        R=query_rows,
+        BLOCK_R=block_r,
+        RANK=RANK.value,
+        BLOCK_C=columns_each,
+        BLOCK_P=at_once,
+        num_warps=4,
+        launch_pdl=True,
+    )
+    return out, lse
+
+
+def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
+    """`decode_gluon` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
+
+    The two kernels add in different orders, so which one runs follows from the number of heads alone. The narrow one
+    adds in the same order however many query rows it takes at a time.
+    """
+    heads = operands.q_latent.shape[1]
+    query_rows = operands.q_len * heads
+    narrow_rows = min(MOST_ROWS, power_of_two(query_rows)) if heads <= MOST_UNSPLIT_ROWS else 0
+
+    def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
+        units = part.seq_lens.shape[0] * triton.cdiv(query_rows, narrow_rows or ROWS.value)
+        pieces = part.seq_lens.new_empty((units, 2))
+        # The first two are not written to.
+        results = Results(part.q_latent, part_lse, part_out, part_lse, pieces)
+        _attend(part, results, narrow_rows=narrow_rows, fixed=True)
+
+    return decode_by_fixed_splits(launch, operands, early=True)
+
+
+def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fixed: bool = False) -> None:
+    """Launch `narrow_kernel` with so many query rows at a time, or for 0 `wide_kernel`; fixed: over fixed splits."""
+    q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
+    if kv_cache.data_ptr() % 16:
+        hint = "give it storage of its own, or name another backend"
+        raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), hint)
+    heads, page_size = q_latent.shape[1], kv_cache.shape[1]
+    rows, most_keys = block_table.shape[0], block_table.shape[1] * page_size
+    q_blocks = triton.cdiv(q_len * heads, narrow_rows or ROWS.value)
+    grid = (device_of(q_latent).multiprocessors,)
+    inputs = Inputs(
+        *(q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, softmax_scale),
+        *(*q_latent.stride()[:2], *q_pe.stride()[:2], block_table.stride(0)),
+    )
+    units_block = max(32, triton.next_power_of_2(rows * q_blocks))
+    box = min(TILE.value, page_size & -page_size)  # the power of two in it
+    sizes = Sizes(fixed, q_len, heads, page_size, q_blocks, units_block, box if box >= 8 else 0)
+    args = (inputs, results, rows, most_keys, sizes)
+    if narrow_rows:
+        warps = 4 if narrow_rows == 16 else 8  # four would spill the wider output
+        narrow_kernel[grid](*args, narrow_rows, num_warps=warps, launch_pdl=True)
+        return
+    latents = kv_cache.view(-1, RANK.value + ROPE.value)
+    swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
+    boxes = (
+        TensorDescriptor.from_tensor(latents, [max(box, 8), width], swizzled)
+        for width in (HALF.value, ROPE.value)
+    )
+    wide_kernel[grid](*boxes, *args, num_warps=4, launch_pdl=True)

@@ -1,0 +1,112 @@
+"""Keys and values of prompt chunks, expanded per head from the paged latents: what the prefill kernels share."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.attention.kernels.softmax import padded
+from mla_compile.ops.device import power_of_two
+from mla_compile.ops.linear.kernels.matmul import matmul_triton
+
+
+@triton.jit
+def gather_kernel(
+    kv_cache,  # [slots, RANK + ROPE], contiguous
+    key_slots,  # int64 [keys], contiguous; -1 for padding
+    cu_seqlens_k,  # int32 [rows + 1]
+    latents,  # [places, RANK], contiguous
+    rotated,  # [places, heads, ROPE], any strides but the last
+    cu_places,  # int32 [rows + 1], written; lens: int32 [rows], written
+    lens,
+    places,
+    rows,
+    heads,
+    rotated_strides,  # of places and heads
+    GAP: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy latents out of their pages, and the rotated keys to every head; zeros where there is no key."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (n < places)[:, None]
+    r = tl.arange(0, ROWS_BLOCK)
+    ends = tl.load(cu_seqlens_k + 1 + r, mask=r < rows, other=2**30) + r * GAP
+    row = tl.sum((n[:, None] >= ends[None, :] + GAP).to(tl.int32), 1)
+    end = tl.load(cu_seqlens_k + 1 + row, mask=row < rows, other=0) + row * GAP
+    if tl.program_id(0) == 0:
+        start = tl.load(cu_seqlens_k + r, mask=r <= rows, other=0)
+        tl.store(cu_places + r, start + r * GAP, mask=r <= rows)
+        tl.store(lens + r, ends - r * GAP - start, mask=r < rows)
+    slot = tl.load(key_slots + n - row * GAP, mask=n < end, other=-1)
+    live = (slot >= 0)[:, None]
+    at = kv_cache + slot[:, None] * (RANK + ROPE)
+    place = n.to(tl.int64)[:, None]
+    c = tl.arange(0, padded(RANK))[None, :]
+    found = tl.load(at + c, mask=live & (c < RANK), other=0.0)
+    tl.store(latents + place * RANK + c, found, mask=inside & (c < RANK))
+    p = tl.arange(0, padded(ROPE))[None, :]
+    found = tl.load(at + RANK + p, mask=live & (p < ROPE), other=0.0)
+    for head in range(heads):
+        tl.store(
+            rotated + place * rotated_strides[0] + head * rotated_strides[1] + p,
+            found,
+            mask=inside & (p < ROPE),
+        )
+
+
+class ExpandedKeys(NamedTuple):
+    """key `[places, heads, qk_nope_head_dim + qk_rope_head_dim]`, value `[places, heads, v_head_dim]`; where each row's
+    places begin, the next one's behind it, int32 `[rows + 1]`, and how many of them are keys, int32 `[rows]`."""
+
+    key: Tensor
+    value: Tensor
+    cu_places: Tensor
+    lens: Tensor
+
+
+def expanded_keys(
+    kv_cache: Tensor, key_slots: Tensor, cu_seqlens_k: Tensor, w_uk: Tensor, w_uv: Tensor, *, gap: int = 0
+) -> ExpandedKeys:
+    """Keys and values of a part, see `PrefillSegment`, with `gap` places of zeros behind every row's.
+
+    In half precision the products are cuBLAS's, the one with `w_uk` written where the keys are wanted, beside their
+    rotated part. In float32 cuBLAS would give a key other bits beside more of them.
+    """
+    (heads, nope, rank), rows = w_uk.shape, cu_seqlens_k.shape[0] - 1
+    places, rope = key_slots.shape[0] + rows * gap, kv_cache.shape[2] - rank
+    latents = kv_cache.new_empty((places, rank))
+    key = kv_cache.new_empty((places, heads, nope + rope))
+    cu_places, lens = torch.empty_like(cu_seqlens_k), cu_seqlens_k.new_empty(rows)
+    gather_kernel[(triton.cdiv(places, 16),)](
+        kv_cache,
+        key_slots,
+        cu_seqlens_k,
+        latents,
+        key[..., nope:],
+        cu_places,
+        lens,
+        places,
+        rows,
+        heads,
+        key.stride()[:2],
+        GAP=gap,
+        RANK=rank,
+        ROPE=rope,
+        ROWS_BLOCK=power_of_two(rows + 1),
+        BLOCK=16,
+    )
+    if latents.dtype == torch.float32:
+        of_place = latents.unsqueeze(1).expand(-1, heads, -1)
+        key[..., :nope] = matmul_triton(of_place, w_uk.mT)
+        value = matmul_triton(of_place, w_uv)
+    else:
+        value = kv_cache.new_empty((places, heads, w_uv.shape[2]))
+        of_head = latents.expand(heads, -1, -1)
+        torch.bmm(of_head, w_uk.mT, out=key[..., :nope].transpose(0, 1))
+        torch.bmm(of_head, w_uv, out=value.transpose(0, 1))
+    return ExpandedKeys(key, value, cu_places, lens)

@@ -1,0 +1,98 @@
+"""Rotation of a token's heads in place, which two kernels do."""
+
+from typing import Any, NamedTuple, Self
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.device import power_of_two
+
+_MOST_PAIRS = 1024
+"""That a program rotates: eight a thread."""
+
+
+class Angles(NamedTuple):
+    """Cosines and sines in a kernel, `[tokens, HALF or 2 * HALF]`: its arguments of these names."""
+
+    cos: Any
+    sin: Any
+    cos_stride: Any
+    cos_step: Any
+    sin_stride: Any
+    sin_step: Any
+
+
+class Queries(NamedTuple):
+    """What is rotated in a kernel: `[tokens, heads, 2 * HALF]`, the last stride 1; None: nothing."""
+
+    q_pe: Any
+    heads: Any
+    token_stride: Any
+    head_stride: Any
+
+    @classmethod
+    def of(cls, q_pe: Tensor | None) -> Self:
+        """The queries of a call."""
+        return cls(None, 0, 0, 0) if q_pe is None else cls(q_pe, q_pe.shape[1], *q_pe.stride()[:2])
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for."""
+
+    HALF: int
+    SECOND: int  # the column of cos and sin where the second elements' ones start
+    INTERLEAVED_IN: bool
+    INTERLEAVED_OUT: bool
+    BLOCK_HEADS: int
+    BLOCK_HALF: int
+
+
+@triton.jit
+def angles_of(angles, token, pair, S: tl.constexpr):
+    """Those of a token's pairs: of the first elements, then of the second ones, which start at column SECOND."""
+    cos = angles.cos + token * angles.cos_stride
+    sin = angles.sin + token * angles.sin_stride
+    cos_a = tl.load(cos + pair * angles.cos_step, mask=pair < S.HALF, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin + pair * angles.sin_step, mask=pair < S.HALF, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos + (S.SECOND + pair) * angles.cos_step, mask=pair < S.HALF, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + (S.SECOND + pair) * angles.sin_step, mask=pair < S.HALF, other=0.0).to(tl.float32)
+    return cos_a, sin_a, cos_b, sin_b
+
+
+@triton.jit
+def rotate_heads(queries, angles, token, block, S: tl.constexpr):
+    """`q_pe[token] = rotate(q_pe[token])` for the block-th BLOCK_HEADS of the heads.
+
+    A product is rounded before another one is added to it.
+    """
+    HALF: tl.constexpr = S.HALF
+    head = block * S.BLOCK_HEADS + tl.arange(0, S.BLOCK_HEADS)
+    pair = tl.arange(0, S.BLOCK_HALF)
+    inside = (head < queries.heads)[:, None] & (pair < HALF)[None, :]
+    row = queries.q_pe + token * queries.token_stride + head[:, None] * queries.head_stride
+    dtype = queries.q_pe.dtype.element_ty
+
+    first_in = 2 * pair if S.INTERLEAVED_IN else pair
+    second_in = first_in + (1 if S.INTERLEAVED_IN else HALF)
+    a = tl.load(row + first_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(row + second_in[None, :], mask=inside, other=0.0).to(tl.float32)
+    cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, S)
+    cos_a, sin_a, cos_b, sin_b = cos_a[None, :], sin_a[None, :], cos_b[None, :], sin_b[None, :]
+    if S.INTERLEAVED_IN != S.INTERLEAVED_OUT:
+        tl.debug_barrier()  # an element is written to where another thread has read
+    first_out = 2 * pair if S.INTERLEAVED_OUT else pair
+    second_out = first_out + (1 if S.INTERLEAVED_OUT else HALF)
+    # Spelled out, so that all kernels that inline this round alike.
+    tl.store(row + first_out[None, :], tl.fma(a, cos_a, -(b * sin_a)).to(dtype), mask=inside)
+    tl.store(row + second_out[None, :], tl.fma(b, cos_b, a * sin_b).to(dtype), mask=inside)
+
+
+def rotation_of(
+    cos: Tensor, sin: Tensor, heads: int, interleaved_in: bool, interleaved_out: bool, half: int
+) -> tuple[Angles, Sizes, int]:
+    """What a kernel takes to rotate `half` pairs of a head, and how many programs rotate a token's heads."""
+    block_half = power_of_two(half)
+    block = min(power_of_two(heads), max(1, _MOST_PAIRS // block_half))
+    sizes = Sizes(half, cos.shape[1] - half, interleaved_in, interleaved_out, block, block_half)
+    return Angles(cos, sin, *cos.stride(), *sin.stride()), sizes, triton.cdiv(heads, block)

@@ -1,0 +1,196 @@
+"""A softmax over keys that several programs share: what the Triton kernels of attention have in common."""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.device import power_of_two
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
+
+padded = triton.constexpr_function(power_of_two)
+"""`power_of_two` in kernels."""
+
+_COMBINED = 8192
+"""Partial results, splits times columns, that a program of `join_splits` loads at once."""
+
+
+@triton.jit
+def accumulate(scores, k, top, total, acc):
+    """Take a tile of keys into a running softmax, in which a score counts as a power of two.
+
+    scores: `[keys, rows]`, -inf where a key is not seen; k: `[keys, rank]`; top, the highest score so far, and total,
+    the sum of `2 ** (score - top)`: `[rows]`; acc: values weighted likewise, `[rank, rows]`. All float32 but k.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - base[None, :])
+    decay = tl.exp2(top - base)
+    total = tl.fma(total, decay, tl.sum(weights, 0))
+    acc = tl.dot(tl.trans(k), weights.to(k.dtype), acc * decay[None, :], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
+    """Which of a row's `keys` a split reads: the first, and where it stops.
+
+    Short rows use few splits: below MIN_KEYS a split would cost more to start and to add than it saves.
+    """
+    share = tl.cdiv(tl.maximum(tl.cdiv(keys, splits), MIN_KEYS), BLOCK_N) * BLOCK_N
+    start = split * share
+    return start, tl.minimum(keys, start + share)
+
+
+@triton.jit
+def load_queries(
+    q_latent,  # pointers to rows of queries, [rows]
+    q_pe,  # likewise
+    inside,  # [rows]: which of them there are
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Queries as the columns that `attend_latents` takes."""
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
+    q = tl.load(q_latent[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
+    qp = tl.load(q_pe[:, None] + p[None, :], mask=inside[:, None] & (p < ROPE)[None, :], other=0.0)
+    return tl.trans(q), tl.trans(qp)
+
+
+@triton.jit
+def attend_latents(
+    q,  # [RANK, rows], padded to a power of two
+    q_pe,  # [ROPE, rows], likewise
+    latent,  # pointers to the latents of a tile, [keys, 1]
+    live,  # [keys]: whether there is a latent
+    key,  # [keys]: which of the row's keys these are
+    bounds,  # [rows]: how many of these each query sees
+    scale,  # of the scores, which count as powers of two
+    top,
+    total,
+    acc,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Take a tile of keys into the running softmax of `accumulate`: a key is its latent and its rotated part."""
+    c = tl.arange(0, padded(RANK))
+    p = tl.arange(0, padded(ROPE))
+    # Zeros where there is no key, not only masked scores: 0 x NaN is NaN.
+    k = tl.load(latent + c[None, :], mask=live[:, None] & (c < RANK)[None, :], other=0.0)
+    k_pe = tl.load(latent + RANK + p[None, :], mask=live[:, None] & (p < ROPE)[None, :], other=0.0)
+    scores = tl.dot(k, q, input_precision="ieee")
+    scores = tl.dot(k_pe, q_pe, scores, input_precision="ieee") * scale
+    scores = tl.where(key[:, None] < bounds[None, :], scores, -float("inf"))
+    return accumulate(scores, k, top, total, acc)
+
+
+@triton.jit
+def store_split(
+    out,  # [splits * total, RANK], contiguous
+    lse,  # float32 [splits * total]
+    target,  # [rows]: where the rows of this program are
+    inside,  # [rows]: which of them there are
+    written,  # [rows]: whose `out` is written
+    top,
+    total,
+    acc,
+    RANK: tl.constexpr,
+):
+    """Write what the running softmax of `accumulate` has come to; 0 and -inf where no key was seen."""
+    c = tl.arange(0, padded(RANK))
+    filled = tl.where(total == 0.0, 1.0, total)
+    tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
+    result = tl.trans(acc / filled[None, :]).to(out.dtype.element_ty)
+    tl.store(out + target[:, None] * RANK + c[None, :], result, mask=written[:, None] & (c < RANK)[None, :])
+
+
+@triton.jit
+def join_splits(
+    part_out,  # float32 [splits or more, total, RANK]; what an empty split holds is never read
+    part_lse,  # float32 [splits or more, total], natural log, -inf for an empty split
+    out,  # [total, RANK]
+    lse,  # float32 [total]
+    i,  # int64: the query row
+    splits,
+    total,
+    RANK: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Join the first `splits` of a query row, BLOCK_C columns of it: `sum_s exp(lse_s - lse) out_s`.
+
+    SPLIT_BLOCK of them are loaded and summed at a time, in order. Within a block those that there are not weigh 0.
+    """
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    top = -float("inf")
+    sum_of_weights = 0.0
+    acc = tl.zeros([BLOCK_C], tl.float32)
+    for first in range(0, splits, SPLIT_BLOCK):
+        s = first + tl.arange(0, SPLIT_BLOCK)
+        parts = tl.load(part_lse + s * total + i, mask=s < splits, other=-float("inf"))
+        new_top = tl.maximum(top, tl.max(parts, 0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        weights = tl.exp(parts - base)
+        decay = tl.exp(top - base)
+        at = (s.to(tl.int64) * total + i)[:, None] * RANK + c[None, :]
+        part = tl.load(part_out + at, mask=(weights > 0)[:, None] & (c < RANK)[None, :], other=0.0)
+        sum_of_weights = tl.fma(sum_of_weights, decay, tl.sum(weights, 0))
+        acc = tl.fma(acc, decay, tl.sum(part * weights[:, None], 0))
+        top = new_top
+    result = acc / tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
+    tl.store(out + i * RANK + c, result.to(out.dtype.element_ty), mask=c < RANK)
+    if tl.program_id(1) == 0:
+        tl.store(lse + i, top + tl.log(sum_of_weights))
+
+
+@triton.jit
+def combine_kernel(
+    part_out,  # see `join_splits`
+    part_lse,
+    out,
+    lse,
+    total,  # rows * q_len * heads
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Join all splits of one query row, which are one block of `join_splits`."""
+    i = tl.program_id(0).to(tl.int64)
+    join_splits(part_out, part_lse, out, lse, i, SPLITS, total, RANK, SPLIT_BLOCK, BLOCK_C)
+
+
+def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Where splits write: `out` and `lse` themselves for one split, else what `combine` joins in them."""
+    if splits == 1:
+        return out, lse
+    total = lse.numel()
+    return lse.new_empty((splits, total, out.shape[-1])), lse.new_empty((splits, total))
+
+
+def columns_at_once(rank: int, split_block: int) -> int:
+    """BLOCK_C of `join_splits`, for so many splits at a time."""
+    return max(16, min(power_of_two(rank), _COMBINED // split_block))
+
+
+def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Join float32 `[splits, total, rank]` and `[splits, total]` in `out` and `lse`, which hold `total` rows."""
+    splits, total, rank = part_out.shape
+    split_block = triton.next_power_of_2(splits)
+    columns = columns_at_once(rank, split_block)
+    combine_kernel[(total, triton.cdiv(rank, columns))](
+        part_out,
+        part_lse,
+        out,
+        lse,
+        total,
+        RANK=rank,
+        SPLITS=splits,
+        SPLIT_BLOCK=split_block,
+        BLOCK_C=columns,
+        num_warps=4,
+    )

@@ -1,0 +1,157 @@
+"""`mla_decode_metadata`, `mla_prefill_metadata`: where tokens of decode rows and of prompt chunks go, what they see.
+
+Ops, so that a compiled step computes them once, in one launch each. As plain torch they are pointwise nodes, and
+Inductor computes such an input of a custom op anew for every op that reads it: in each layer.
+"""
+
+import torch
+from torch import Tensor
+
+from mla_compile.errors import MLAError
+from mla_compile.ops import validate
+from mla_compile.ops.dispatch import SOME, reference, triton
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.paging import slots_of
+from mla_compile.torch_internals import statically_known_true
+
+DECODE_METADATA = (
+    triton(
+        "one launch, a row a program",
+        "mla_compile.ops.attention.kernels.decode_metadata:decode_metadata_triton",
+        constraints={"rows": SOME},
+    ),
+    reference("mla_compile.ops.attention.metadata:decode_metadata_torch"),
+)
+
+
+@define_op(
+    table=DECODE_METADATA,
+    layouts={
+        "num_cached": "int32 rows",
+        "q_lens": "int32 rows or None",
+        "block_table": validate.TABLE,
+    },
+    static="page_size",
+    returns=("seq_lens", "valid", "slot_mapping", "positions"),
+)
+def mla_decode_metadata(
+    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, *, q_len: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the next `q_len` tokens of rows go, and what they see.
+
+    Args:
+        num_cached: tokens that a row holds, int32 `[rows]`; negative only in a row that is inactive.
+        block_table: int32 `[rows, max_pages]`.
+        q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`, 0 that a row is inactive.
+        q_len: query tokens per row, >= 1.
+        page_size: tokens per cache page, >= 1.
+
+    Returns:
+        seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
+        valid: `q_lens`, written out, int32 `[rows]`.
+        slot_mapping: int64 `[rows * q_len]`; -1 for a token that is not valid or that the table cannot hold.
+        positions: int64 `[rows * q_len]`.
+    """
+    validate.whole_number("q_len", q_len, 1)
+    validate.whole_number("page_size", page_size, 1)
+    rows = num_cached.shape[0]
+    slots, positions = (empty(num_cached, (rows * q_len,), torch.int64) for _ in range(2))
+    return empty(num_cached, (rows,)), empty(num_cached, (rows,)), slots, positions
+
+
+def decode_metadata_torch(
+    num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`mla_decode_metadata` in plain torch: every device."""
+    valid = torch.full_like(num_cached, q_len) if q_lens is None else q_lens.clone()
+    end = num_cached + valid
+    positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
+    slots = slots_of(block_table, positions, page_size, positions < end[:, None])
+    return torch.where(valid > 0, end, 0), valid, slots.view(-1), positions.view(-1)
+
+
+_PrefillMetadata = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+PREFILL_METADATA = (
+    triton(
+        "one launch",
+        "mla_compile.ops.attention.kernels.prefill_metadata:prefill_metadata_triton",
+        constraints={"rows": range(1, 4097), "max_pages": SOME},
+    ),
+    reference("mla_compile.ops.attention.metadata:prefill_metadata_torch"),
+)
+
+
+@define_op(
+    table=PREFILL_METADATA,
+    layouts={
+        "block_table": validate.TABLE,
+        "lens": "int64 rows, 2",
+        "bounds": "int64 rows, 2 * parts",
+    },
+    static="page_size",
+    returns=("cu_seqlens_q", "seq_lens", "slot_mapping", "positions", "key_slots", "cu_seqlens_k"),
+)
+def mla_prefill_metadata(
+    lens: Tensor, bounds: Tensor, block_table: Tensor, *, tokens: int, keys: int, page_size: int
+) -> _PrefillMetadata:
+    """Where chunks write, and what they see.
+
+    Args:
+        lens: of each row the length of its chunk, and that of context and chunk together, int64 `[rows, 2]`.
+        bounds: for each part the position of a row's first key, and the one behind its last, int64 `[rows, 2 * parts]`.
+            A row of padding has no keys; any other one has its last key in the last part.
+        block_table: int32 `[rows, max_pages]`.
+        tokens: of all chunks together.
+        keys: places for the keys of a part, at least as many as any part has.
+        page_size: tokens per cache page, >= 1.
+
+    Returns:
+        cu_seqlens_q, seq_lens, slot_mapping, key_slots, cu_seqlens_k: see `PrefillSegment`.
+        positions: int64 `[tokens]`.
+    """
+    validate.whole_number("page_size", page_size, 1)
+    rows, parts, like = bounds.shape[0], bounds.shape[1] // 2, block_table
+    if statically_known_true(bounds.shape[1] % 2 != 0) or statically_known_true(parts < 1):
+        raise MLAError("bounds", "two columns for each part", list(bounds.shape))
+    cu_seqlens_q, seq_lens = empty(like, (rows + 1,)), empty(like, (rows,))
+    slots, positions = (empty(like, (tokens,), torch.int64) for _ in range(2))
+    key_slots, cu_seqlens_k = empty(like, (parts, keys), torch.int64), empty(like, (parts, rows + 1))
+    return cu_seqlens_q, seq_lens, slots, positions, key_slots, cu_seqlens_k
+
+
+prefill_metadata_op = torch.ops.mla_compile.mla_prefill_metadata.default
+
+
+def prefill_metadata_torch(
+    lens: Tensor, bounds: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
+) -> _PrefillMetadata:
+    """`mla_prefill_metadata` in plain torch: every device."""
+    (q_lens, seq_lens), (starts, stops) = lens.unbind(1), (bounds[:, ::2], bounds[:, 1::2])
+
+    def spread(first: Tensor, count: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`count[r]` places for each row r, one row after the other: the row of a place, its position, which begins at
+        `first[r]`, and whether it is any row's."""
+        ends = count.cumsum(0)
+        place = torch.arange(places, device=lens.device)
+        row = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
+        return row, place + (first - ends + count)[row], place < ends[-1]
+
+    def slots_of(row: Tensor, position: Tensor, valid: Tensor) -> Tensor:
+        """Not by `paging.slots_of`, which would take a whole row of the table for each place."""
+        page = position // page_size
+        pages = block_table[row, page.clamp(0, block_table.shape[1] - 1)].long()
+        valid = valid & (position >= 0) & (page < block_table.shape[1])
+        return torch.where(valid, pages * page_size + position % page_size, -1)
+
+    row, positions, _ = spread(seq_lens - q_lens, q_lens, tokens)
+    slots = slots_of(row, positions, (stops[:, -1] > 0)[row])
+    slots_of_part = []
+    for start, stop in zip(starts.unbind(1), stops.unbind(1), strict=True):
+        row, position, inside = spread(start, stop - start, keys)
+        slots_of_part.append(slots_of(row, position, inside))
+    cu_seqlens_q, cu_seqlens_k = (
+        torch.nn.functional.pad(x.cumsum(-1, dtype=torch.int32), (1, 0)) for x in (q_lens, (stops - starts).T)
+    )
+    key_slots = torch.stack(slots_of_part)
+    return cu_seqlens_q, seq_lens.to(torch.int32), slots, positions, key_slots, cu_seqlens_k

@@ -1,0 +1,189 @@
+"""`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
+
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_compile.batch import DecodeSegment, MLABatch, PrefillSegment
+from mla_compile.ops import validate
+from mla_compile.ops.attention.append import append_op
+from mla_compile.ops.attention.decode import choose_backend, decode_op
+from mla_compile.ops.attention.operands import DecodeOperands
+from mla_compile.ops.attention.prefill import prefill_op
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.linear.matmul import matmul_by_head_op
+from mla_compile.torch_internals import run_check
+
+
+class AttentionOperands(NamedTuple):
+    """Of the op `mla_attention`: a batch is flat."""
+
+    q_nope: Tensor
+    q_pe: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    kv_cache: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    decode_seq_lens: Tensor | None
+    decode_block_table: Tensor | None
+    decode_slot_mapping: Tensor | None
+    decode_q_lens: Tensor | None
+    prefill_cu_seqlens_q: Tensor | None
+    prefill_slot_mapping: Tensor | None
+    prefill_key_slots: Tensor | None
+    prefill_cu_seqlens_k: Tensor | None
+    q_len: int
+    page_size: int
+    softmax_scale: float
+    decode_backend: str | None = None
+
+
+@define_op(
+    layouts={
+        "q_nope": "tokens, heads, qk_nope_head_dim",
+        "q_pe": "tokens, heads, qk_rope_head_dim",
+        "w_uk": "heads, qk_nope_head_dim, kv_lora_rank",
+        "w_uv": "heads, kv_lora_rank, v_head_dim",
+        "kv_c": "tokens, kv_lora_rank",
+        "k_pe": "tokens, qk_rope_head_dim",
+        "kv_cache": validate.PAGED,
+    },
+    run=lambda *args: lower_mla_attention(*args),
+    name="mla_attention",
+    mutates=("kv_cache",),
+    static="page_size",
+    tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is asked for by name may plan on the host
+)
+def _attention(call: AttentionOperands) -> Tensor:
+    if call.decode_backend is not None and call.decode_seq_lens is not None:
+        like_q_latent = call.w_uk.transpose(0, 1)  # its device, dtype, heads and width
+        rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens
+        given: Any = like_q_latent, call.q_pe, call.kv_cache, *rows, call.q_len, call.softmax_scale
+        choose_backend(DecodeOperands(*given), call.decode_backend)
+    return empty(call.q_nope, (*call.q_nope.shape[:2], call.w_uv.shape[2]))
+
+
+attention_op = torch.ops.mla_compile.mla_attention.default
+
+
+def lower_mla_attention(*args: Any) -> Tensor:
+    """The unified op spelled out in segment ops. Eager calls run it; `split_prefill_decode` inlines it in graphs.
+
+    Only `is None`, shapes and torch functions are used, so the arguments may be graph proxies. Both split sizes
+    come from metadata shapes: slicing at a symbolic bound would make unbacked symbols.
+    """
+    call = AttentionOperands(*args)
+    decode_slots, prefill_slots = call.decode_slot_mapping, call.prefill_slot_mapping
+    if decode_slots is not None and prefill_slots is not None:
+        sizes = [decode_slots.shape[0], prefill_slots.shape[0]]
+        append_op(call.kv_c, call.k_pe, call.kv_cache, torch.cat([decode_slots, prefill_slots]))
+        decode_q_nope, prefill_q_nope = torch.split(call.q_nope, sizes)
+        decode_q_pe, prefill_q_pe = torch.split(call.q_pe, sizes)
+    else:
+        append_op(
+            call.kv_c, call.k_pe, call.kv_cache, prefill_slots if decode_slots is None else decode_slots
+        )
+        decode_q_nope = prefill_q_nope = call.q_nope
+        decode_q_pe = prefill_q_pe = call.q_pe
+
+    outputs = []
+    if decode_slots is not None:
+        q_latent = matmul_by_head_op(decode_q_nope, call.w_uk)
+        rows = call.decode_block_table, call.decode_seq_lens, call.decode_q_lens, call.q_len
+        latent_out, _ = decode_op(
+            q_latent, decode_q_pe, call.kv_cache, *rows, call.softmax_scale, call.decode_backend
+        )
+        outputs.append(matmul_by_head_op(latent_out, call.w_uv))
+    if prefill_slots is not None:
+        q = torch.cat([prefill_q_nope, prefill_q_pe], dim=-1)
+        keys = call.prefill_cu_seqlens_q, call.prefill_cu_seqlens_k, call.prefill_key_slots
+        outputs.append(prefill_op(q, call.kv_cache, call.w_uk, call.w_uv, *keys, call.softmax_scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    batch: MLABatch,
+    softmax_scale: float,
+) -> Tensor:
+    """Multi-head latent attention of a packed batch over a paged latent cache, which it appends to first.
+
+    Tokens are laid out decode rows first (`rows * q_len`), then prefill tokens. The formula is that of
+    DeepSeek-V2 (arXiv 2405.04434, section 2.1); `tests/reference.py` spells it out in float64. Under
+    `torch.compile(backend="mla")` it is one opaque op that the split pass rewrites into segments.
+
+    Args:
+        q_nope: `[tokens, heads, qk_nope_head_dim]`, float.
+        q_pe: rotated, `[tokens, heads, qk_rope_head_dim]`.
+        kv_c: normalised latents, `[tokens, kv_lora_rank]`.
+        k_pe: rotated shared keys, `[tokens, qk_rope_head_dim]`.
+        kv_cache: this layer's cache, `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous;
+            mutated.
+        w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`: the two
+            halves of `kv_b_proj`, views are fine.
+        batch: which tokens are whose.
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        `[tokens, heads, v_head_dim]` in the dtype of `q_nope`; 0 for a token that sees no key.
+
+    Raises:
+        MLAError: an argument that is not so, named, before the cache is touched. Lengths and slots are checked
+            where they are on the CPU; compiled code reads, and checks, no `seq_lens`, `block_table` and `host_lens` of
+            prompt chunks.
+    """
+    validate.is_batch(batch)
+    if torch.compiler.is_compiling():
+        segments = [
+            segment and tuple(getattr(segment, name) for name in names)
+            for segment, names in ((batch.decode, DECODE), (batch.prefill, PREFILL))
+        ]
+        run_check(check_batch, q_nope, kv_cache, *segments)
+    else:
+        validate.batch(batch, q_nope, kv_cache)
+    decode, prefill = batch.decode, batch.prefill
+    rows: tuple[Any, ...] = (None,) * 4
+    if decode is not None:
+        rows = decode.seq_lens, decode.block_table, decode.slot_mapping, decode.q_lens
+    chunks: tuple[Any, ...] = (None,) * 4
+    if prefill is not None:
+        slots, keys = prefill.slot_mapping, prefill.key_slots
+        chunks = prefill.cu_seqlens_q, slots, keys, prefill.cu_seqlens_k
+    q_len, backend = (1, None) if decode is None else (decode.q_len, decode.backend)
+    numbers = q_len, batch.page_size, softmax_scale, backend
+    arguments: tuple[Any, ...] = (q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, *rows, *chunks, *numbers)
+    return _attention(*arguments)
+
+
+_UNREAD = ("seq_lens", "block_table", "host_lens")
+"""What compiled code does not read of prompt chunks. To look at it would make an input of it, on the CPU even."""
+DECODE = tuple(f.name for f in fields(DecodeSegment))
+PREFILL = tuple(f.name for f in fields(PrefillSegment) if f.name not in _UNREAD)
+
+
+def check_batch(q_nope: Tensor, kv_cache: Tensor, decode: Any, prefill: Any) -> None:
+    """`validate.batch` of what compiled code reads of a batch's segments."""
+    if prefill:
+        known: dict[str, Any] = {**dict.fromkeys(_UNREAD), **dict(zip(PREFILL, prefill))}
+        prefill = PrefillSegment(**known)
+    validate.batch(MLABatch(decode and DecodeSegment(*decode), prefill), q_nope, kv_cache)
+
+
+def up_projections(weight: Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[Tensor, Tensor]:
+    """The two halves of the weight of a `kv_b_proj`, `[heads * (nope + v_head_dim), kv_lora_rank]`, as views of it.
+
+    Returns:
+        w_uk `[heads, qk_nope_head_dim, kv_lora_rank]` and w_uv `[heads, kv_lora_rank, v_head_dim]`.
+    """
+    per_head = weight.view(num_heads, -1, weight.shape[1])
+    w_uk, w_uv = per_head.split([qk_nope_head_dim, per_head.shape[1] - qk_nope_head_dim], dim=1)
+    return w_uk, w_uv.transpose(1, 2)

@@ -1,0 +1,50 @@
+"""What the candidates of attention ops take: an op's arguments in one record.
+
+An op's schema is flat, and so is a kernel's. Between them its arguments go as one named tuple, which the op's
+declaration describes. A frozen dataclass would take four to six times as long to make, in every eager call.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class DecodeOperands(NamedTuple):
+    """Of `mla_decode`."""
+
+    q_latent: Tensor
+    q_pe: Tensor
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    q_lens: Tensor | None
+    q_len: int
+    softmax_scale: float
+
+
+class PrefillOperands(NamedTuple):
+    """Of `mla_prefill`."""
+
+    q: Tensor
+    kv_cache: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    key_slots: Tensor
+    softmax_scale: float
+
+
+class NormRopeAppendOperands(NamedTuple):
+    """Of `mla_norm_rope_append`."""
+
+    kv_a: Tensor
+    weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    kv_cache: Tensor
+    slot_mapping: Tensor
+    eps: float
+    interleaved_in: bool
+    interleaved_out: bool
+    q_pe: Tensor | None = None

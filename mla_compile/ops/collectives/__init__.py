@@ -1,0 +1,1 @@
+"""All-reduce and all-gather through memory that GPUs share."""

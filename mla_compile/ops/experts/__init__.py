@@ -1,0 +1,1 @@
+"""Routed and shared experts, and the router before them."""

@@ -1,0 +1,498 @@
+"""Routed experts in three launches: gate and up, down, the weighted sum over a token's experts.
+
+A program takes one expert and a tile of its columns, and streams the columns' weights past the expert's tokens, which
+it gathers itself. With few (token, choice) pairs the time is that of reading the chosen experts' weights once, so
+nothing comes first: each program finds its pairs among all by itself. With many, one launch more sorts them by expert,
+and tokens are divided among programs too. Grids follow from shapes alone.
+
+A token gets the same bits in any batch. A row of a product is that of one token, whatever shares its tile, and adds
+along k in one order: 16 elements to a matrix instruction, or in float32 one by one, at one depth for all tiles.
+Sorting and padding change which program computes a row, not how. The sum over a token's experts follows the order in
+which it chose them.
+
+Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
+weight 1, after those that were chosen. They need no search.
+
+Weights in FP8 are converted in registers: their values are multiplied, and the sums of blocks scaled
+(`ops/linear/fp8.py`). Then a batch-invariant call needs tiles that add along k in one order: `linear/kernels/fp8.py`.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_before
+from mla_compile.ops.device import device_of, power_of_two
+from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
+from mla_compile.ops.experts.operands import ExpertOperands
+from mla_compile.ops.experts.tiles import MOST_UNSORTED_PAIRS, fp8_moe_tiles, moe_tiles
+from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
+from mla_compile.ops.linear.tiles import ProductTiles, has_one_order
+
+_MOST_AT_ONCE = 128
+"""Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
+
+_MOST_SORTED_AT_ONCE = 4096
+"""Pairs that a program looks at in one go while it sorts: eight for a thread of its 16 warps."""
+
+
+class _Choices(NamedTuple):
+    """All (token, choice) pairs in a kernel: its arguments of these names."""
+
+    topk_ids: Any
+    pairs: Any
+    row_lens: Any
+    rows: Any
+    q_len: Any
+
+
+class _Sizes(NamedTuple):
+    """What a kernel is compiled for."""
+
+    TOPK: int
+    SHARED: int
+    HIDDEN: int
+    INTERMEDIATE: int
+    BY_PAIR: bool  # see `_expert`
+    CHUNK: int  # pairs that a program looks at in one go
+    BLOCK_E: int  # experts rounded up to a power of two
+
+
+@triton.jit
+def _chosen(choices, pair, TOPK: tl.constexpr):
+    """The experts of pairs; -1 past the last pair and for those of padding."""
+    inside = pair < choices.pairs
+    if choices.row_lens is not None:
+        inside &= runs(pair // TOPK, choices.row_lens, choices.rows, choices.q_len)
+    return tl.load(choices.topk_ids + pair, mask=inside, other=-1)
+
+
+@triton.jit
+def _expert(choices, slot, S: tl.constexpr):
+    """The expert that a slot stands for, and how many pairs chose it.
+
+    A slot is an expert, or with BY_PAIR a pair: then the first pair of an expert stands for it, and the count is 0
+    for the others, so that few pairs make few programs.
+    """
+    expert = slot
+    if S.BY_PAIR:
+        expert = _chosen(choices, slot, S.TOPK).to(tl.int32)
+    count = 0
+    earlier = 0
+    for start in range(0, choices.pairs, S.CHUNK):
+        pair = start + tl.arange(0, S.CHUNK)
+        mine = _chosen(choices, pair, S.TOPK) == expert
+        count += tl.sum(mine.to(tl.int32), 0)
+        earlier += tl.sum((mine & (pair < slot)).to(tl.int32), 0)
+    if S.BY_PAIR:
+        count = tl.where((earlier > 0) | (expert < 0), 0, count)
+    return expert, count
+
+
+@triton.jit
+def _members(choices, expert, wanted, S: tl.constexpr):
+    """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer."""
+    result = tl.zeros_like(wanted)
+    seen = 0
+    for start in range(0, choices.pairs, S.CHUNK):
+        pair = start + tl.arange(0, S.CHUNK)
+        mine = (_chosen(choices, pair, S.TOPK) == expert).to(tl.int32)
+        rank = tl.where(mine == 1, seen + tl.cumsum(mine, 0) - 1, -1)
+        result += tl.sum(tl.where(rank[None, :] == wanted[:, None], pair[None, :], 0), 1)
+        seen += tl.sum(mine, 0)
+    return result.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["pairs", "rows"])
+def sort_kernel(
+    topk_ids,  # int64 [pairs]
+    starts,  # int32 [experts + 1]
+    order,  # int32 [pairs]
+    places,  # int32 [pairs]
+    pairs,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One expert's part of what `sort_pairs` returns; grid `[experts]`.
+
+    Each program reads all pairs twice, rather than waiting for what others counted: one launch and one result.
+    """
+    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    expert = tl.program_id(0)
+    earlier = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        chosen = _chosen(choices, pair, TOPK)
+        earlier += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
+    end = tl.sum(earlier, 0)
+    tl.store(starts + expert, end)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        mine = (_chosen(choices, pair, TOPK) == expert).to(tl.int32)
+        place = end + tl.cumsum(mine, 0) - 1
+        tl.store(order + place, pair, mask=mine == 1)
+        tl.store(places + pair, place, mask=mine == 1)
+        end += tl.sum(mine, 0)
+    tl.store(starts + expert + 1, end, mask=expert == tl.num_programs(0) - 1)
+
+
+@triton.jit
+def _chosen_tile(
+    choices, program, starts, experts, S: tl.constexpr, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.constexpr
+):
+    """What a program does for chosen experts: one of them, a tile of its columns, and the range of its pairs.
+
+    Sorted, pairs go by their places among all, and a program gets at most BLOCK_T of them; programs of the same columns
+    follow one another, so that all but the first find them in the cache, and those past the last tile get no pair.
+    Unsorted, pairs go by their rank within the expert, and a program gets all.
+    """
+    if starts is None:
+        expert, end = _expert(choices, program // COLUMN_TILES, S)
+        column = program % COLUMN_TILES
+        begin = 0
+    else:
+        e = tl.arange(0, S.BLOCK_E)
+        start_of_e = tl.load(starts + e, mask=e < experts, other=0)
+        end_of_e = tl.load(starts + e + 1, mask=e < experts, other=0)
+        programs = (end_of_e - start_of_e + BLOCK_T - 1) // BLOCK_T * COLUMN_TILES
+        before = tl.cumsum(programs, 0) <= program
+        expert = tl.sum(before.to(tl.int32), 0)
+        nth = program - tl.sum(tl.where(before, programs, 0), 0)
+        begin = tl.load(starts + expert, mask=expert < experts, other=0)
+        end = tl.load(starts + expert + 1, mask=expert < experts, other=0)
+        tiles = tl.maximum((end - begin + BLOCK_T - 1) // BLOCK_T, 1)
+        column = nth // tiles
+        begin += nth % tiles * BLOCK_T
+        end = tl.minimum(end, begin + BLOCK_T)
+    return expert, column, begin, end
+
+
+@triton.jit
+def _tile(
+    choices, tokens, starts, experts, S: tl.constexpr, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.constexpr
+):
+    """What a program does: a chosen expert, or a shared one (else -1), a tile of its columns, a range of its tokens.
+
+    The first programs have shared experts, so that these do not end last; `_chosen_tile` knows the range of the others.
+    """
+    program = tl.program_id(0)
+    if S.SHARED == 0:
+        expert, column, begin, end = _chosen_tile(choices, program, starts, experts, S, BLOCK_T, COLUMN_TILES)
+        shared = -1
+    else:
+        tiles = tl.cdiv(tokens, BLOCK_T)
+        shared = program // (tiles * COLUMN_TILES)
+        if shared < S.SHARED:
+            expert = shared * 0
+            column = program // tiles % COLUMN_TILES
+            begin = program % tiles * BLOCK_T
+            end = tl.minimum(tokens, begin + BLOCK_T)
+        else:
+            shared = -1 + shared * 0
+            behind = program - S.SHARED * tiles * COLUMN_TILES
+            expert, column, begin, end = _chosen_tile(
+                choices, behind, starts, experts, S, BLOCK_T, COLUMN_TILES
+            )
+    return expert, shared, column, begin, end
+
+
+@triton.jit
+def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexpr):
+    """Which tokens the t-th ones of a `_tile`'s expert are, and the rows of their results; int64.
+
+    order: None where nobody asks for tokens.
+    """
+    token = t.to(tl.int64)
+    row = token
+    if starts is None:
+        # None of a shared expert is looked for.
+        pairs = choices.pairs if shared < 0 else 0
+        searched = _Choices(choices.topk_ids, pairs, choices.row_lens, choices.rows, choices.q_len)
+        row = _members(searched, expert, t, S)
+        token = row // S.TOPK
+    elif order is not None:
+        token = tl.load(order + t, mask=t < end, other=0).to(tl.int64) // S.TOPK
+    if S.SHARED > 0:
+        token = tl.where(shared >= 0, t, token)
+        row = tl.where(shared >= 0, choices.pairs + tl.cast(shared, tl.int64) * tokens + t, row)
+    return token, row
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
+def gate_up_kernel(
+    x,  # [tokens, HIDDEN], rows x_stride apart
+    weights,  # `GateUp`
+    scales,  # likewise
+    activated,  # [pairs + SHARED * tokens, INTERMEDIATE], in the dtype of x; sorted pairs are in their places
+    x_stride,
+    tokens,
+    order,  # of `sort_pairs`, as starts; None: each program finds its pairs by itself
+    topk_ids,  # int64 [tokens, TOPK]
+    starts,
+    pairs,  # tokens * TOPK
+    experts,
+    row_lens,  # int32 [rows], see `runs`; None: no token is padding
+    rows,
+    q_len,
+    S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
+    wait_for_kernel_before(EARLY)
+    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    HIDDEN: tl.constexpr = S.HIDDEN
+    INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
+    COLUMN_TILES: tl.constexpr = (INTERMEDIATE + BLOCK_C - 1) // BLOCK_C
+    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    COLUMN_BLOCKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK * COLUMN_BLOCKS
+    gate_of, up_of = gate_and_up(weights, expert, shared, shared >= 0, S.SHARED, INTERMEDIATE * HIDDEN)
+    gate_scale = None
+    up_scale = None
+    if scales.both is not None:
+        gate_scale, up_scale = gate_and_up(scales, expert, shared, shared >= 0, S.SHARED, BLOCKS)
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+    row_of_c = (c.to(tl.int64) * HIDDEN)[:, None]
+    for first in range(begin, end, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        token, row = _rows(choices, t, end, expert, shared, tokens, starts, order, S)
+        x_at = x + (token * x_stride)[:, None]
+        gate = zeros(BLOCK_T, BLOCK_C, scales.both)
+        up = zeros(BLOCK_T, BLOCK_C, scales.both)
+        for start in range(0, HIDDEN, BLOCK_K):
+            k = (start + tl.arange(0, BLOCK_K))[None, :]
+            in_row = (c < INTERMEDIATE)[:, None] & (k < HIDDEN)
+            of_tokens = tl.load(x_at + k, mask=(t < end)[:, None] & (k < HIDDEN), other=0.0)
+            w_gate = tl.load(gate_of + row_of_c + k, mask=in_row, other=0.0)
+            w_up = tl.load(up_of + row_of_c + k, mask=in_row, other=0.0)
+            of_gate = scales.both
+            of_up = scales.both
+            if scales.both is not None:
+                block = c // BLOCK * COLUMN_BLOCKS + start // BLOCK
+                of_gate = tl.load(gate_scale + block, mask=c < INTERMEDIATE, other=0.0)
+                of_up = tl.load(up_scale + block, mask=c < INTERMEDIATE, other=0.0)
+            gate = add_product(gate, of_tokens, w_gate, of_gate, IN_ORDER)
+            up = add_product(up, of_tokens, w_up, of_up, IN_ORDER)
+        if scales.both is not None:
+            gate = tl.trans(gate)
+            up = tl.trans(up)
+        result = (gate / (1.0 + tl.exp(-gate)) * up).to(activated.dtype.element_ty)
+        at = activated + row[:, None] * INTERMEDIATE + c[None, :]
+        tl.store(at, result, mask=(t < end)[:, None] & (c < INTERMEDIATE)[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
+def down_kernel(
+    activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
+    weights,  # `Down`
+    out,  # float32 [pairs + SHARED * tokens, HIDDEN], each row in its place in `activated`
+    tokens,
+    topk_ids,  # this and the others as in `gate_up_kernel`
+    starts,
+    pairs,
+    experts,
+    row_lens,
+    rows,
+    q_len,
+    S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The down projection of one `_tile`, BLOCK_C columns."""
+    wait_for_kernel_before(EARLY)
+    choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
+    HIDDEN: tl.constexpr = S.HIDDEN
+    INTERMEDIATE: tl.constexpr = S.INTERMEDIATE
+    COLUMN_TILES: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
+    expert, shared, column, begin, end = _tile(choices, tokens, starts, experts, S, BLOCK_T, COLUMN_TILES)
+    w_of = weights.down + expert.to(tl.int64) * (HIDDEN * INTERMEDIATE)
+    width = INTERMEDIATE
+    COLUMN_BLOCKS: tl.constexpr = (INTERMEDIATE + BLOCK - 1) // BLOCK
+    column_blocks = COLUMN_BLOCKS
+    scale_of = weights.scale
+    if scale_of is not None:
+        scale_of += expert.to(tl.int64) * ((HIDDEN + BLOCK - 1) // BLOCK * COLUMN_BLOCKS)
+    if S.SHARED > 0:  # noqa: SIM102
+        if shared >= 0:
+            w_of = weights.shared_down + shared * INTERMEDIATE
+            width = S.SHARED * INTERMEDIATE
+            column_blocks = S.SHARED * COLUMN_BLOCKS
+            if scale_of is not None:
+                scale_of = weights.shared_scale + shared * COLUMN_BLOCKS
+    c = column * BLOCK_C + tl.arange(0, BLOCK_C)
+    w_at = w_of + (c.to(tl.int64) * width)[:, None]
+    for first in range(begin, end, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        _, row = _rows(choices, t, end, expert, shared, tokens, starts, None, S)
+        row_at = activated + (row * INTERMEDIATE)[:, None]
+        result = zeros(BLOCK_T, BLOCK_C, scale_of)
+        for start in range(0, INTERMEDIATE, BLOCK_K):
+            k = (start + tl.arange(0, BLOCK_K))[None, :]
+            inner = tl.load(row_at + k, mask=(t < end)[:, None] & (k < INTERMEDIATE), other=0.0)
+            w = tl.load(w_at + k, mask=(c < HIDDEN)[:, None] & (k < INTERMEDIATE), other=0.0)
+            scale = scale_of
+            if scale_of is not None:
+                scale_at = scale_of + c // BLOCK * column_blocks + start // BLOCK
+                scale = tl.load(scale_at, mask=c < HIDDEN, other=0.0)
+            result = add_product(result, inner, w, scale, IN_ORDER)
+        if scale_of is not None:
+            result = tl.trans(result)
+        at = out + row[:, None] * HIDDEN + c[None, :]
+        tl.store(at, result, mask=(t < end)[:, None] & (c < HIDDEN)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def weighted_sum_kernel(
+    pair_outs,  # float32 [tokens * (TOPK + SHARED), HIDDEN]
+    places,  # of `sort_pairs`, or None: in the order of pairs
+    topk_weights,  # [tokens, TOPK]
+    out,  # [tokens, HIDDEN]
+    tokens,
+    row_lens,
+    rows,
+    q_len,
+    TOPK: tl.constexpr,
+    SHARED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`sum_k weight_k * out_k` of one token, in the order of k, then shared experts; 0 for padding.
+
+    Grid `[tokens, column tiles]`.
+    """
+    wait_for_kernel_before(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    result = tl.zeros([BLOCK_C], tl.float32)
+    there = c < HIDDEN
+    if row_lens is not None:
+        there &= runs(token, row_lens, rows, q_len)
+    for k in tl.static_range(TOPK):
+        pair = token * TOPK + k
+        weight = tl.load(topk_weights + pair).to(tl.float32)
+        row = pair if places is None else tl.load(places + pair).to(tl.int64)
+        pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
+        # NaN weights of padding too: the mask is on both.
+        result += tl.where(there, weight, 0.0) * pair_out
+    for expert in tl.static_range(SHARED):
+        row = tokens * (TOPK + expert) + token
+        result += tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
+    tl.store(out + token * HIDDEN + c, result.to(out.dtype.element_ty), mask=c < HIDDEN)
+
+
+def sort_pairs(
+    topk_ids: Tensor, experts: int, row_lens: Tensor | None = None, q_len: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of each expert one after another, ascending.
+
+    Args:
+        topk_ids: int64 `[tokens, topk]`, contiguous.
+        experts: how many there are. Pairs of others are left out, as are those of padding.
+        row_lens, q_len: as `moe_experts_op` takes them.
+
+    Returns:
+        starts: int32 `[experts + 1]`; expert e has `order[starts[e] : starts[e + 1]]`.
+        order: int32 `[pairs]`, unwritten from `starts[experts]` on.
+        places: int32 `[pairs]`, where in `order` a pair is; unwritten for those left out.
+    """
+    pairs = topk_ids.numel()
+    starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
+    padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
+    chunk = min(_MOST_SORTED_AT_ONCE, power_of_two(pairs))
+    sort_kernel[(experts,)](
+        topk_ids, starts, order, places, pairs, *padding, TOPK=topk, CHUNK=chunk, num_warps=16
+    )
+    return starts, order, places
+
+
+def moe_triton(
+    operands: ExpertOperands,
+    *,
+    gate_up: ProductTiles | None = None,
+    down: ProductTiles | None = None,
+    in_order: bool = False,
+) -> Tensor:
+    """What `moe_experts_op` computes, on the GPU or in Triton's interpreter; sums in float32.
+
+    Nothing is read on the host.
+
+    gate_up, down: tiles, chosen by `tiles.py` unless given; with weights in FP8, no deeper than a block.
+    in_order: of FP8 weights, have a token's bits be the same in every batch.
+    """
+    x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
+    tokens, hidden = x.shape
+    experts, _, intermediate = w_down.shape
+    pairs = topk_ids.numel()
+    shared = operands.num_shared
+    x = x if x.stride(1) == 1 else x.contiguous()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+
+    device = device_of(x)
+    plan = moe_tiles if operands.gate_up_scale is None else partial(fp8_moe_tiles, in_order=in_order)
+    gate_up = gate_up or plan(pairs, experts, 2, x.dtype, device)
+    down = down or plan(pairs, experts, 1, x.dtype, device)
+    is_sorted = pairs > MOST_UNSORTED_PAIRS
+    padding, topk = padding_of(row_lens, q_len), topk_ids.shape[1]
+    chunk = min(_MOST_AT_ONCE, power_of_two(pairs))
+    sizes = _Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
+
+    def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
+        """The grid: at most so many tiles are there for `_tile` to hand out, whoever chose which expert."""
+        token_tiles = chosen = min(pairs, experts)
+        if is_sorted:
+            token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
+        token_tiles += shared * triton.cdiv(tokens, tiles.tokens)
+        return (triton.cdiv(columns, tiles.columns) * token_tiles,)
+
+    early = early_options(x)
+    starts = order = places = None
+    if is_sorted:
+        starts, order, places = sort_pairs(topk_ids, experts, row_lens, q_len)
+    activated = x.new_empty((pairs + shared * tokens, intermediate))
+    pair_outs = x.new_empty((pairs + shared * tokens, hidden), dtype=torch.float32)
+    out = x.new_empty((tokens, hidden))
+    routing = (topk_ids, starts, pairs, experts, *padding, sizes)
+    gate_up_kernel[programs(intermediate, gate_up)](
+        *(x, *GateUp.of(operands), activated, x.stride(0), tokens, order, *routing),
+        IN_ORDER=in_order and not has_one_order(gate_up, device),
+        **early,
+        **gate_up.options(hidden),
+    )
+    down_kernel[programs(hidden, down)](
+        *(activated, Down.of(operands), pair_outs, tokens, *routing),
+        IN_ORDER=in_order and not has_one_order(down, device),
+        **early,
+        **down.options(intermediate),
+    )
+    # Of few tokens a thread has so few columns that it asks for those of all experts at once.
+    block_c = 256 if tokens <= 64 else 1024
+    weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
+        *(pair_outs, places, topk_weights, out, tokens, *padding),
+        TOPK=topk,
+        SHARED=shared,
+        HIDDEN=hidden,
+        BLOCK_C=block_c,
+        num_warps=4,
+        **early,
+    )
+    return out
+
+
+def moe_in_order(operands: ExpertOperands) -> Tensor:
+    """`moe_triton` of FP8 weights, with a token's bits the same in every batch."""
+    return moe_triton(operands, in_order=True)

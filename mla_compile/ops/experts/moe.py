@@ -1,0 +1,317 @@
+"""`moe_experts`: the routed experts of a mixture-of-experts layer, as one row-wise op.
+
+One op instead of a dispatch in the model's own code, for two reasons: how tokens meet experts differs by device and
+data type, and a pass may move a gather of token rows above one op, never above a sort.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.batch import MLABatch
+from mla_compile.errors import MLAError
+from mla_compile.ops import validate
+from mla_compile.ops.batch_invariant import product_by_row
+from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, Allowed, by_token, reference, triton
+from mla_compile.ops.experts.operands import ExpertOperands
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.linear import fp8
+from mla_compile.torch_internals import statically_known_true
+
+_TRITON = triton(
+    "each program gathers its expert's tokens itself; many are sorted by expert first",
+    "mla_compile.ops.experts.kernels.moe:moe_triton",
+    constraints={
+        "dtype": FLOATS,
+        "(token, expert) pairs": SOME,
+        "topk_weights.dtype": FLOATS,  # in float64 the sum would have to run in it
+        "w_gate_up.is_contiguous()": (True,),
+        "w_down.is_contiguous()": (True,),
+        "weights": ("of the dtype",),
+    },
+    batch_invariant=True,
+)
+_TRITON_FP8 = replace(
+    _TRITON,
+    name="triton_fp8",
+    description="the same of weights in FP8, which are converted in registers",
+    min_capability=FLOAT8,
+    constraints={**_TRITON.constraints, "weights": ("FP8",)},
+    batch_invariant=False,
+)
+_ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
+_GEMV = replace(
+    _TRITON,
+    name="gemv",
+    description="one or two tokens: a program reads a few rows of an expert, on the plain cores",
+    function="mla_compile.ops.experts.kernels.moe_gemv:moe_gemv",
+    constraints={**_TRITON.constraints, **_ONE_OR_TWO},
+    batch_invariant=False,
+)
+_GEMV_FP8 = replace(
+    _GEMV, name="gemv_fp8", min_capability=FLOAT8, constraints={**_TRITON_FP8.constraints, **_ONE_OR_TWO}
+)
+MOE_EXPERTS = (
+    _GEMV,
+    _GEMV_FP8,
+    _TRITON,
+    _TRITON_FP8,
+    replace(
+        _TRITON_FP8,
+        name="triton_fp8_in_order",
+        description="the same with one order along k, whatever the tile",
+        function="mla_compile.ops.experts.kernels.moe:moe_in_order",
+        batch_invariant=True,
+    ),
+    reference("mla_compile.ops.experts.moe:moe_torch"),
+    by_token("mla_compile.ops.experts.moe:moe_by_token"),
+)
+
+
+@define_op(
+    table=MOE_EXPERTS,
+    operands=ExpertOperands,
+    facts=lambda x, topk_weights, topk_ids, w_gate_up, w_down: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "(token, expert) pairs": topk_ids.numel(),
+        "topk_weights.dtype": topk_weights.dtype,
+        "w_gate_up.is_contiguous()": w_gate_up.is_contiguous(),
+        "w_down.is_contiguous()": w_down.is_contiguous(),
+        "weights": "FP8" if w_down.dtype == fp8.DTYPE else "of the dtype",
+    },
+    name="moe_experts",
+)
+def _experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    row_lens: Tensor | None = None,
+    q_len: int = 1,
+    shared_gate: Tensor | None = None,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    shared_gate_scale: Tensor | None = None,
+    shared_up_scale: Tensor | None = None,
+    shared_down_scale: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`.
+
+    shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, of
+        experts that every token passes, as one MLP whose output is added; all or none.
+    shared_gate_scale, shared_up_scale, shared_down_scale: of these weights in FP8, where all others are; one for each
+        of their blocks. The pass that gives the op shared experts has checked them.
+    """
+    sizes = validate.Layouts()
+    of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"
+    if gate_up_scale is not None or down_scale is not None:
+        sizes.floats(x=(x, "tokens, hidden"))
+        sizes.check("w_down", w_down, of_down, like=x)
+        sizes.check("w_gate_up", w_gate_up, of_gate_up, like=x)
+        fp8.check("w_gate_up", w_gate_up, "gate_up_scale", gate_up_scale, halves=2)
+        fp8.check("w_down", w_down, "down_scale", down_scale)
+    else:
+        sizes.floats(x=(x, "tokens, hidden"), w_down=(w_down, of_down), w_gate_up=(w_gate_up, of_gate_up))
+    sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
+    sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
+    if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
+        most = f"at most as many decode tokens as x has, {x.shape[0]}"
+        raise MLAError("batch", most, f"{row_lens.shape[0]} rows of {q_len}")
+    if validate.is_readable(topk_ids) and topk_ids.numel():
+        low, high = (int(bound) for bound in topk_ids.aminmax())
+        if low < 0 or high >= w_down.shape[0]:
+            raise MLAError("topk_ids", f"expert ids in [0, {w_down.shape[0]})", f"{low}..{high}")
+    return empty(x, x.shape)
+
+
+moe_experts_op = torch.ops.mla_compile.moe_experts.default
+
+
+def moe_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    batch: MLABatch | None = None,
+    *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
+    """`sum_k topk_weights[t, k] * expert[topk_ids[t, k]](x[t])`, an expert being `down(silu(gate(x)) * up(x))`.
+
+    Row-wise: row t of the result depends on row t of `x`, `topk_weights` and `topk_ids` only. Reads nothing on the
+    host on CUDA, so that it can be captured.
+
+    Args:
+        x: `[tokens, hidden]`, float.
+        topk_weights: `[tokens, topk]`, float; the sum over k runs in its dtype or that of `x`, the wider one.
+        topk_ids: `[tokens, topk]`, int64 in `[0, experts)`.
+        w_gate_up: `[experts, 2 * intermediate, hidden]`, the dtype of `x`; gate rows first, then up.
+        w_down: `[experts, hidden, intermediate]`, the dtype of `x`.
+        batch: which tokens are whose. Padding of its decode rows, beyond their `q_lens` or of inactive ones, gets no
+            expert, so that the weights of experts that nobody else chose are not read.
+        gate_up_scale, down_scale: where the weights are in FP8, float8_e4m3fn: what multiplies each block of 128 x 128,
+            float32 `[experts, 2 * ceil(intermediate / 128), ceil(hidden / 128)]`, the blocks of gate before those of
+            up, and `[experts, ceil(hidden / 128), ceil(intermediate / 128)]`. `ops/linear/fp8.py` says what a weight
+            is.
+
+    Returns:
+        `[tokens, hidden]` in the dtype of `x`; 0 for padding.
+
+    Raises:
+        MLAError: an argument that is not so, named. Expert ids are checked where they are on the CPU.
+    """
+    row_lens, q_len = None, 1
+    if batch is not None and batch.decode is not None:
+        rows = batch.decode
+        # An inactive row sees no key, and any other one at least its own `q_len` tokens.
+        row_lens, q_len = rows.seq_lens if rows.q_lens is None else rows.q_lens, rows.q_len
+    return _experts(
+        *(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len),
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
+    )
+
+
+def shared_fits(shared_gate: Tensor, w_down: Tensor) -> bool:
+    """Whether no block of FP8 weights of shared experts belongs to two of them."""
+    intermediate = w_down.shape[2]
+    return bool(shared_gate.shape[0] == intermediate or intermediate % fp8.BLOCK == 0)
+
+
+def _dequantized_gate_up(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., 2 * intermediate, hidden]` in FP8: gate and up have blocks of their own."""
+    halves, scales = weight.unflatten(-2, (2, -1)), scale.unflatten(-2, (2, -1))
+    return fp8.dequantize(halves, scales).to(dtype).flatten(-3, -2)
+
+
+def no_padding(tokens: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
+    """Whether tokens, by their places in a call, int64 `[n]`, are none of its padding; see `row_lens` of `_experts`."""
+    rows = row_lens.shape[0]
+    lens = row_lens[(tokens // q_len).clamp(max=rows - 1)]
+    return (tokens >= rows * q_len) | (tokens % q_len < lens)
+
+
+# Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
+# 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core from equal (float32) to half (bfloat16).
+_SMALL = 2**22
+
+
+def moe_torch(operands: ExpertOperands) -> Tensor:
+    """`moe_experts` in plain torch: every device, every dtype, every number of tokens."""
+    x, topk_weights, topk_ids, w_gate_up, w_down, *_ = operands
+    if x.shape[0] == 0:
+        return x.new_empty(x.shape)
+    if operands.gate_up_scale is not None and operands.down_scale is not None:
+        w_gate_up = _dequantized_gate_up(w_gate_up, operands.gate_up_scale, x.dtype)
+        w_down = fp8.dequantize(w_down, operands.down_scale).to(x.dtype)
+    small = x.shape[0] * w_gate_up.numel() < _SMALL
+    run = _grouped if not small and _has_grouped_mm(x, w_down.shape[2]) else _dense
+    runs = _runs(operands)
+    if runs is not None:
+        topk_ids = torch.where(runs[:, None], topk_ids, w_down.shape[0])
+    # Router weights come in float32 at least, which makes this sum one in float32 at least.
+    out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1)
+    if shared := _shared(operands):
+        gate, up, down = shared
+        out = out + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    out = out.to(x.dtype)
+    return out if runs is None else torch.where(runs[:, None], out, 0)
+
+
+def moe_by_token(operands: ExpertOperands) -> Tensor:
+    """`moe_experts` in plain torch, each token in operations of its own, whose shapes do not depend on the others.
+
+    Not only products: on the CPU the last elements of a tensor get other bits from `silu` than those before.
+    """
+    x, topk_weights, topk_ids, w_gate_up, w_down, *_ = operands
+    gate_up_scale, down_scale, shared = operands.gate_up_scale, operands.down_scale, _shared(operands)
+    runs = _runs(operands)
+    if runs is None:
+        runs = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    topk_ids = torch.where(runs[:, None], topk_ids, 0)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for token, chosen in enumerate(topk_ids):
+        row = x[token].expand(1, len(chosen), -1)
+        gate_up, down = w_gate_up[chosen], w_down[chosen]
+        if gate_up_scale is not None and down_scale is not None:
+            gate_up = _dequantized_gate_up(gate_up, gate_up_scale[chosen], x.dtype)
+            down = fp8.dequantize(down, down_scale[chosen]).to(x.dtype)
+        activated = _swiglu(product_by_row(row, gate_up.mT))
+        terms = product_by_row(activated, down.mT)[0] * topk_weights[token, :, None]
+        total = terms.new_zeros(x.shape[1])
+        for term in terms:
+            total = total + term
+        if shared:
+            one = x[token].expand(1, 1, -1)
+            gate, up = (product_by_row(one, w.mT[None]) for w in shared[:2])
+            total = total + product_by_row(F.silu(gate) * up, shared[2].mT[None])[0, 0]
+        out[token] = torch.where(runs[token], total, 0)
+    return out
+
+
+def _runs(operands: ExpertOperands) -> Tensor | None:
+    """Which tokens are no padding, bool `[tokens]`; None where all are."""
+    x, row_lens = operands.x, operands.row_lens
+    if row_lens is None or row_lens.shape[0] == 0:
+        return None
+    return no_padding(torch.arange(x.shape[0], device=x.device), row_lens, operands.q_len)
+
+
+def _shared(operands: ExpertOperands) -> tuple[Tensor, ...]:
+    """Gate, up and down of the shared experts as products with `x` have them; empty where there are none."""
+    weights = operands.shared_gate, operands.shared_up, operands.shared_down
+    scales = operands.shared_gate_scale, operands.shared_up_scale, operands.shared_down_scale
+    return tuple(
+        weight if scale is None else fp8.dequantize(weight, scale).to(operands.x.dtype)
+        for weight, scale in zip(weights, scales, strict=True)
+        if weight is not None
+    )
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _has_grouped_mm(x: Tensor, intermediate: int) -> bool:
+    """Whether `F.grouped_mm` multiplies these operands without reading the group sizes on the host.
+
+    It wants rows of whole 16-byte units. On CUDA its kernels are for bfloat16 on Hopper and data-centre Blackwell;
+    elsewhere it loops on the host, which a captured graph refuses. On the CPU, where reading sizes costs nothing, it
+    lacks float64 alone.
+    """
+    if any(size * x.element_size() % 16 for size in (x.shape[1], intermediate)):
+        return False
+    if x.is_cuda:
+        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    return x.device.type == "cpu" and x.dtype != torch.float64
+
+
+def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """Each (token, expert) pair's output, `[tokens, topk, hidden]`: sort the pairs by expert, multiply by groups.
+
+    Pairs of an expert past the last are in no group, and their output is whatever the memory holds.
+    """
+    topk = topk_ids.shape[1]
+    expert_of_pair, order = topk_ids.flatten().sort()
+    experts = torch.arange(w_down.shape[0], device=x.device)
+    ends = torch.searchsorted(expert_of_pair, experts, right=True, out_int32=True)
+    hidden = F.grouped_mm(x[order // topk], w_gate_up.transpose(1, 2), offs=ends)
+    pairs = F.grouped_mm(_swiglu(hidden), w_down.transpose(1, 2), offs=ends)
+    return torch.empty_like(pairs).index_copy_(0, order, pairs).view(*topk_ids.shape, -1)
+
+
+def _dense(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """The same by running every expert on every token: more work, but any dtype, and nothing depends on the ids."""
+    every = torch.bmm(_swiglu(torch.matmul(x, w_gate_up.transpose(1, 2))), w_down.transpose(1, 2))
+    ids = topk_ids.clamp(max=w_down.shape[0] - 1)
+    return every[ids, torch.arange(x.shape[0], device=x.device)[:, None]]

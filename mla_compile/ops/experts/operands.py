@@ -1,0 +1,30 @@
+"""What the candidates of the experts' op take: an op's arguments in one record."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertOperands(NamedTuple):
+    """Of `moe_experts_op`."""
+
+    x: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    row_lens: Tensor | None = None
+    q_len: int = 1
+    shared_gate: Tensor | None = None
+    shared_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    shared_gate_scale: Tensor | None = None
+    shared_up_scale: Tensor | None = None
+    shared_down_scale: Tensor | None = None
+
+    @property
+    def num_shared(self) -> int:
+        """As how many of the chosen experts the shared ones are."""
+        return 0 if self.shared_gate is None else self.shared_gate.shape[0] // self.w_down.shape[2]

@@ -1,0 +1,132 @@
+"""`fp8_linear`: a product by block-FP8 weights, which stay FP8 in memory."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.ops import validate
+from mla_compile.ops.adjacent import num_columns
+from mla_compile.ops.batch_invariant import product_by_row
+from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, UNIT, at_least, by_token, reference, triton
+from mla_compile.ops.library import define_op, empty
+from mla_compile.ops.linear import fp8
+from mla_compile.ops.linear.operands import FP8LinearOperands
+from mla_compile.ops.linear.tiles import MOST_SHARING
+
+_SIZES = {"k": SOME, "columns": SOME}
+_IN_ORDER = triton(
+    "FP8's values are multiplied block by block, in one order, and scaled afterwards",
+    "mla_compile.ops.linear.kernels.fp8_linear:linear_in_order",
+    name="blocks_in_order",
+    constraints={"dtype": HALF, "tokens": SOME, **_SIZES},
+    min_capability=FLOAT8,
+    batch_invariant=True,
+)
+# Numbers of tokens are those up to which each was quickest on an H200. Where a call is to be batch-invariant, one row
+# serves all numbers of tokens.
+FP8_LINEAR = (
+    triton(
+        "one token: a program reads a few rows of the weight, on the plain cores",
+        "mla_compile.ops.linear.kernels.fp8_linear:linear_gemv",
+        constraints={"dtype": FLOATS, "tokens": UNIT, **_SIZES},
+        min_capability=FLOAT8,
+    ),
+    triton(
+        "few tokens: FP8's values are multiplied block by block, and scaled afterwards",
+        "mla_compile.ops.linear.kernels.fp8_linear:linear_blocks",
+        name="blocks",
+        constraints={"dtype": HALF, "tokens": range(2, MOST_SHARING + 1), **_SIZES},
+        min_capability=FLOAT8,
+    ),
+    triton(
+        "many tokens: the weight is dequantised first, and cuBLAS multiplies",
+        "mla_compile.ops.linear.kernels.fp8_linear:linear_dequantized",
+        name="dequantized",
+        constraints={"dtype": HALF, "tokens": at_least(129), **_SIZES},
+        min_capability=FLOAT8,
+    ),
+    # It serves 33 to 128 tokens by default too. Newer GPUs may add the products of few tokens in another order.
+    replace(_IN_ORDER, max_capability=(9, 0)),
+    replace(
+        _IN_ORDER,
+        name="dequantized_in_order",
+        description="the weight is dequantised first, and multiplied in one order",
+        function="mla_compile.ops.linear.kernels.matmul:linear_fp8_in_order",
+        constraints={**_IN_ORDER.constraints, "dtype": FLOATS},
+    ),
+    reference("mla_compile.ops.linear.fp8_linear:linear_torch"),
+    by_token("mla_compile.ops.linear.fp8_linear:linear_by_row", "by_row"),
+)
+
+
+@define_op(
+    table=FP8_LINEAR,
+    operands=FP8LinearOperands,
+    layouts={"x": "tokens, k"},
+    facts=lambda first, second: {"columns": num_columns(first, second)},
+)
+def fp8_linear(
+    x: Tensor,
+    first: Tensor,
+    first_scale: Tensor,
+    second: Tensor | None = None,
+    second_scale: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`x @ w.T`, where w is the weight dequantised, as `ops/linear/fp8.py` says; or by two, side by side.
+
+    Nothing of `x` is quantised. Products are added in float32 at least.
+
+    Args:
+        x: `[tokens, k]`, float; rows may lie apart.
+        first: float8_e4m3fn `[n_first, k]`, contiguous; `first_scale`: float32 `[ceil(n_first / 128), ceil(k / 128)]`,
+            what multiplies each block of 128 x 128.
+        second, second_scale: the same of a second weight, whose columns follow; both or none.
+        batch_invariant: whether a token's bits may depend on its row of `x` and the weights alone.
+
+    Returns:
+        `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
+    """
+    check_fp8_linear(x, first, first_scale, second, second_scale)
+    return empty(x, (x.shape[0], num_columns(first, second)))
+
+
+def check_fp8_linear(
+    x: Tensor, first: Tensor, first_scale: Tensor | None, second: Tensor | None, second_scale: Tensor | None
+) -> None:
+    """Check the arguments of `fp8_linear`."""
+    sizes = validate.Layouts()
+    sizes.floats(x=(x, "tokens, k"))
+    sizes.check("first", first, "n_first, k", like=x)
+    fp8.check("first", first, "first_scale", first_scale)
+    if second is not None:
+        sizes.check("second", second, "n_second, k", like=x)
+        fp8.check("second", second, "second_scale", second_scale)
+
+
+fp8_linear_op = torch.ops.mla_compile.fp8_linear.default
+
+
+def linear_torch(operands: FP8LinearOperands) -> Tensor:
+    """`fp8_linear` in plain torch: every device and dtype."""
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, fp8.dequantize(weight, scale).to(x.dtype))
+
+    return fp8.each_matrix(product, operands)
+
+
+def linear_by_row(operands: FP8LinearOperands) -> Tensor:
+    """`fp8_linear` with each token in a product of its own; wherever two weights lie, each by itself."""
+    x, first, first_scale, second, second_scale = operands
+
+    def product(weight: Tensor, scale: Tensor) -> Tensor:
+        columns = fp8.dequantize(weight, scale).to(x.dtype).t().unsqueeze(0)
+        return product_by_row(x.unsqueeze(1), columns).squeeze(1)
+
+    if second is None or second_scale is None:
+        return product(first, first_scale)
+    return torch.cat([product(first, first_scale), product(second, second_scale)], dim=1)

@@ -1,0 +1,303 @@
+"""Products with weights: `batch_invariant_matmul`, of which a token's row has the same bits whatever other rows there
+are, `fused_linear`, whose kernel is chosen by the number of tokens, and `matmul_by_head`, whose result is contiguous.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.ops import validate
+from mla_compile.ops.adjacent import lies_before, num_columns, one_matrix
+from mla_compile.ops.batch_invariant import product_by_row
+from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, reference, triton
+from mla_compile.ops.library import define_op, empty, serving
+from mla_compile.ops.linear import cublas
+
+# Who serves a call depends on the weights alone, not on x: two rows of the table need not give the same bits.
+_TRITON = triton(
+    "one order along k, whatever the tile",
+    "mla_compile.ops.linear.kernels.matmul:matmul_triton",
+    constraints={"dtype": FLOATS, "tokens": SOME, "groups": SOME, "k": SOME, "n": SOME},
+    batch_invariant=True,
+)
+BATCH_INVARIANT_MATMUL = (
+    replace(
+        _TRITON,
+        name="blocks",
+        description="one order of the blocks of k, which the warps of a program share where tokens are few",
+        function="mla_compile.ops.linear.kernels.linear:matmul_in_order",
+        constraints={
+            **_TRITON.constraints,
+            "dtype": HALF,
+            "groups": UNIT,
+            "k": range(1, 12 * 2**10 + 1),  # 118 us at 16,384 by 7,168 on an H100, where triton has 82
+            "n": range(1, 2**13 + 1),
+            "weights": ("one matrix",),
+        },
+        max_capability=(9, 0),  # newer ones may add the products of tiles of few tokens in another order
+    ),
+    Candidate(
+        "cublas",
+        "cuBLAS, where it was seen to give the same bits in any batch",
+        "mla_compile.ops.linear.matmul:cublas.multiply",
+        ("cuda",),
+        constraints={"dtype": HALF, "tokens": SOME, "bits in any batch": ("equal",)},
+        batch_invariant=True,
+    ),
+    _TRITON,
+    Candidate(
+        "by_row",
+        "plain torch, any device, each token by itself",
+        "mla_compile.ops.linear.matmul:matmul_by_row",
+        batch_invariant=True,
+    ),
+)
+
+
+@define_op(
+    table=BATCH_INVARIANT_MATMUL,
+    facts=lambda x, w: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "groups": w.shape[0],
+        "k": w.shape[1],
+        "n": w.shape[2],
+        "weights": "one matrix" if w.mT.is_contiguous() else "strided",
+        "bits in any batch": "equal" if cublas.has_same_bits(x, w) else "different",
+    },
+)
+def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
+    """`out[t, g] = x[t, g] @ w[g]`, where the bits of `out[t]` depend on `x[t]` and `w` alone.
+
+    They do not depend on the number of tokens, on the place of a token among them, nor on the strides of `x`. They may
+    depend on those of `w`, on the device and on versions. Sums are in float32 at least, and rounded once.
+
+    Compiling a call on CUDA tries, once for each shape of weights, whether cuBLAS may serve it.
+
+    Args:
+        x: `[tokens, groups, k]`, float.
+        w: `[groups, k, n]`, the dtype of `x`: a view of weights `[n, k]`, transposed, or one matrix for each head.
+
+    Returns:
+        `[tokens, groups, n]`, contiguous, in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    sizes = validate.Layouts()
+    sizes.floats(x=(x, "tokens, groups, k"), w=(w, "groups, k, n"))
+    cublas.has_same_bits(x, w)  # now, while nothing is recorded
+    return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
+
+
+batch_invariant_matmul_op = torch.ops.mla_compile.batch_invariant_matmul.default
+
+
+def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
+    """`batch_invariant_matmul` in plain torch: every device and dtype."""
+    return product_by_row(x, w)
+
+
+MOST_FEW = 16
+"""Tokens up to which products in half precision have kernels of ours."""
+
+# cuBLAS has products by longer weights: 88 us where gemv has 113 (16,384 by 7,168, one token, H100), 16.4 where it has
+# 19.2 (8,192 by 2,048). For two tokens at 8,192 and 10,240 gemv would be 1.5 us faster; one layer of a model has such.
+_GEMV_K = range(1, 2**13)
+FUSED_LINEAR = (
+    triton(
+        "one or two tokens: a program reads a few rows of the weight, on the plain cores",
+        "mla_compile.ops.linear.kernels.linear:linear_gemv",
+        constraints={
+            "dtype": HALF,
+            "tokens": range(1, 3),
+            "k": _GEMV_K,
+            "columns": SOME,
+            "weights": ("one matrix",),
+        },
+    ),
+    triton(
+        "few tokens: the warps of a program share its rows of the weight along k",
+        "mla_compile.ops.linear.kernels.linear:linear_blocks",
+        name="blocks",
+        constraints={
+            "dtype": HALF,
+            "tokens": range(3, MOST_FEW + 1),
+            "k": SOME,
+            "columns": range(1, 2**13 + 1),
+            "weights": ("one matrix",),
+        },
+    ),
+    Candidate(
+        "reference",
+        "plain torch, any device: one product where the weights lie side by side, else two",
+        "mla_compile.ops.linear.matmul:linear_torch",
+    ),
+    Candidate(
+        "each_matmul",
+        "batch_invariant_matmul by each weight; one product of blocks by both",
+        "mla_compile.ops.linear.matmul:linear_by_each",
+        batch_invariant=True,
+    ),
+)
+
+
+@define_op(
+    table=FUSED_LINEAR,
+    facts=lambda x, first, second: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "k": x.shape[1],
+        "columns": num_columns(first, second),
+        "weights": "one matrix" if is_one_matrix(first, second) else "two",
+    },
+)
+def fused_linear(
+    x: Tensor, first: Tensor, second: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor:
+    """`x @ first.T`, or `[x @ first.T | x @ second.T]`, one product where the weights lie side by side.
+
+    Who computes it is chosen in each call, by the number of tokens and by where the weights lie (see `lies_before`), so
+    weights may be moved between calls.
+
+    Args:
+        x: `[tokens, k]`, float; rows may lie apart.
+        first, second: `[n_first, k]` and `[n_second, k]`, the dtype of `x`.
+        batch_invariant: whether a token's bits may depend on its row of `x` and the weights alone: those of
+            `batch_invariant_matmul` by each of them, wherever they lie.
+
+    Returns:
+        `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    check_linear(x, first, second, batch_invariant)
+    return empty(x, (x.shape[0], num_columns(first, second)))
+
+
+def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invariant: bool) -> None:
+    """Check the arguments of `fused_linear`, and try what cuBLAS may serve, now, while nothing is recorded."""
+    sizes = validate.Layouts()
+    if second is None:
+        sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"))
+    else:
+        sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"), second=(second, "n_second, k"))
+    if batch_invariant:
+        for weight in (first, second):
+            if weight is not None:
+                cublas.has_same_bits(x.unsqueeze(1), _as_matrix(weight))
+
+
+fused_linear_op = torch.ops.mla_compile.fused_linear.default
+
+
+MATMUL_BY_HEAD = (
+    # Up to where an H200 was quicker by it than by cuBLAS.
+    triton(
+        "one or two tokens: a program reads a few columns of a head's matrix, on the plain cores",
+        "mla_compile.ops.linear.kernels.by_head:multiply_by_head_triton",
+        constraints={
+            "dtype": HALF,
+            "tokens": range(1, 3),
+            "heads": range(1, 65),
+            "k": range(1, 1025),
+            "n": SOME,
+            "w.stride(1) or w.stride(2)": UNIT,
+        },
+    ),
+    triton(
+        "few tokens: a program multiplies a few columns of a head's matrix, on tensor cores",
+        "mla_compile.ops.linear.kernels.by_head:multiply_by_head_tiles",
+        name="tiles",
+        constraints={
+            "dtype": HALF,
+            "tokens": range(3, 33),
+            "heads": SOME,
+            "k": range(1, 1025),
+            "n": SOME,
+            "w.stride(1) or w.stride(2)": UNIT,
+        },
+    ),
+    Candidate(
+        "cublas",
+        "cuBLAS, which writes each head's columns where they belong",
+        "mla_compile.ops.linear.matmul:cublas.multiply_by_head",
+        ("cuda", "hip"),
+    ),
+    reference("mla_compile.ops.linear.matmul:matmul_by_head_torch"),
+)
+
+
+@define_op(
+    table=MATMUL_BY_HEAD,
+    facts=lambda x, w: {
+        "dtype": x.dtype,
+        "tokens": x.shape[0],
+        "heads": w.shape[0],
+        "k": w.shape[1],
+        "n": w.shape[2],
+        "w.stride(1) or w.stride(2)": min(w.stride()[1:]),
+    },
+)
+def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
+    """`out[t, h] = x[t, h] @ w[h]`, one product that writes a token's heads side by side.
+
+    `torch.bmm` gives heads first, which the next layer's product would have copied.
+
+    Args:
+        x: `[tokens, heads, k]`, float.
+        w: `[heads, k, n]`, the dtype of `x`.
+
+    Returns:
+        `[tokens, heads, n]`, contiguous, in the dtype of `x`.
+
+    Raises:
+        MLAError: an argument that is not so, named.
+    """
+    validate.Layouts().floats(x=(x, "tokens, heads, k"), w=(w, "heads, k, n"))
+    return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
+
+
+matmul_by_head_op = torch.ops.mla_compile.matmul_by_head.default
+
+
+def matmul_by_head_torch(x: Tensor, w: Tensor) -> Tensor:
+    """`matmul_by_head` in plain torch: every device and dtype."""
+    return torch.einsum("thk,hkn->thn", x, w).contiguous()
+
+
+def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:
+    """Whether the weights of a call are one matrix in memory, its rows one after the other."""
+    return first.is_contiguous() if second is None else lies_before(first, second)
+
+
+def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
+    """`fused_linear` in plain torch: every device and dtype."""
+    with torch.autocast(x.device.type, enabled=False):
+        if second is None or lies_before(first, second):
+            return F.linear(x, one_matrix(first, second))
+        return torch.cat([F.linear(x, first), F.linear(x, second)], dim=1)
+
+
+def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
+    """`fused_linear` with the bits of `batch_invariant_matmul`.
+
+    Blocks of a weight are added alike in one product by both weights.
+    """
+    x = x.unsqueeze(1)
+    weights = [_as_matrix(weight) for weight in (first, second) if weight is not None]
+    if second is not None and lies_before(first, second):
+        rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
+        if all(row.name == "blocks" for row in rows):
+            joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
+            return joined.squeeze(1)
+    products = [batch_invariant_matmul_op(x, weight) for weight in weights]
+    return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)
+
+
+def _as_matrix(weight: Tensor) -> Tensor:
+    """A weight `[n, k]` as `batch_invariant_matmul` takes it, `[1, k, n]`."""
+    return weight.t().unsqueeze(0)

@@ -1,0 +1,1 @@
+"""Sums and argmax along the last dimension."""
