@@ -79,11 +79,16 @@ def least_bold(values: list[float | None]) -> list[str | None]:
     return [f"**{fixed(value)}**" if value == least else fixed(value) for value in values]
 
 
-def faster_peer() -> tuple[int, float]:
-    """Of `benchmarks.decode`: its cases, and how long the faster peer takes to our time, in the geometric mean."""
+def faster_rival() -> tuple[int, float]:
+    """Of `benchmarks.decode`: the number of cases, and the faster rival's time over ours (geometric mean)."""
     rows = result("decode")["rows"]
-    peers = [min(row[peer] for peer in ("fa3", "FlashMLA") if peer in row) / row["gluon"] for row in rows]
-    return len(rows), statistics.geometric_mean(peers)
+    ratios = [min(row[rival] for rival in ("fa3", "FlashMLA") if rival in row) / row["gluon"] for row in rows]
+    return len(rows), statistics.geometric_mean(ratios)
+
+
+def ahead(ratio: float) -> str:
+    """A rival's time over ours, in words."""
+    return f"{abs(1 - ratio):.0%} {'ahead of' if ratio < 1 else 'behind'}"
 
 
 # --- the parts
@@ -99,7 +104,7 @@ def figures() -> str:
     served = row_of("serving", model="v3", k=0, prompt_tokens_a_step=1024)
     calm, busy = (served[when]["p99_ms"] for when in ("decode_only", "with_long_prompts"))
     long = row_of("decode", case="16 heads, 1 x 65536, q_len 1")
-    num_cases, ratio = faster_peer()
+    num_cases, ratio = faster_rival()
     rows = [
         (
             "a step of transformers' `generate`, GLM-4.7-Flash's shape (30B), 8 rows",
@@ -120,8 +125,8 @@ def figures() -> str:
         ),
         (
             "decode attention over one row of 65,536 tokens",
-            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f} (over all "
-            f"{num_cases} cases the faster of the two takes {ratio:.2f} times as long as ours)",
+            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f}; on average over "
+            f"{num_cases} cases the faster of the two is {ahead(ratio)} ours",
             "decode",
         ),
     ]
@@ -345,7 +350,7 @@ def decode() -> str:
     report = result("decode")
     kernels = {"gluon": "ours (`gluon`)", "triton": "portable (`triton`)", "fa3": "FlashInfer fa3"}
     kernels["FlashMLA"] = "FlashMLA"
-    num_cases, ratio = faster_peer()
+    num_cases, ratio = faster_rival()
     machine = report["machine"]
     return (
         sentences(
@@ -361,7 +366,7 @@ def decode() -> str:
         )
         + "\n"
         + sentences(
-            f"Over all {num_cases} cases the faster peer takes {ratio:.2f} times as long as ours (geometric mean)."
+            f"On average over {num_cases} cases the faster rival is {ahead(ratio)} ours (geometric mean)."
         )
     )
 
