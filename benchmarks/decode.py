@@ -7,7 +7,7 @@ microseconds, over copies of the inputs in turn, so that nothing is found in the
 evict. The floor is the longer of two: a row's latents read once at the rate at which a plain sum reads, the products at
 the rate that a large cuBLAS product sustains, both measured in the same run.
 
-fa3 (`pip install 'mla-compile[flashinfer]'`) and FlashMLA (`import flash_mla`) take part where they are installed. What
+fa3 (`pip install '.[flashinfer]'`) and FlashMLA (`import flash_mla`) take part where they are installed. What
 they plan before each step is not in their times: fa3's `plan` works on the host and is reported by itself, in its wall
 time; FlashMLA's metadata kernel is left out.
 """

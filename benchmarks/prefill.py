@@ -138,7 +138,7 @@ def main() -> None:
     try:
         machine["flash-attn-4"] = version("flash-attn-4")
     except PackageNotFoundError:
-        print("flash-attn-4 is not installed: pip install mla-compile[flash-attn]")
+        print("flash-attn-4 is not installed: pip install '.[flash-attn]'")
     report: dict[str, Any] = {"machine": machine, "product_TFLOP_per_s": round(rate / 1e6), "rows": []}
     print(json.dumps(report))
     for model, case in product(MODELS, CHUNKS + SHORT_EXTENDS):

@@ -1,10 +1,10 @@
-"""The figures of README.md and docs/, made from the committed results, and the commands' help: nobody types them.
+"""Generates the figures of README.md and docs/ from the committed results, and the help texts of the commands.
 
-    python -m benchmarks.tables            # rewrites what stands between the marks, after a benchmark has run
-    python -m benchmarks.tables --check    # changes nothing; exit code 1 where a page is out of date
+    python -m benchmarks.tables            # rewrites the text between the marks, after a benchmark has run
+    python -m benchmarks.tables --check    # changes nothing; exit code 1 if a page is out of date
 
 A page marks the place of a part by its name: `<!-- filled: decode -->`, the part, `<!-- /filled -->`. Each function of
-`PARTS` makes one, sentences with measured figures included.
+`PARTS` generates one part, sentences with measured figures included.
 """
 
 import argparse
@@ -41,13 +41,13 @@ WEIGHTS = {"bf16": "bfloat16", "fp8": "FP8"}
 
 @functools.cache
 def result(name: str) -> dict[str, Any]:
-    """What a benchmark has measured: `benchmarks/results/NAME.json`."""
+    """The results of a benchmark: `benchmarks/results/NAME.json`."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def row_of(name: str, **wanted: object) -> dict[str, Any]:
-    """The only row of a result with these values; KeyError for none or several."""
+    """The only entry of a result with these values; KeyError for none or several."""
     rows = [row for row in result(name)["rows"] if all(row.get(key) == wanted[key] for key in wanted)]
     if len(rows) != 1:
         raise KeyError(f"{name}: {len(rows)} rows with {wanted}")
@@ -69,7 +69,7 @@ def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 
 
 def fixed(value: float | None, digits: int = 1) -> str | None:
-    """With so many decimals."""
+    """With this number of decimals."""
     return None if value is None else f"{value:,.{digits}f}"
 
 
@@ -79,18 +79,23 @@ def least_bold(values: list[float | None]) -> list[str | None]:
     return [f"**{fixed(value)}**" if value == least else fixed(value) for value in values]
 
 
-def faster_peer() -> tuple[int, float]:
-    """Of `benchmarks.decode`: its cases, and how long the faster peer takes to our time, in the geometric mean."""
+def faster_rival() -> tuple[int, float]:
+    """Of `benchmarks.decode`: the number of cases, and the faster rival's time over ours (geometric mean)."""
     rows = result("decode")["rows"]
-    peers = [min(row[peer] for peer in ("fa3", "FlashMLA") if peer in row) / row["gluon"] for row in rows]
-    return len(rows), statistics.geometric_mean(peers)
+    ratios = [min(row[rival] for rival in ("fa3", "FlashMLA") if rival in row) / row["gluon"] for row in rows]
+    return len(rows), statistics.geometric_mean(ratios)
+
+
+def ahead(ratio: float) -> str:
+    """A rival's time over ours, in words."""
+    return f"{abs(1 - ratio):.0%} {'ahead of' if ratio < 1 else 'behind'}"
 
 
 # --- the parts
 
 
 def figures() -> str:
-    """Four figures with the command that prints each."""
+    """Four figures, each with the command that measures it."""
     stock, ours = (
         row_of("transformers_generate.glm", variant=variant, batch=8)["ms_per_step"]
         for variant in ("stock_static_inductor", "ours_k0")
@@ -99,7 +104,7 @@ def figures() -> str:
     served = row_of("serving", model="v3", k=0, prompt_tokens_a_step=1024)
     calm, busy = (served[when]["p99_ms"] for when in ("decode_only", "with_long_prompts"))
     long = row_of("decode", case="16 heads, 1 x 65536, q_len 1")
-    num_cases, ratio = faster_peer()
+    num_cases, ratio = faster_rival()
     rows = [
         (
             "a step of transformers' `generate`, GLM-4.7-Flash's shape (30B), 8 rows",
@@ -120,8 +125,8 @@ def figures() -> str:
         ),
         (
             "decode attention over one row of 65,536 tokens",
-            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f} (over all "
-            f"{num_cases} cases the faster of the two takes {ratio:.2f} times as long as ours)",
+            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f}; on average over "
+            f"{num_cases} cases the faster of the two is {ahead(ratio)} ours",
             "decode",
         ),
     ]
@@ -165,7 +170,7 @@ def generation() -> str:
 
 
 def compile_time() -> str:
-    """Where the time of a compile goes."""
+    """The time of a compile, by stage."""
     report = result("compile_time.cpu")
     names = {
         "dynamo": "Dynamo",
@@ -180,8 +185,8 @@ def compile_time() -> str:
         "other": "the rest",
     }
     return sentences(
-        f"{report['machine']['cpus']} CPU cores, torch {report['machine']['torch']}; seconds of the clock, but for "
-        "the CPU's."
+        f"{report['machine']['cpus']} CPU cores, torch {report['machine']['torch']}; seconds of wall time, "
+        "except the CPU's."
     ) + table(
         ["caches", "all", "of the CPU", *names.values()],
         (
@@ -213,13 +218,13 @@ def acceptance() -> str:
 
 
 def fp8_agreement() -> str:
-    """What weights in FP8 change of the shipped model's choices."""
+    """Effect of weights in FP8 on the tokens of the shipped model."""
     report = result("fp8_agreement")
     return sentences(
         f"{report['prompts_per_text']} prompts a text, {report['tokens_per_prompt']} tokens each, on the CPU, torch "
         f"{report['torch']}. The text is the model's own in float32."
     ) + table(
-        ["text", "dtype", "weights", "places with the same token", "tokens before the first other", "MB"],
+        ["text", "dtype", "weights", "positions with the same token", "tokens before the first difference", "MB"],
         (
             (
                 TEXTS[row["text"]],
@@ -292,15 +297,15 @@ def _serving(model: str) -> str:
 
 
 def scheduler() -> str:
-    """What planning costs the host."""
+    """Host time of planning."""
     us = result("serving")["scheduler_us_256_rows"]
     return sentences(
-        f"The scheduler takes {us} us of the host to plan a step of 256 rows and take in its report."
+        f"The scheduler takes {us} us of the host to plan a step of 256 rows and process its report."
     )
 
 
 def first_token() -> str:
-    """How long a prompt alone waits."""
+    """Time to the first token of a prompt alone."""
     rows = [row for row in result("serving")["rows"] if "first_token_ms" in row]
     models = {"v3": "12 layers of DeepSeek-V3's architecture", "shipped": "the shipped model"}
     return sentences(
@@ -345,7 +350,7 @@ def decode() -> str:
     report = result("decode")
     kernels = {"gluon": "ours (`gluon`)", "triton": "portable (`triton`)", "fa3": "FlashInfer fa3"}
     kernels["FlashMLA"] = "FlashMLA"
-    num_cases, ratio = faster_peer()
+    num_cases, ratio = faster_rival()
     machine = report["machine"]
     return (
         sentences(
@@ -361,7 +366,7 @@ def decode() -> str:
         )
         + "\n"
         + sentences(
-            f"Over all {num_cases} cases the faster peer takes {ratio:.2f} times as long as ours (geometric mean)."
+            f"On average over {num_cases} cases the faster rival is {ahead(ratio)} ours (geometric mean)."
         )
     )
 
@@ -388,18 +393,18 @@ def prefill() -> str:
 
 
 def batch_invariance() -> str:
-    """How many completions depend on what runs beside them."""
+    """Number of completions that depend on the rest of their batch."""
     rows = [row for row in result("batch_invariance")["rows"] if row["part"] == "differing"]
     counts = {(row["run"], row["batch_invariant"]): row["different"] for row in rows}
     runs = list(dict.fromkeys(row["run"] for row in rows))
     again = row_of("batch_invariance", part="again")["different"]
     (found,) = {count for of_process in again for count in of_process}
 
-    def told(run: str, batch_invariant: bool) -> str:
+    def listed(run: str, batch_invariant: bool) -> str:
         return ", ".join(map(str, counts[run, batch_invariant]))
 
     before = sentences(
-        f"How many of {rows[0]['prompts']} completions of {rows[0]['tokens']} tokens (shipped model, bfloat16) differ "
+        f"Completions, of {rows[0]['prompts']} with {rows[0]['tokens']} tokens each (shipped model, bfloat16), that differ "
         "from those of one row without drafts; one number is one repetition:"
     )
     names = {
@@ -419,12 +424,12 @@ def batch_invariance() -> str:
         f"the same tokens: {found} of {rows[0]['prompts']} completions differ. {' '.join(compared)}"
     )
     header = ["beside one row without drafts", "default", "`batch_invariant=True`"]
-    counted = table(header, [[run, told(run, False), told(run, True)] for run in runs])
+    counted = table(header, [[run, listed(run, False), listed(run, True)] for run in runs])
     return before + counted + "\n" + after
 
 
 def batch_invariance_cost() -> str:
-    """Milliseconds a step, default and batch-invariant, of what was measured in both modes."""
+    """Milliseconds a step, default and batch-invariant, of all cases that were measured in both modes."""
     batches = (1, 8, 32)
     times: dict[str, dict[tuple[bool, int], float]] = {}
     glm, v3 = result("fp8_step"), result("transformers_generate.v3")
@@ -523,7 +528,7 @@ def mtp_iteration() -> str:
 
 
 def loading(name: str) -> str:
-    """What loading reads, and by how much anonymous memory grows."""
+    """Bytes that loading reads, and growth of anonymous memory."""
     report = result(name)
     machine, rows = report["machine"], report["rows"]
     return sentences(
@@ -544,7 +549,7 @@ def loading(name: str) -> str:
 
 
 def tensor_parallel_steps() -> str:
-    """A step on two GPUs, beside one GPU that holds the model."""
+    """A step on two GPUs and on one GPU."""
     report = result("tensor_parallel")
     engines = [row for row in report["rows"] if row["what"] == "engine"]
     steps: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
@@ -598,7 +603,7 @@ def _step_and_floor(row: dict[str, Any] | None) -> tuple[str | None, str | None]
 
 
 def tensor_parallel_memory() -> str:
-    """What each GPU holds, by plan and in truth, and how long each process compiles."""
+    """Memory of each GPU, planned and measured, and the compile time of each process."""
     rows = [row for row in result("tensor_parallel")["rows"] if row["what"] == "engine"]
 
     def each(values: list[float], digits: int = 2) -> str:
@@ -634,21 +639,21 @@ def tensor_parallel_memory() -> str:
 
 
 def tensor_parallel_tokens() -> str:
-    """Whether the tokens of processes that share a model are the model's."""
+    """Whether processes that share a model emit the model's tokens."""
     rows = result("tensor_parallel")["rows"]
     shared = [row for row in rows if row["what"] == "engine" and row["gpus"] > 1]
     alike = sum(row["same_latents"] for row in shared)
     judged = [row for row in rows if row["what"] == "tokens"]
     return sentences(
-        f"Of {len(shared)} engines on two GPUs, in {alike} both processes have the same latents of all batches, bit by "
+        f"In {alike} of {len(shared)} engines on two GPUs both processes have the same latents of all batches, bit by "
         f"bit, and so the same tokens. {judged[0]['judged_layers']} layers of GLM-4.7-Flash's "
-        "shape, judged by one process that has all of it in bfloat16 and runs it eagerly:"
+        "shape, compared with one process that runs the whole model eagerly in bfloat16:"
     ) + table(
         [
             "weights",
             "drafts",
             "GPUs",
-            "places with the judge's token",
+            "positions with the same token",
             "mean gap of logits",
             "worst",
             "by chance",
@@ -691,10 +696,9 @@ def fp8_step() -> str:
     )
     return sentences(
         f"{report['device']}, torch {report['torch']}, {report['layers']} layers with random values, about 1,000 "
-        f"tokens a row; milliseconds a step. With the MTP layer weights take {memory}. The gap is how far a chosen "
-        "token's logit lies below the best one of bfloat16 in the mean, of the batch where that is most, beside that "
-        f"of tokens by lot ({report['judged_layers']} layers). Seconds of compiling are those of the run where it took "
-        "longest."
+        f"tokens a row; milliseconds a step. With the MTP layer weights take {memory}. The gap is the mean "
+        "distance of a chosen token's logit below the best one of bfloat16, in the batch with the largest gap, beside "
+        f"the gap of random tokens ({report['judged_layers']} layers). Compile times are those of the slowest run."
     ) + table(
         [
             "weights",
@@ -777,13 +781,13 @@ def collectives() -> str:
 
 
 def command_help(*command: str) -> str:
-    """What `mla-compile COMMAND --help` says; it imports no torch."""
+    """The help of `mla-compile COMMAND`; it imports no torch."""
     from typer.testing import CliRunner
 
     from mla_compile.cli.app import app
 
-    said = CliRunner().invoke(app, [*command, "--help"], prog_name="mla-compile", terminal_width=110).stdout
-    return f"```text\n{said.strip()}\n```\n"
+    text = CliRunner().invoke(app, [*command, "--help"], prog_name="mla-compile", terminal_width=110).stdout
+    return f"```text\n{text.strip()}\n```\n"
 
 
 def _yes(value: bool) -> str:
@@ -826,12 +830,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def fill(text: str, parts: dict[str, Callable[[], str]] = PARTS) -> str:
-    """A page with every marked place filled anew; KeyError for a part that is not there."""
+    """A page with every marked part regenerated; KeyError for an unknown part."""
     return PLACE.sub(lambda place: f"{place[1]}\n{parts[place[2]]().strip()}\n\n{place[3]}", text)
 
 
 def pages() -> list[Path]:
-    """Where marks are looked for."""
+    """The pages that may have marks."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

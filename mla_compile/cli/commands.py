@@ -205,7 +205,7 @@ def serve(
         Option(
             metavar="N",
             min=1,
-            help="Engines on Ray Serve, one a GPU or on the CPU; needs mla-compile[ray].",
+            help="Engines on Ray Serve, one a GPU or on the CPU; needs the extra ray.",
             show_default="one, without Ray",
         ),
     ] = None,
@@ -216,7 +216,7 @@ def serve(
     A page at / shows speculation live.
 
     Endpoints: /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /health, /ready, /metrics.
-    Needs `pip install 'mla-compile[serve]'`.
+    Needs `pip install '.[serve]'` in the clone.
     """
     _check_directory(model)
     from mla_compile.cli.serve import serve_checkpoint

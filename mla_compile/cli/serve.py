@@ -68,7 +68,7 @@ def _server(replicas: int | None) -> Callable[..., None]:
     except ModuleNotFoundError as error:
         if error.name not in ("httptools", "prometheus_client", "ray", "starlette", "uvicorn"):
             raise
-        hint = f"pip install 'mla-compile[{extra}]'"
+        hint = f"pip install '.[{extra}]' in the clone"
         what = "over HTTP" if replicas is None else "replicas"
         raise MLAError(error.name, f"the package, which serves {what}", "none", hint) from error
 

@@ -323,7 +323,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        hint = "pip install 'mla-compile[grammar]'"
+        hint = "pip install '.[grammar]' in the clone"
         raise MLAError("llguidance", "the package, which matches grammars", "none", hint) from error
     return llguidance
 

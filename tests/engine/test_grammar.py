@@ -549,7 +549,7 @@ def test_a_tokenizer_that_llguidance_cannot_read_is_refused() -> None:
 )
 def test_without_llguidance_it_says_how_to_install_it(make: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MLAError, match=r"^llguidance: .*pip install 'mla-compile\[grammar\]'"):
+    with pytest.raises(MLAError, match=r"^llguidance: .*pip install '\.\[grammar\]'"):
         make()
 
 

@@ -95,7 +95,7 @@ def num_splits(programs: int, max_keys: int, device: Device) -> int:
 
 
 def num_fixed_splits(max_keys: int, split_unit: int) -> int:
-    """Splits of batch-invariant decode, at least one: `splits_of` of `kernels/fixed_splits.py`."""
+    """Splits of batch-invariant decode, at least one: `splits_of` of `attention/kernels/fixed_splits.py`."""
     units = -(-max_keys // split_unit)
     splits = units
     for first in DOUBLED:
