@@ -16,7 +16,7 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.linear.kernels.fp8 import BLOCK
-from mla_compile.ops.linear.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
+from mla_compile.ops.linear.kernels.gemv_units import load_units, unit_places, unit_sums, unit_zeros
 
 
 @triton.jit(do_not_specialize=["rows"])
