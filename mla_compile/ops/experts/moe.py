@@ -102,8 +102,8 @@ def _experts(
     shared_down_scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """row_lens: the valid tokens of each row, int32 `[rows]`, at most `q_len` each; the others of the first
-        `rows * q_len` tokens are padding.
+    """row_lens: how many of each row's `q_len` tokens are valid, int32 `[rows]`; more than `q_len` means all. The rest
+        of the first `rows * q_len` tokens is padding.
     shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, the
         shared experts as one MLP, which runs on every token and whose output is added; all or none.
     shared_gate_scale, shared_up_scale, shared_down_scale: one scale per block of these weights, if all weights are FP8.
@@ -122,7 +122,7 @@ def _experts(
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
     sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
-        most = f"at most {x.shape[0]} decode tokens, as x has"
+        most = f"at most {x.shape[0]} decode tokens, the tokens of x"
         raise MLAError("batch", most, f"{row_lens.shape[0]} rows of {q_len}")
     if validate.is_readable(topk_ids) and topk_ids.numel():
         low, high = (int(bound) for bound in topk_ids.aminmax())
@@ -171,7 +171,7 @@ def moe_experts(
     row_lens, q_len = None, 1
     if batch is not None and batch.decode is not None:
         rows = batch.decode
-        # `seq_lens` works as `row_lens`: 0 for an inactive row, at least `q_len` for others.
+        # `seq_lens` also works: it is 0 for an inactive row and at least `q_len` for others.
         row_lens, q_len = rows.seq_lens if rows.q_lens is None else rows.q_lens, rows.q_len
     return _experts(
         *(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len),
@@ -187,7 +187,7 @@ def shared_fits(shared_gate: Tensor, w_down: Tensor) -> bool:
 
 
 def _dequantized_gate_up(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise `[..., 2 * intermediate, hidden]`, of which gate and up have separate blocks."""
+    """Dequantise `[..., 2 * intermediate, hidden]`. Gate and up have separate blocks."""
     halves, scales = weight.unflatten(-2, (2, -1)), scale.unflatten(-2, (2, -1))
     return fp8.dequantize(halves, scales).to(dtype).flatten(-3, -2)
 

@@ -17,7 +17,7 @@ from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
-_TAKES: dict[str, Allowed] = {
+_CONSTRAINTS: dict[str, Allowed] = {
     "dtype": FLOATS,
     "weight.dtype": FLOATS,
     "tokens": range(1, 33),
@@ -26,7 +26,7 @@ _TAKES: dict[str, Allowed] = {
 _KERNEL = triton(
     "scores by a program per group of experts, then a top-k by a program per token",
     "mla_compile.ops.experts.kernels.routing:router_triton",
-    constraints=_TAKES,
+    constraints=_CONSTRAINTS,
     batch_invariant=True,
 )
 MOE_ROUTER = (
@@ -37,7 +37,7 @@ MOE_ROUTER = (
         name="product",
         description="scores by cuBLAS, then a top-k by a program per token",
         function="mla_compile.ops.experts.kernels.routing:router_product",
-        constraints=_TAKES | {"tokens": SOME},
+        constraints=_CONSTRAINTS | {"tokens": SOME},
         batch_invariant=False,
     ),
     reference("mla_compile.ops.experts.routing:router_torch"),
@@ -45,7 +45,7 @@ MOE_ROUTER = (
         _KERNEL,
         name="triton_many",
         description="as triton, for any number of tokens",
-        constraints=_TAKES | {"tokens": SOME},
+        constraints=_CONSTRAINTS | {"tokens": SOME},
     ),
     by_token("mla_compile.ops.experts.routing:router_by_token"),
 )
@@ -70,10 +70,12 @@ def choose_experts(
     scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if topk_groups < num_groups:
-        groups = torch.unflatten(choice, -1, (num_groups, -1))  # torch.unflatten, as in `rotate`
+        groups = torch.unflatten(
+            choice, -1, (num_groups, -1)
+        )  # under a default device Dynamo cannot trace the method
         group_scores = groups.topk(1 if softmax else 2, dim=-1).values.sum(dim=-1)
         group_ids = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
-        # Marking the best groups in their own scores keeps this row-wise: no new tensor is made.
+        # Marking the best groups in their own scores makes no new tensor, so this stays token-wise.
         dropped = group_scores.scatter(-1, group_ids, torch.inf) < torch.inf
         choice = groups.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
     ids: Tensor = choice.topk(topk, dim=-1, sorted=False).indices

@@ -22,7 +22,7 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
     cores. On Hopper four warps accumulate 64 x 128 and eight 128 x 256. Eight are used for gate and up above 64 pairs
     per expert, for down above `MOST_NARROW_PAIRS`.
 
-    products: matrices of which a program computes `columns` each: 2 for gate and up.
+    products: the number of matrices by which a program multiplies: 2 for gate and up, with `columns` each.
     """
     wanted = 5 * pairs // (4 * experts)  # tokens per expert: the average plus a quarter
     many = pairs > MOST_UNSORTED_PAIRS

@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.adjacent import lies_before, num_columns, one_matrix
 from mla_compile.ops.batch_invariant import product_by_row
-from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, reference, triton
+from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, by_token, reference, triton
 from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.linear import cublas
 
@@ -47,12 +47,7 @@ BATCH_INVARIANT_MATMUL = (
         batch_invariant=True,
     ),
     _TRITON,
-    Candidate(
-        "by_row",
-        "plain torch, any device, each token by itself",
-        "mla_compile.ops.linear.matmul:matmul_by_row",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.linear.matmul:matmul_by_row", "by_row"),
 )
 
 
@@ -84,7 +79,7 @@ def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
         `[tokens, groups, n]`, contiguous, in the dtype of `x`.
 
     Raises:
-        MLAError: an argument that is not so, named.
+        MLAError: names the invalid argument.
     """
     sizes = validate.Layouts()
     sizes.floats(x=(x, "tokens, groups, k"), w=(w, "groups, k, n"))
@@ -172,7 +167,7 @@ def fused_linear(
         `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
 
     Raises:
-        MLAError: an argument that is not so, named.
+        MLAError: names the invalid argument.
     """
     check_linear(x, first, second, batch_invariant)
     return empty(x, (x.shape[0], num_columns(first, second)))
@@ -255,7 +250,7 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
         `[tokens, heads, n]`, contiguous, in the dtype of `x`.
 
     Raises:
-        MLAError: an argument that is not so, named.
+        MLAError: names the invalid argument.
     """
     validate.Layouts().floats(x=(x, "tokens, heads, k"), w=(w, "heads, k, n"))
     return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
