@@ -125,7 +125,7 @@ def test_a_decode_segment_may_have_no_rows():
 def test_more_decode_tokens_than_there_are_tokens_are_refused():
     lens, slots = torch.ones(3, dtype=torch.int32), torch.zeros(6, dtype=torch.int64)
     batch = MLABatch(DecodeSegment(lens, torch.zeros(3, 1, dtype=torch.int32), slots, page_size=4, q_len=2))
-    with pytest.raises(MLAError, match=r"^batch: expected at most as many decode tokens as x has, 5"):
+    with pytest.raises(MLAError, match=r"^batch: .*at most 5 decode tokens"):
         moe_experts(*problem(5), batch)
 
 

@@ -205,13 +205,13 @@ X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)
         ((X[:, :100], WEIGHT, SCALE), r"first: expected size 100 \(k of x\) in dimension 1"),
         (
             (X, WEIGHT.float(), SCALE),
-            "first: expected contiguous float8_e4m3fn, as it has scales, got torch.float32",
+            r"first: .*contiguous float8_e4m3fn, .*got torch.float32",
         ),
         (
             (X, torch.cat([WEIGHT] * 2, 1)[:, :200], SCALE),
             "first: expected contiguous float8_e4m3fn.*strides",
         ),
-        ((X, WEIGHT, SCALE[:1]), r"first_scale: expected a scale for each block of 128 x 128: \[2, 2\]"),
+        ((X, WEIGHT, SCALE[:1]), r"first_scale: .*block of 128 x 128: \[2, 2\]"),
         ((X, WEIGHT, SCALE.double()), "first_scale: expected contiguous float32"),
         ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: expected contiguous float32 \[2, 2\], got None"),
     ],
@@ -226,7 +226,7 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
     ("changes", "message"),
     [
         ({"gate_up_scale": None}, "gate_up_scale: expected contiguous float32 .*got None"),
-        ({"down_scale": torch.ones(3)}, "down_scale: expected a scale for each block"),
+        ({"down_scale": torch.ones(3)}, "down_scale: .*block"),
         ({"w_down": torch.zeros(8, 48, 40)}, "w_down: expected contiguous float8_e4m3fn"),
         (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: expected float16, bfloat16"),
     ],

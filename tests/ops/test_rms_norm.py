@@ -45,7 +45,7 @@ def test_a_mistake_is_named() -> None:
         fused_rms_norm(x, weight.to("meta"), 1e-5)
     with pytest.raises(MLAError, match=r"weight: expected a tensor that needs no gradient"):
         fused_rms_norm(x, torch.nn.Parameter(weight), 1e-5)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(rows of x\).*, got \[2, 12\]"):
+    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\).*, got \[2, 12\]"):
         fused_add_rms_norm(x, x[:2], weight, 1e-5)
     with pytest.raises(MLAError, match=r"residual: expected the dtype of x, torch\.float32, got float16"):
         fused_add_rms_norm(x, x.half(), weight, 1e-5)

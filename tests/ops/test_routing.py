@@ -38,8 +38,8 @@ def test_contract(tokens: int) -> None:
         (2, torch.ones(255), r"bias: expected .*experts"),
         (3, 129, r"topk: expected between 1 and 128 experts, got 129"),
         (3, 0, r"topk: expected between 1"),
-        (4, 7, r"num_groups: expected a divisor of 256 experts, 2 or more to a group, got 7"),
-        (4, 256, r"num_groups: expected a divisor"),
+        (4, 7, r"num_groups: .*divisor of 256.*2 experts per group.*7"),
+        (4, 256, r"num_groups: .*divisor"),
         (5, 9, r"topk_groups: expected between 1 and 8 groups, got 9"),
     ],
 )

@@ -1,1 +1,1 @@
-"""All-reduce and all-gather through memory that GPUs share."""
+"""All-reduce and all-gather, for small messages through memory that GPUs share."""

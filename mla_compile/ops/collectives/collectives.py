@@ -1,8 +1,8 @@
-"""`all_reduce` and `all_gather` among the processes that share a model, as ops that a graph keeps whole and in order.
+"""`all_reduce` and `all_gather` over the ranks of a model, as ops that a graph keeps whole and in order.
 
-They run in torch.distributed's default group: gloo for tensors on the CPU; on GPUs, small messages through memory that
-the GPUs share (`peers.py`) and others by NCCL. Every process gets the same bits. They return new tensors, as ops that
-write to an argument would be copied around.
+They use torch.distributed's default group: gloo for tensors on the CPU; on GPUs, shared memory for small messages
+(`peers.py`) and NCCL for others. Every rank gets the same bits. They return new tensors, because an op that writes to
+an argument would cause copies.
 """
 
 import torch
@@ -15,31 +15,31 @@ from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
 
 GATHERED = 2**25
-"""Bytes of all processes' parts that are gathered at once, where parts are added in order."""
+"""Bytes, over all ranks, that an in-order all-reduce gathers at once."""
 
 ALL_REDUCE = (
     triton(
-        "parts are read from the GPUs' memory, in order",
+        "reads the memory of all GPUs, in the order of ranks",
         "mla_compile.ops.collectives.kernels.collectives:all_reduce_triton",
         constraints=SMALL,
         batch_invariant=True,
     ),
     Candidate(
         "nccl",
-        "NCCL's sum, whose order depends on the size",
+        "NCCL, whose order of addition depends on the size",
         "mla_compile.ops.collectives.collectives:all_reduce_nccl",
         ("cuda",),
     ),
     Candidate(
         "in_order",
-        "any device: parts are gathered, then added in order",
+        "any device: an all-gather, then a sum in the order of ranks",
         "mla_compile.ops.collectives.collectives:all_reduce_in_order",
         batch_invariant=True,
     ),
 )
 ALL_GATHER = (
     triton(
-        "parts are read from the GPUs' memory",
+        "reads the memory of all GPUs",
         "mla_compile.ops.collectives.kernels.collectives:all_gather_triton",
         constraints=SMALL,
     ),
@@ -49,19 +49,19 @@ ALL_GATHER = (
 
 @define_op(table=ALL_REDUCE, layouts={"x": "tokens, columns"}, facts=facts_of)
 def all_reduce(x: Tensor, batch_invariant: bool = False) -> Tensor:
-    """The sum of all processes' `x` `[tokens, columns]`, in its dtype, contiguous.
+    """The sum of all ranks' `x` `[tokens, columns]`, in its dtype, contiguous.
 
-    batch_invariant: whether the parts are added in the processes' order, and so a token's bits depend on nothing but
-    its rows; else many tokens may be added in another one.
+    batch_invariant: whether the addition must be in the order of ranks, so that a token's bits depend on that token
+    only. Otherwise the order may differ for many tokens.
     """
     return empty(x, x.shape)
 
 
 @define_op(table=ALL_GATHER, layouts={"x": "tokens, columns"}, facts=facts_of, static="num_parts")
 def all_gather(x: Tensor, num_parts: int) -> Tensor:
-    """All processes' `x` `[tokens, columns]`, one beside the other: `[tokens, num_parts * columns]`, contiguous.
+    """All ranks' `x` `[tokens, columns]`, concatenated along columns: `[tokens, num_parts * columns]`, contiguous.
 
-    num_parts: the number of processes.
+    num_parts: the number of ranks.
     """
     return empty(x, (x.shape[0], num_parts * x.shape[1]))
 
@@ -78,7 +78,7 @@ def all_reduce_nccl(x: Tensor) -> Tensor:
 
 
 def all_reduce_in_order(x: Tensor) -> Tensor:
-    """`all_reduce`, the parts added in the processes' order in float32 at least, and rounded once."""
+    """`all_reduce`, added in the order of ranks in float32 at least, and rounded once."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     size = dist.get_world_size()
     at_once = max(1, GATHERED // max(1, size * x.shape[1] * x.itemsize))
@@ -98,7 +98,7 @@ def all_gather_torch(x: Tensor, num_parts: int) -> Tensor:
 
 
 def _gathered(x: Tensor, size: int) -> Tensor:
-    """All processes' `x`, stacked."""
+    """All ranks' `x`, stacked: `[size, tokens, columns]`."""
     parts = x.new_empty(size, *x.shape)
     gather = (
         getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,7 +1,7 @@
-"""Memory of this process's GPU that the processes which share a model reach, for small collectives: `connect`.
+"""Memory that the GPUs of a model share, for small collectives: `connect` allocates it.
 
-It is cut into slots. A program of a kernel (`collectives/kernels/collectives.py`) has the slot of its number, on every
-GPU: it puts its part of a row there, and reads what the programs of the same number have put into theirs.
+It is divided into slots. Program i of a kernel (`collectives/kernels/collectives.py`) uses slot i on every GPU: it
+writes its block of columns to its own slot, and reads those that program i of every other rank has written.
 """
 
 import logging
@@ -19,46 +19,45 @@ from mla_compile.torch_internals import symmetric_memory
 log = logging.getLogger(__name__)
 
 SLOTS = 512
-"""Programs of a collective at most."""
+"""Most programs of a collective."""
 SLOT_COLUMNS = 8192
-"""What a slot holds, of float32 numbers or narrower ones."""
+"""Elements per slot, float32 or narrower."""
 SLOT_BYTES = 4 * SLOT_COLUMNS
 MOST_RANKS = 8
-"""GPUs that reach one another's memory."""
+"""Most GPUs that share memory."""
 FLAGS = 2 * SLOTS * SLOT_BYTES
-"""Where the flags begin, int64 `[SLOTS, ranks]`, behind two buffers of slots."""
+"""Offset of the flags, int64 `[SLOTS, ranks]`, after two buffers of slots."""
 MOST_BYTES = 2**21
-"""What a GPU reads from all of its peers in one launch, at most. (Chosen, not measured: two GPUs read as much as NCCL
-has them read, and each further one makes it more.)"""
+"""Most bytes that a GPU reads from all peers in one launch. (Chosen, not measured. With two GPUs NCCL reads as much;
+with more it reads less.)"""
 SMALL: dict[str, Allowed] = {
     "connected": (True,),
     "dtype": FLOATS,
     "programs": range(1, SLOTS + 1),
     "bytes": range(1, MOST_BYTES + 1),
 }
-"""The messages that the kernels take."""
+"""Constraints on the messages of the kernels."""
 
 
 _BLOCKS = (2048, 4096, SLOT_COLUMNS)
 
 
-def blocks_of(rows: int, columns: int) -> tuple[int, int]:
-    """The columns of a row that a program takes, and how many programs a row so has: the most for which there are
-    slots, as a GPU waits for few programs with long parts."""
-    block = next((block for block in _BLOCKS if rows * -(-columns // block) <= SLOTS), SLOT_COLUMNS)
+def blocks_of(tokens: int, columns: int) -> tuple[int, int]:
+    """Columns per program, and programs per token: as many as slots allow, because few long programs are slow."""
+    block = next((block for block in _BLOCKS if tokens * -(-columns // block) <= SLOTS), SLOT_COLUMNS)
     block = min(block, max(16, 1 << (columns - 1).bit_length()))
     return block, -(-columns // block)
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The memory of all processes, as this one's GPU sees it.
+    """The shared memory of all ranks, in the address space of this rank's GPU.
 
-    rank, size: this process's place.
-    addresses: int64 `[size]`: where each process's memory begins.
-    epochs: int64 `[SLOTS]`: how many collectives each program of this process has taken part in. It is in the GPU's
-        memory because a replayed CUDA graph has the arguments that it was recorded with.
-    memory: uint8, this process's own; it lives as long as this does.
+    rank, size: this process's rank and the number of ranks.
+    addresses: int64 `[size]`, the address of each rank's memory.
+    epochs: int64 `[SLOTS]`, the number of finished collectives of each program of this rank. It is in GPU memory,
+        because a replayed CUDA graph reuses its recorded arguments.
+    memory: uint8, this rank's memory, which this object keeps alive.
     """
 
     rank: int
@@ -69,17 +68,17 @@ class Peers:
 
 
 def bytes_of_memory(size: int) -> int:
-    """What each of `size` processes shares with the others."""
+    """Bytes that each of `size` ranks shares."""
     return FLAGS + SLOTS * size * 8
 
 
 _connected: Peers | None = None
 _group: object = None
-"""The process group among which it is."""
+"""The process group of `_connected`."""
 
 
 def connected(device: torch.device) -> Peers | None:
-    """The memory that `connect` has made on a device; None where there is none, or it was for a group that is gone."""
+    """The memory that `connect` has allocated on a device; None if there is none or its process group is gone."""
     found = _connected
     if found is None or found.memory.device != device or _group is not dist.group.WORLD:
         return None
@@ -87,21 +86,21 @@ def connected(device: torch.device) -> Peers | None:
 
 
 def facts_of(x: Tensor) -> dict[str, object]:
-    """Of a message `[rows, columns]`: what `SMALL` speaks of."""
-    peers, (rows, columns) = connected(x.device), x.shape
+    """The facts of a message `[tokens, columns]` that `SMALL` constrains."""
+    peers, (tokens, columns) = connected(x.device), x.shape
     return {
         "connected": peers is not None,
         "dtype": x.dtype,
-        "programs": rows * blocks_of(rows, columns)[1],
+        "programs": tokens * blocks_of(tokens, columns)[1],
         "bytes": x.numel() * x.itemsize * (1 if peers is None else peers.size - 1),
     }
 
 
 def connect(device: torch.device) -> Peers | None:
-    """Make the memory, once for torch.distributed's default group; None where GPUs do not reach one another's.
+    """Allocate the shared memory once for torch.distributed's default group; None if the GPUs cannot share memory.
 
-    All processes of the group call this, each with the device that its part of a model is on, and outside of compiled
-    code: what is allocated here must not be in the memory of a CUDA graph.
+    All ranks of the group must call this, each with the device of its shard of the model, and outside of compiled code:
+    the allocation must not be in the memory pool of a CUDA graph.
 
     Raises:
         MLAError: a CUDA graph is being recorded.
@@ -109,12 +108,14 @@ def connect(device: torch.device) -> Peers | None:
     global _connected, _group
     if describe_device(device)[0] != "cuda":
         return None
-    device = torch.empty(0, device=device).device  # with its number
+    device = torch.empty(0, device=device).device  # with an index
     if connected(device) is not None:
         return connected(device)
     if torch.cuda.is_current_stream_capturing():
         hint = "load the model with load_model(parallel=...) first"
-        raise MLAError("connect", "to be called before a CUDA graph is recorded", "a call while one is", hint)
+        raise MLAError(
+            "connect", "a call before a CUDA graph is recorded", "a call during the recording", hint
+        )
     rank, size = dist.get_rank(), dist.get_world_size()
     if not 1 < size <= MOST_RANKS:
         return None
@@ -122,11 +123,11 @@ def connect(device: torch.device) -> Peers | None:
         hosts: list[str | None] = [None] * size
         dist.all_gather_object(hosts, platform.node())
         found = _share(size, device) if len(set(hosts)) == 1 else None
-        # Either all of them have it or none: they must choose alike.
+        # All ranks must make the same choice, so all have the memory or none.
         each = torch.tensor([found is not None], dtype=torch.int32, device=device)
         dist.all_reduce(each, dist.ReduceOp.MIN)
         if found is None or not each.item():
-            log.warning("GPUs do not reach one another's memory: all collectives go through NCCL")
+            log.warning("the GPUs cannot share memory: all collectives use NCCL")
             return None
         memory, addresses = found
         memory.zero_()
@@ -139,7 +140,7 @@ def connect(device: torch.device) -> Peers | None:
         )
         _group = dist.group.WORLD
         torch.cuda.synchronize()
-        dist.barrier()  # nobody signals before all flags are 0
+        dist.barrier()  # all flags must be 0 before any signal
         torch.cuda.synchronize()
     return _connected
 
@@ -147,6 +148,6 @@ def connect(device: torch.device) -> Peers | None:
 def _share(size: int, device: torch.device) -> tuple[Tensor, list[int]] | None:
     try:
         return symmetric_memory(bytes_of_memory(size), device)
-    except RuntimeError as error:  # GPUs without a link to each other, say
+    except RuntimeError as error:  # for example, GPUs without a direct link
         log.warning("no symmetric memory: %s", str(error).partition("\n")[0])
         return None

@@ -1,1 +1,1 @@
-"""Routed and shared experts, and the router before them."""
+"""Router, routed experts and shared experts of MoE layers."""

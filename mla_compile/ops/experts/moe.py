@@ -1,7 +1,7 @@
-"""`moe_experts`: the routed experts of a mixture-of-experts layer, as one row-wise op.
+"""`moe_experts`: the routed experts of a mixture-of-experts layer, as one token-wise op.
 
-One op instead of a dispatch in the model's own code, for two reasons: how tokens meet experts differs by device and
-data type, and a pass may move a gather of token rows above one op, never above a sort.
+It is one op, not code in the model, for two reasons: the best way to dispatch tokens to experts differs by device and
+dtype, and a pass can move a gather of tokens above one op, but not above a sort.
 """
 
 from dataclasses import replace
@@ -21,12 +21,12 @@ from mla_compile.ops.linear import fp8
 from mla_compile.torch_internals import statically_known_true
 
 _TRITON = triton(
-    "each program gathers its expert's tokens itself; many are sorted by expert first",
+    "each program gathers its expert's tokens; many are sorted by expert first",
     "mla_compile.ops.experts.kernels.moe:moe_triton",
     constraints={
         "dtype": FLOATS,
         "(token, expert) pairs": SOME,
-        "topk_weights.dtype": FLOATS,  # in float64 the sum would have to run in it
+        "topk_weights.dtype": FLOATS,  # float64 would need a float64 sum
         "w_gate_up.is_contiguous()": (True,),
         "w_down.is_contiguous()": (True,),
         "weights": ("of the dtype",),
@@ -36,7 +36,7 @@ _TRITON = triton(
 _TRITON_FP8 = replace(
     _TRITON,
     name="triton_fp8",
-    description="the same of weights in FP8, which are converted in registers",
+    description="as triton, for FP8 weights, which are converted in registers",
     min_capability=FLOAT8,
     constraints={**_TRITON.constraints, "weights": ("FP8",)},
     batch_invariant=False,
@@ -45,7 +45,7 @@ _ONE_OR_TWO: dict[str, Allowed] = {"dtype": HALF, "tokens": range(1, 3)}
 _GEMV = replace(
     _TRITON,
     name="gemv",
-    description="one or two tokens: a program reads a few rows of an expert, on the plain cores",
+    description="one or two tokens: a program computes a few columns of an expert, on CUDA cores",
     function="mla_compile.ops.experts.kernels.moe_gemv:moe_gemv",
     constraints={**_TRITON.constraints, **_ONE_OR_TWO},
     batch_invariant=False,
@@ -61,7 +61,7 @@ MOE_EXPERTS = (
     replace(
         _TRITON_FP8,
         name="triton_fp8_in_order",
-        description="the same with one order along k, whatever the tile",
+        description="as triton_fp8, with one order along k for all tiles",
         function="mla_compile.ops.experts.kernels.moe:moe_in_order",
         batch_invariant=True,
     ),
@@ -102,12 +102,12 @@ def _experts(
     shared_down_scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """row_lens: how many of each `q_len` of the first `rows * q_len` tokens are no padding, int32 `[rows]`.
-
-    shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, of
-        experts that every token passes, as one MLP whose output is added; all or none.
-    shared_gate_scale, shared_up_scale, shared_down_scale: of these weights in FP8, where all others are; one for each
-        of their blocks. The pass that gives the op shared experts has checked them.
+    """row_lens: how many of each row's `q_len` tokens are valid, int32 `[rows]`; more than `q_len` means all. The rest
+        of the first `rows * q_len` tokens is padding.
+    shared_gate, shared_up: `[shared * intermediate, hidden]`, and shared_down: `[hidden, shared * intermediate]`, the
+        shared experts as one MLP, which runs on every token and whose output is added; all or none.
+    shared_gate_scale, shared_up_scale, shared_down_scale: one scale per block of these weights, if all weights are FP8.
+        The pass that adds shared experts checks them.
     """
     sizes = validate.Layouts()
     of_down, of_gate_up = "experts, hidden, intermediate", "experts, 2 * intermediate, hidden"
@@ -122,7 +122,7 @@ def _experts(
     sizes.check("topk_ids", topk_ids, "tokens, topk", dtype=torch.int64, like=x)
     sizes.floats(like=x, topk_weights=(topk_weights, "tokens, topk"))
     if row_lens is not None and statically_known_true(row_lens.shape[0] * q_len > x.shape[0]):
-        most = f"at most as many decode tokens as x has, {x.shape[0]}"
+        most = f"at most {x.shape[0]} decode tokens, the tokens of x"
         raise MLAError("batch", most, f"{row_lens.shape[0]} rows of {q_len}")
     if validate.is_readable(topk_ids) and topk_ids.numel():
         low, high = (int(bound) for bound in topk_ids.aminmax())
@@ -147,32 +147,31 @@ def moe_experts(
 ) -> Tensor:
     """`sum_k topk_weights[t, k] * expert[topk_ids[t, k]](x[t])`, an expert being `down(silu(gate(x)) * up(x))`.
 
-    Row-wise: row t of the result depends on row t of `x`, `topk_weights` and `topk_ids` only. Reads nothing on the
-    host on CUDA, so that it can be captured.
+    Token-wise: token t of the result depends on token t of `x`, `topk_weights` and `topk_ids` only. On CUDA it reads no
+    values on the host, so a CUDA graph can capture it.
 
     Args:
         x: `[tokens, hidden]`, float.
-        topk_weights: `[tokens, topk]`, float; the sum over k runs in its dtype or that of `x`, the wider one.
+        topk_weights: `[tokens, topk]`, float; the sum over k is in the wider dtype of it and `x`.
         topk_ids: `[tokens, topk]`, int64 in `[0, experts)`.
-        w_gate_up: `[experts, 2 * intermediate, hidden]`, the dtype of `x`; gate rows first, then up.
+        w_gate_up: `[experts, 2 * intermediate, hidden]`, the dtype of `x`; gate first, then up.
         w_down: `[experts, hidden, intermediate]`, the dtype of `x`.
-        batch: which tokens are whose. Padding of its decode rows, beyond their `q_lens` or of inactive ones, gets no
-            expert, so that the weights of experts that nobody else chose are not read.
-        gate_up_scale, down_scale: where the weights are in FP8, float8_e4m3fn: what multiplies each block of 128 x 128,
-            float32 `[experts, 2 * ceil(intermediate / 128), ceil(hidden / 128)]`, the blocks of gate before those of
-            up, and `[experts, ceil(hidden / 128), ceil(intermediate / 128)]`. `ops/linear/fp8.py` says what a weight
-            is.
+        batch: the rows of the tokens. Padding of decode rows, past their `q_lens` or in inactive rows, gets no expert,
+            so it causes no read of expert weights.
+        gate_up_scale, down_scale: if the weights are FP8 (float8_e4m3fn), one scale per block of 128 x 128: float32
+            `[experts, 2 * ceil(intermediate / 128), ceil(hidden / 128)]`, the blocks of gate before those of up, and
+            `[experts, ceil(hidden / 128), ceil(intermediate / 128)]`. See `ops/linear/fp8.py`.
 
     Returns:
         `[tokens, hidden]` in the dtype of `x`; 0 for padding.
 
     Raises:
-        MLAError: an argument that is not so, named. Expert ids are checked where they are on the CPU.
+        MLAError: names the invalid argument. Expert ids are checked on the CPU only.
     """
     row_lens, q_len = None, 1
     if batch is not None and batch.decode is not None:
         rows = batch.decode
-        # An inactive row sees no key, and any other one at least its own `q_len` tokens.
+        # `seq_lens` also works: it is 0 for an inactive row and at least `q_len` for others.
         row_lens, q_len = rows.seq_lens if rows.q_lens is None else rows.q_lens, rows.q_len
     return _experts(
         *(x, topk_weights, topk_ids, w_gate_up, w_down, row_lens, q_len),
@@ -182,26 +181,26 @@ def moe_experts(
 
 
 def shared_fits(shared_gate: Tensor, w_down: Tensor) -> bool:
-    """Whether no block of FP8 weights of shared experts belongs to two of them."""
+    """Whether no block of FP8 weights spans two shared experts."""
     intermediate = w_down.shape[2]
     return bool(shared_gate.shape[0] == intermediate or intermediate % fp8.BLOCK == 0)
 
 
 def _dequantized_gate_up(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[..., 2 * intermediate, hidden]` in FP8: gate and up have blocks of their own."""
+    """Dequantise `[..., 2 * intermediate, hidden]`. Gate and up have separate blocks."""
     halves, scales = weight.unflatten(-2, (2, -1)), scale.unflatten(-2, (2, -1))
     return fp8.dequantize(halves, scales).to(dtype).flatten(-3, -2)
 
 
 def no_padding(tokens: Tensor, row_lens: Tensor, q_len: int) -> Tensor:
-    """Whether tokens, by their places in a call, int64 `[n]`, are none of its padding; see `row_lens` of `_experts`."""
+    """Whether tokens, given as int64 indices `[n]`, are valid and not padding; see `row_lens` of `_experts`."""
     rows = row_lens.shape[0]
     lens = row_lens[(tokens // q_len).clamp(max=rows - 1)]
     return (tokens >= rows * q_len) | (tokens % q_len < lens)
 
 
-# Tokens times `w_gate_up` elements under which sorting costs more than running every expert on every token: on an H200
-# 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core from equal (float32) to half (bfloat16).
+# Tokens times `w_gate_up` elements below which running every expert on every token is faster than sorting: on an H200
+# 23 us instead of 44 us (16 tokens, 8 experts of 256 x 48), on a CPU core equal (float32) to half the time (bfloat16).
 _SMALL = 2**22
 
 
@@ -218,7 +217,7 @@ def moe_torch(operands: ExpertOperands) -> Tensor:
     runs = _runs(operands)
     if runs is not None:
         topk_ids = torch.where(runs[:, None], topk_ids, w_down.shape[0])
-    # Router weights come in float32 at least, which makes this sum one in float32 at least.
+    # Router weights are in float32 at least, so this sum is too.
     out = (run(x, topk_ids, w_gate_up, w_down) * topk_weights.unsqueeze(-1)).sum(dim=1)
     if shared := _shared(operands):
         gate, up, down = shared
@@ -228,9 +227,9 @@ def moe_torch(operands: ExpertOperands) -> Tensor:
 
 
 def moe_by_token(operands: ExpertOperands) -> Tensor:
-    """`moe_experts` in plain torch, each token in operations of its own, whose shapes do not depend on the others.
+    """`moe_experts` in plain torch with separate operations for each token, whose shapes do not depend on the others.
 
-    Not only products: on the CPU the last elements of a tensor get other bits from `silu` than those before.
+    This includes elementwise operations: on the CPU, `silu` rounds the last elements of a tensor differently.
     """
     x, topk_weights, topk_ids, w_gate_up, w_down, *_ = operands
     gate_up_scale, down_scale, shared = operands.gate_up_scale, operands.down_scale, _shared(operands)
@@ -259,7 +258,7 @@ def moe_by_token(operands: ExpertOperands) -> Tensor:
 
 
 def _runs(operands: ExpertOperands) -> Tensor | None:
-    """Which tokens are no padding, bool `[tokens]`; None where all are."""
+    """Whether each token is valid and not padding, bool `[tokens]`; None if all are valid."""
     x, row_lens = operands.x, operands.row_lens
     if row_lens is None or row_lens.shape[0] == 0:
         return None
@@ -267,7 +266,7 @@ def _runs(operands: ExpertOperands) -> Tensor | None:
 
 
 def _shared(operands: ExpertOperands) -> tuple[Tensor, ...]:
-    """Gate, up and down of the shared experts as products with `x` have them; empty where there are none."""
+    """Gate, up and down of the shared experts, dequantised to the dtype of `x`; empty if there are none."""
     weights = operands.shared_gate, operands.shared_up, operands.shared_down
     scales = operands.shared_gate_scale, operands.shared_up_scale, operands.shared_down_scale
     return tuple(
@@ -283,11 +282,11 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _has_grouped_mm(x: Tensor, intermediate: int) -> bool:
-    """Whether `F.grouped_mm` multiplies these operands without reading the group sizes on the host.
+    """Whether `F.grouped_mm` takes these operands without a device sync to read the group sizes.
 
-    It wants rows of whole 16-byte units. On CUDA its kernels are for bfloat16 on Hopper and data-centre Blackwell;
-    elsewhere it loops on the host, which a captured graph refuses. On the CPU, where reading sizes costs nothing, it
-    lacks float64 alone.
+    Its matrix rows must be multiples of 16 bytes. On CUDA it has kernels for bfloat16 on Hopper and data-centre
+    Blackwell; otherwise it loops on the host, which CUDA graph capture does not allow. On the CPU it takes every dtype
+    but float64.
     """
     if any(size * x.element_size() % 16 for size in (x.shape[1], intermediate)):
         return False
@@ -297,9 +296,9 @@ def _has_grouped_mm(x: Tensor, intermediate: int) -> bool:
 
 
 def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """Each (token, expert) pair's output, `[tokens, topk, hidden]`: sort the pairs by expert, multiply by groups.
+    """The output of each (token, expert) pair, `[tokens, topk, hidden]`, by a sort and grouped matmuls.
 
-    Pairs of an expert past the last are in no group, and their output is whatever the memory holds.
+    Pairs whose expert id is `experts` are in no group, and their output is uninitialised.
     """
     topk = topk_ids.shape[1]
     expert_of_pair, order = topk_ids.flatten().sort()
@@ -311,7 +310,7 @@ def _grouped(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> 
 
 
 def _dense(x: Tensor, topk_ids: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """The same by running every expert on every token: more work, but any dtype, and nothing depends on the ids."""
+    """`_grouped` by running every expert on every token: more work, but any dtype, and no work depends on the ids."""
     every = torch.bmm(_swiglu(torch.matmul(x, w_gate_up.transpose(1, 2))), w_down.transpose(1, 2))
     ids = topk_ids.clamp(max=w_down.shape[0] - 1)
     return every[ids, torch.arange(x.shape[0], device=x.device)[:, None]]

@@ -1,7 +1,7 @@
 """`norm_router`: the addition of a residual, an RMSNorm and the router that reads it.
 
-For few tokens each program of the router's scores norms its token by itself, and one of them writes the norm down for
-the experts. No model calls it: the pass `fuse_norm_router` puts it in.
+For few tokens each program that computes router scores norms its token itself, and one of them writes the norm for the
+experts. Only the pass `fuse_norm_router` inserts it.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 
 MOST_TOKENS = 32
-"""For which the op has a kernel."""
+"""Most tokens that the Triton candidate takes."""
 
 NORM_ROUTER = (
     triton(
-        "scores by program of experts, which norms its token, then a choice by program of one token",
+        "scores by a program per group of experts, which norms its token; then a top-k by a program per token",
         "mla_compile.ops.experts.kernels.routing:norm_router_triton",
         constraints={
             "dtype": FLOATS,
@@ -53,7 +53,7 @@ def norm_router(
     scaling: float,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of the norm, with the arguments of both."""
+    """`fused_add_rms_norm` of `x` and `residual`, and `moe_router` of its result, with the arguments of both."""
     check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty(x, x.shape), empty(x, x.shape), *empty_choice(x, weight, topk)
 
@@ -64,6 +64,6 @@ norm_router_op = torch.ops.mla_compile.norm_router.default
 def norm_then_router(
     x: Tensor, residual: Tensor, norm_weight: Tensor | None, eps: float, *router: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_router`, one after the other. router: the arguments of `moe_router` from `weight` on."""
+    """`norm_router` as two ops. router: the arguments of `moe_router` from `weight` on."""
     normed, total = add_rms_norm_op(x, residual, norm_weight, eps)
     return normed, total, *moe_router_op(normed, *router)

@@ -1,4 +1,4 @@
-"""What the candidates of the experts' op take: an op's arguments in one record."""
+"""Arguments of `moe_experts_op` as a named tuple, which its candidates take."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class ExpertOperands(NamedTuple):
-    """Of `moe_experts_op`."""
+    """Arguments of `moe_experts_op`."""
 
     x: Tensor
     topk_weights: Tensor
@@ -26,5 +26,5 @@ class ExpertOperands(NamedTuple):
 
     @property
     def num_shared(self) -> int:
-        """As how many of the chosen experts the shared ones are."""
+        """Width of the shared experts in routed experts: shared intermediate size / routed intermediate size."""
         return 0 if self.shared_gate is None else self.shared_gate.shape[0] // self.w_down.shape[2]

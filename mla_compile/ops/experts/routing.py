@@ -1,6 +1,6 @@
-"""`moe_router`: which experts a token gets, and with which weights, in two launches.
+"""`moe_router`: the top-k experts of each token and their weights, in two launches.
 
-No model calls it: the pass `fuse_router` puts it in the place of a router's operations.
+Only the pass `fuse_router` inserts it, in place of a router's operations.
 """
 
 from dataclasses import replace
@@ -17,35 +17,35 @@ from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
-_TAKES: dict[str, Allowed] = {
+_CONSTRAINTS: dict[str, Allowed] = {
     "dtype": FLOATS,
     "weight.dtype": FLOATS,
     "tokens": range(1, 33),
     "experts": range(1, 1025),
 }
 _KERNEL = triton(
-    "scores by program of experts, then a choice by program of one token",
+    "scores by a program per group of experts, then a top-k by a program per token",
     "mla_compile.ops.experts.kernels.routing:router_triton",
-    constraints=_TAKES,
+    constraints=_CONSTRAINTS,
     batch_invariant=True,
 )
 MOE_ROUTER = (
     _KERNEL,
-    # For 64 tokens or more cuBLAS is quicker: 8 us against 20 for 544 of GLM's (H200).
+    # cuBLAS is faster from 64 tokens on: for 544 tokens of GLM 8 us, not 20 (H200).
     replace(
         _KERNEL,
         name="product",
-        description="scores by cuBLAS, then a choice by program of one token",
+        description="scores by cuBLAS, then a top-k by a program per token",
         function="mla_compile.ops.experts.kernels.routing:router_product",
-        constraints=_TAKES | {"tokens": SOME},
+        constraints=_CONSTRAINTS | {"tokens": SOME},
         batch_invariant=False,
     ),
     reference("mla_compile.ops.experts.routing:router_torch"),
     replace(
         _KERNEL,
         name="triton_many",
-        description="the same of any number of tokens",
-        constraints=_TAKES | {"tokens": SOME},
+        description="as triton, for any number of tokens",
+        constraints=_CONSTRAINTS | {"tokens": SOME},
     ),
     by_token("mla_compile.ops.experts.routing:router_by_token"),
 )
@@ -61,19 +61,21 @@ def choose_experts(
     normalize: bool,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids, int64, of the chosen experts, `[tokens, topk]` each, from `logits` `[tokens, experts]`.
+    """Weights and int64 ids of the chosen experts, both `[tokens, topk]`, from `logits` `[tokens, experts]`.
 
-    Scores are the logits' sigmoid, and a group's score is the sum of its two best (DeepSeek-V3, arXiv 2412.19437,
-    section 2.1.2); or their softmax, and a group's score is its best (DeepSeek-V2, arXiv 2405.04434). `bias` counts for
-    the choice alone.
+    Scores are either the sigmoid of the logits, and a group's score is the sum of its two best (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2), or the softmax, and a group's score is its best (DeepSeek-V2, arXiv 2405.04434). `bias`
+    affects the choice but not the weights.
     """
     scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if topk_groups < num_groups:
-        groups = torch.unflatten(choice, -1, (num_groups, -1))  # as `rotate` does
+        groups = torch.unflatten(
+            choice, -1, (num_groups, -1)
+        )  # under a default device Dynamo cannot trace the method
         group_scores = groups.topk(1 if softmax else 2, dim=-1).values.sum(dim=-1)
         group_ids = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
-        # Marking the best groups in their own scores keeps this row-wise: no new tensor is made.
+        # Marking the best groups in their own scores makes no new tensor, so this stays token-wise.
         dropped = group_scores.scatter(-1, group_ids, torch.inf) < torch.inf
         choice = groups.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
     ids: Tensor = choice.topk(topk, dim=-1, sorted=False).indices
@@ -84,7 +86,7 @@ def choose_experts(
 
 
 ROUTER = {"x": "tokens, hidden", "weight": "float experts, hidden", "bias": "float experts or None"}
-"""The layouts of its tensors."""
+"""The layouts of a router's tensors."""
 
 
 @define_op(
@@ -107,25 +109,25 @@ def moe_router(
     """`choose_experts` of `x @ weight.T`, computed in float32 at least.
 
     Args:
-        x: `[tokens, hidden]`, float; rows may lie apart.
+        x: `[tokens, hidden]`, float; any stride between tokens.
         weight: `[experts, hidden]`, float.
         bias: `[experts]`, float, or None.
 
     Returns:
         weights: `[tokens, topk]`, float32 at least.
-        ids: int64 `[tokens, topk]`, in no order that is promised.
+        ids: int64 `[tokens, topk]`, in unspecified order.
     """
     check_router(weight, topk, num_groups, topk_groups, softmax=softmax)
     return empty_choice(x, weight, topk)
 
 
 def check_router(weight: Tensor, topk: int, num_groups: int, topk_groups: int, *, softmax: bool) -> None:
-    """Check the numbers that are given to `moe_router`."""
+    """Check the integer arguments of `moe_router`."""
     experts = weight.shape[0]
     least = 1 if softmax or num_groups == 1 else 2
     if num_groups < 1 or experts % num_groups or experts < least * num_groups:
         raise MLAError(
-            "num_groups", f"a divisor of {experts} experts, {least} or more to a group", num_groups
+            "num_groups", f"a divisor of {experts} with at least {least} experts per group", num_groups
         )
     if not 1 <= topk_groups <= num_groups:
         raise MLAError("topk_groups", f"between 1 and {num_groups} groups", topk_groups)
@@ -135,7 +137,7 @@ def check_router(weight: Tensor, topk: int, num_groups: int, topk_groups: int, *
 
 
 def empty_choice(x: Tensor, weight: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """What the declaration returns."""
+    """Empty weights and ids of `moe_router`."""
     shape = (x.shape[0], topk)
     wide = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
     return empty(x, shape, wide), empty(x, shape, torch.int64)
@@ -151,7 +153,7 @@ def router_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> 
 
 
 def router_by_token(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
-    """`router_torch`, each token in operations of its own."""
+    """`router_torch` with separate operations for each token."""
     dtype = accumulate_dtype(torch.promote_types(x.dtype, weight.dtype))
     weights = x.new_empty(x.shape[0], rule[0], dtype=dtype)
     ids = x.new_empty(x.shape[0], rule[0], dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""Tiles of the experts' products: functions of shapes, of the device and of Triton's version alone.
+"""Tile sizes of the experts' matmuls. They depend on shapes, the device and Triton's version only.
 
-No value of a tensor is read, so that a captured graph's grid serves every length at replay.
+They read no tensor values, so the grid of a captured graph serves every length at replay.
 """
 
 import torch
@@ -9,28 +9,28 @@ from mla_compile.ops.device import Device, power_of_two
 from mla_compile.ops.linear.tiles import ProductTiles, float32_warps
 
 MOST_UNSORTED_PAIRS = 512
-"""(token, expert) pairs up to which each program of the expert kernels finds its own; more are sorted first."""
+"""Most (token, expert) pairs for which each program searches for its own pairs. More are sorted by expert first."""
 
 MOST_NARROW_PAIRS = 128
-"""Pairs an expert up to which Hopper gets narrow tiles of down. On an H200 those won at 68 pairs, wide ones at 256."""
+"""Most pairs per expert for which Hopper gets narrow tiles of down. On an H200 narrow was faster at 68, wide at 256."""
 
 
 def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device) -> ProductTiles:
-    """For few pairs, tiles of 32 columns: narrower ones, though more of them fill the GPU better, took longer.
+    """Tiles of 32 columns for few pairs: narrower tiles fill the GPU better but were slower.
 
-    For many of an expert, a tile of so many tokens that most experts need one, and 128 columns on tensor cores. On
-    Hopper four warps hold 64 x 128 of that product, eight 128 x 256: of gate and up where experts have more than 64
-    pairs, of down where they fill several tiles.
+    For many pairs per expert, a tile holds enough tokens that most experts need one tile, and 128 columns on tensor
+    cores. On Hopper four warps accumulate 64 x 128 and eight 128 x 256. Eight are used for gate and up above 64 pairs
+    per expert, for down above `MOST_NARROW_PAIRS`.
 
-    products: of how many matrices a program holds `columns`: gate and up are two.
+    products: the number of matrices by which a program multiplies: 2 for gate and up, with `columns` each.
     """
-    wanted = 5 * pairs // (4 * experts)  # tokens: a quarter above the average
+    wanted = 5 * pairs // (4 * experts)  # tokens per expert: the average plus a quarter
     many = pairs > MOST_UNSORTED_PAIRS
     if dtype == torch.float32:
         if many and wanted > 16:
             return ProductTiles(64, columns=64 // products, depth=32, warps=float32_warps(device), stages=2)
         return ProductTiles(tokens=16, columns=32, depth=32, warps=4, stages=2)
-    if device.capability[0] == 10:  # one kind of instructions for all, as in `matmul_tiles`
+    if device.capability[0] == 10:  # one kind of instruction for all, as in `matmul_tiles`
         return ProductTiles(tokens=128, columns=128 // products, depth=64, warps=4, stages=3)
     if many and wanted > 32:
         if device.capability[0] == 9:
@@ -48,12 +48,13 @@ def moe_tiles(pairs: int, experts: int, products: int, dtype: torch.dtype, devic
 def fp8_moe_tiles(
     pairs: int, experts: int, products: int, dtype: torch.dtype, device: Device, *, in_order: bool
 ) -> ProductTiles:
-    """`moe_tiles` of weights in block FP8: a block deep, as each block's sum is scaled; in float32 a quarter of one.
+    """`moe_tiles` for block-FP8 weights, the fastest on an H200.
 
-    Those that an H200 was quickest with.
+    Their depth is one block, because the sum of each block is scaled; in float32 a quarter of a block.
 
-    in_order: only such as add in one order (`has_one_order`): for few pairs others were quicker, of fewer rows. Of
-        data-centre Blackwell's instructions nobody knows which do, so it has one kind, as in `moe_tiles`.
+    in_order: whether all tiles must add in one order (`has_one_order`). Otherwise few pairs get narrower tiles, which
+        are faster. The order of data-centre Blackwell's instructions is untested, so it gets one kind, as in
+        `moe_tiles`.
     """
     if dtype == torch.float32:
         return moe_tiles(pairs, experts, products, dtype, device)

@@ -1,1 +1,1 @@
-"""Products by weights: of the dtype of x and in block FP8, batch-invariant, by head, behind a norm."""
+"""Matmuls by weights in the dtype of x or in block FP8: batch-invariant, per head, fused with a norm."""

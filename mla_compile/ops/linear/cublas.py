@@ -1,9 +1,9 @@
-"""Products by cuBLAS of which a probe found that a row has the same bits in any batch.
+"""Batch-invariant matmuls by cuBLAS, for weights whose shape a probe has found to be safe.
 
-cuBLAS chooses its kernel by shape. Tensor cores add along k in one order whatever the tile, so most kernels agree;
-those that split k do not. Nothing tells which one serves a shape, so every shape of weights is tried once a process:
-products of many sizes, whose bits are compared. Nothing is timed, so every process on the same GPU model and versions
-finds the same answer.
+cuBLAS selects its kernel by shape. Tensor cores add along k in one order for every tile, so most kernels give equal
+bits; split-k kernels do not. cuBLAS does not report which kernel serves a shape, so each process probes each shape of
+weights once: it multiplies many numbers of tokens and compares the bits. It times nothing, so all processes with the
+same GPU model and versions get the same answer.
 """
 
 import threading
@@ -22,17 +22,17 @@ NUMBERS: tuple[int, ...] = (
     *(256, 257, 320, 384, 385, 448, 512, 513, 544, 576, 640, 700, 768, 896, 1000, 1024, 1025, 1064, 1280),
     *(1536, 1792, 2048, 2049, 2088, 2560, 3000, 3072, 3584, 4095, 4096),
 )
-"""Numbers of tokens that are tried: all small ones, and the borders of tiles of 16 to 256 tokens."""
+"""Numbers of tokens that the probe tries: all small ones, and the borders of tiles of 16 to 256 tokens."""
 
 _MOST_OUTPUT = 2**28
-"""Elements of the largest result that is tried: half a gigabyte."""
+"""Elements of the largest result that the probe computes: half a gigabyte."""
 
 _BYTES = 16
-"""cuBLAS's kernels differ by alignment; what is tried, and multiplied, begins its rows at multiples of this."""
+"""cuBLAS selects kernels by alignment, so operands align their rows to this, in the probe and in calls."""
 
 
 class Weights(NamedTuple):
-    """What cuBLAS chooses by, beside the number of tokens: weights `[groups, k, n]`, not their values."""
+    """What cuBLAS selects a kernel by, besides the number of tokens: the layout of weights `[groups, k, n]`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Weights(NamedTuple):
 
     @property
     def most_tokens(self) -> int:
-        """The most that are multiplied at once."""
+        """The most tokens per call of cuBLAS."""
         return max(1, min(NUMBERS[-1], _MOST_OUTPUT // (self.groups * self.n)))
 
 
@@ -53,7 +53,7 @@ _probing = threading.Lock()
 
 
 def weights_of(x: Tensor, w: Tensor) -> Weights | None:
-    """What a product is chosen by; None where some of it is a symbol, or cuBLAS would need another alignment."""
+    """The probe's key for a matmul; None if a size or stride is symbolic or `w` is not aligned."""
     if not all(type(size) is int for size in (*w.shape, *w.stride(), w.storage_offset())) or w.numel() == 0:
         return None
     groups, k, n = w.shape
@@ -68,19 +68,19 @@ def weights_of(x: Tensor, w: Tensor) -> Weights | None:
 
 
 def has_same_bits(x: Tensor, w: Tensor) -> bool:
-    """Whether a row of `x @ w` is known to have the same bits in any batch.
+    """Whether the probe has found that a token of `x @ w` has the same bits in any batch.
 
-    While a CUDA graph is recorded, nothing is tried.
+    The probe does not run while a CUDA graph is recorded.
     """
     weights = weights_of(x, w) if x.dtype in HALF and is_nvidia_gpu_here(x.device) else None
     if weights is None or not _known(_same_bits, weights, lambda: _try_numbers(weights)):
         return False
-    _takes_as_is(weights, x)  # so that it is known when a graph is recorded
+    _takes_as_is(weights, x)  # probe the strides now: a graph may be recorded later
     return True
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
-    """`x @ w` by cuBLAS, of arguments that `has_same_bits`."""
+    """`x @ w` by cuBLAS. `has_same_bits` must be true for the arguments."""
     weights = weights_of(x, w)
     assert weights is not None
     if not _takes_as_is(weights, x):
@@ -92,27 +92,27 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    """One call of cuBLAS."""
+    """`x @ w` in one call of cuBLAS."""
     return torch.mm(x[:, 0], w[0]).unsqueeze(1) if w.shape[0] == 1 else multiply_by_head(x, w)
 
 
 def multiply_by_head(x: Tensor, w: Tensor) -> Tensor:
-    """`out[t, h] = x[t, h] @ w[h]`, contiguous: cuBLAS writes each head's columns where they belong."""
+    """`out[t, h] = x[t, h] @ w[h]`, contiguous: cuBLAS writes each head's columns in place."""
     out = x.new_empty(x.shape[0], w.shape[0], w.shape[2])
     torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
     return out
 
 
 def _takes_as_is(weights: Weights, x: Tensor) -> bool:
-    """Whether x, strided as it is, gives the bits that it gives when it is contiguous."""
+    """Whether x with its strides gives the same bits as a contiguous copy."""
     strides = x.stride()
     if not all(type(stride) is int for stride in strides):
-        return False  # of a graph: they are known when it runs
+        return False  # symbolic; known when the graph runs
     if strides == (weights.groups * weights.k, weights.k, 1):
         return True
     along_token, along_group, along_k = strides
     unit = _BYTES // x.element_size()
-    # Where all tokens lie between two groups, strides are others for each number of tokens.
+    # With groups outermost, the strides would differ for each number of tokens.
     if along_k != 1 or not 0 < along_group <= along_token or along_group % unit or along_token % unit:
         return False
     key = weights, (along_token, along_group)
@@ -120,10 +120,10 @@ def _takes_as_is(weights: Weights, x: Tensor) -> bool:
 
 
 def _known(found: dict[Any, bool], key: object, find: Callable[[], bool]) -> bool:
-    """What was found for a key, else what `find` finds, unless a CUDA graph is being recorded: then False, for now.
+    """The result of `find`, cached by key. While a CUDA graph is recorded, a missing key gives False and is not cached.
 
-    It runs in a thread of its own, which has none of the caller's modes: tensors are real there while a graph is traced
-    with fake ones, and no operation becomes a part of that graph. Random numbers come from generators of its own.
+    `find` runs in a new thread, which has none of the caller's modes: its tensors are real even if the caller traces a
+    graph with fake ones, and its operations do not enter that graph. It draws random numbers from its own generators.
     """
     if key not in found:
         if torch.cuda.is_current_stream_capturing():
@@ -147,7 +147,7 @@ def _try_strides(weights: Weights, strides: tuple[int, int]) -> bool:
 
 
 def _all_agree(x: Tensor, w: Tensor, expected: Tensor) -> bool:
-    """Whether the first and the last tokens, so many as are tried, have the bits by themselves that they should."""
+    """Whether the first and the last tokens, multiplied alone, have the expected bits, for each number of `NUMBERS`."""
     return all(
         torch.equal(_product(x[part], w), expected[part])
         for tokens in NUMBERS
@@ -157,10 +157,10 @@ def _all_agree(x: Tensor, w: Tensor, expected: Tensor) -> bool:
 
 
 def _draw(weights: Weights) -> tuple[Tensor, Tensor]:
-    """The most tokens, and weights, whose products show in what order they are added.
+    """`most_tokens` tokens, and weights, whose matmul reveals the order of addition.
 
-    A sum of random numbers, rounded to half precision, hides the order in all but one of ten thousand elements. Here
-    half of the terms, 2**20 times as large, cancel: float32's roundings of the partial sums are what is left.
+    A sum of random numbers, rounded to half precision, shows the order in one of ten thousand elements only. Here half
+    of the terms are 2**20 times as large and cancel, which leaves the float32 rounding errors of the partial sums.
     """
     device, dtype, groups, k, n, strides = weights
     generator = torch.Generator(device).manual_seed(0)

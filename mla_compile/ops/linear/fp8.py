@@ -1,16 +1,15 @@
-"""Block-FP8 weights, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2): what their values are.
+"""Block-FP8 weights, as DeepSeek publishes them (arXiv 2412.19437, section 3.3.2): their values and rounding.
 
-A weight is float8_e4m3fn, and each block of 128 x 128 has a scale, a float32 number that multiplies. In a product with
-x a weight is `value * scale`, in one of two ways:
+A weight is float8_e4m3fn, and each block of 128 x 128 has a float32 scale. A matmul multiplies x by `value * scale`, in
+one of two ways:
 
-- rounded: `value * scale` in float32 is rounded to the dtype of x, and then multiplied. Plain torch does so, and dense
-  products whose weight is written dequantised first: of more than 128 tokens, in float32 of more than one, and on GPUs
-  newer than SM 90 of more than 32 and all batch-invariant ones. A weight is off by at most 2^-8 of itself in bfloat16,
-  2^-11 in float16.
+- rounded: `value * scale` in float32 is rounded to the dtype of x, then multiplied. Plain torch does this, and so do
+  dense matmuls that write the dequantised weight first: those of more than 128 tokens; in float32 those of more than
+  one; on GPUs newer than SM 90 those of more than 32, and all batch-invariant ones. The relative error of a weight is
+  at most 2^-8 in bfloat16 and 2^-11 in float16.
 - by block: x is multiplied by `value`, which is exact in every dtype of x, and the float32 sum over a block, or a part
-  of it, by `scale`. All other kernels do so. No weight is rounded, so the result is no farther from that of
-  `value * scale` in float64 than a product in float32 by weights that need no rounding, as long as 2^16 |x| is a
-  float32 number.
+  of it, by `scale`. All other kernels do this. No weight is rounded, so the error against `value * scale` in float64 is
+  no larger than that of a float32 matmul by weights that need no rounding, as long as 2^16 |x| is finite in float32.
 """
 
 from collections.abc import Callable
@@ -32,27 +31,27 @@ _LARGEST = 448.0
 
 
 def scale_shape(weight_shape: tuple[int, ...], block: tuple[int, int] = (BLOCK, BLOCK)) -> tuple[int, ...]:
-    """Shape of a matrix's scales, or a stack's: one for each block of the last two dimensions, cut ones included."""
+    """Shape of the scales of a matrix or a stack: one per block of the last two dimensions, partial blocks included."""
     blocks = [-(-size // step) for size, step in zip(weight_shape[-2:], block)]
     return (*weight_shape[:-2], *blocks)
 
 
 def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
-    """`weight * scale` of each weight's block, float32.
+    """Each weight times the scale of its block, float32.
 
     weight: float8 `[..., rows, columns]`; scale: float `[..., ceil(rows / block rows), ceil(columns / block columns)]`.
     """
     rows, columns = weight.shape[-2:]
-    # A block larger than the matrix is no larger than the matrix here: a config may say anything.
+    # A config may give a block larger than the matrix, so blocks are clamped to its size.
     of_rows = scale.float().repeat_interleave(min(block[0], rows), dim=-2)[..., :rows, :]
     return weight.float() * of_rows.repeat_interleave(min(block[1], columns), dim=-1)[..., :columns]
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float weight `[..., rows, columns]` in FP8, and its scales: in each block the largest number becomes 448.
+    """Quantise a float weight `[..., rows, columns]` to FP8 values and scales. In each block the largest becomes 448.
 
-    A number is off by 2^-4 of itself at most, or where it is tiny by 2^-10 of its scale: half of the distance of two
-    FP8 numbers.
+    The error of a number is at most half of the distance between FP8 numbers: 2^-4 of the number, or 2^-10 of the scale
+    for tiny ones.
     """
     rows, columns = weight.shape[-2:]
     padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
@@ -60,23 +59,23 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         -3, (-1, BLOCK)
     )  # [..., row blocks, BLOCK, column blocks, BLOCK]
     scale = blocks.abs().amax((-3, -1)) / _LARGEST
-    scale = scale.masked_fill(scale == 0, 1.0)  # of a block of zeros
+    scale = scale.masked_fill(scale == 0, 1.0)  # a block of zeros
     scaled = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST, _LARGEST)
     values = scaled.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
     return values.to(DTYPE).contiguous(), scale
 
 
 def check(name: str, weight: Tensor, scale_name: str, scale: Tensor | None, *, halves: int = 1) -> None:
-    """Check the dtype and layout of weights in FP8, `[..., rows, columns]`, and their scales.
+    """Check the dtype and layout of FP8 weights `[..., rows, columns]` and their scales.
 
-    halves: of how many matrices with scales of their own, one below the other, a weight is made.
+    halves: the number of matrices with their own scales that are stacked along the rows of a weight.
 
     Raises:
-        MLAError: one of them is not so, named.
+        MLAError: names the invalid argument.
     """
     if weight.dtype != DTYPE or not weight.is_contiguous():
         got = weight.dtype if weight.dtype != DTYPE else f"strides {weight.stride()}"
-        raise MLAError(name, "contiguous float8_e4m3fn, as it has scales", got)
+        raise MLAError(name, "contiguous float8_e4m3fn, because scales are given", got)
     inference_only(name, weight)
     *leading, rows, columns = weight.shape
     blocks = scale_shape((*leading, rows // halves, columns))
@@ -88,19 +87,19 @@ def check(name: str, weight: Tensor, scale_name: str, scale: Tensor | None, *, h
     if not agrees or any(statically_known_true(a != b) for a, b in zip(scale.shape, expected, strict=True)):
         raise MLAError(
             scale_name,
-            f"a scale for each block of {BLOCK} x {BLOCK}: {expected} on {weight.device}",
+            f"one scale per block of {BLOCK} x {BLOCK}: {expected} on {weight.device}",
             f"{list(scale.shape)} on {scale.device}",
         )
 
 
 def is_one_matrix(first: Tensor, first_scale: Tensor, second: Tensor, second_scale: Tensor) -> bool:
-    """Whether two weights are one in memory, the blocks of the second where those of the first end."""
+    """Whether two weights and their scales are adjacent in memory, and a block ends with the first weight."""
     aligned = first.shape[0] % BLOCK == 0
     return aligned and lies_before(first, second) and lies_before(first_scale, second_scale)
 
 
 def each_matrix(product: Callable[[Tensor, Tensor, Tensor], Tensor], operands: FP8LinearOperands) -> Tensor:
-    """`product` of x, a weight and its scales, or of two side by side: in one call where they are one matrix."""
+    """`product` of x and one or two weights with scales, `[tokens, columns]`: one call if they are one matrix."""
     x, first, first_scale, second, second_scale = operands
     if second is None or second_scale is None:
         return product(x, first, first_scale)

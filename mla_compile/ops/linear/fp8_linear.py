@@ -1,4 +1,4 @@
-"""`fp8_linear`: a product by block-FP8 weights, which stay FP8 in memory."""
+"""`fp8_linear`: a matmul by block-FP8 weights, which stay FP8 in memory."""
 
 from dataclasses import replace
 
@@ -17,24 +17,24 @@ from mla_compile.ops.linear.tiles import MOST_SHARING
 
 _SIZES = {"k": SOME, "columns": SOME}
 _IN_ORDER = triton(
-    "FP8's values are multiplied block by block, in one order, and scaled afterwards",
+    "FP8 values are multiplied block by block, in one order, and scaled afterwards",
     "mla_compile.ops.linear.kernels.fp8_linear:linear_in_order",
     name="blocks_in_order",
     constraints={"dtype": HALF, "tokens": SOME, **_SIZES},
     min_capability=FLOAT8,
     batch_invariant=True,
 )
-# Numbers of tokens are those up to which each was quickest on an H200. Where a call is to be batch-invariant, one row
-# serves all numbers of tokens.
+# The limits on tokens are those up to which each candidate was the fastest on an H200. One candidate serves
+# batch-invariant calls of all numbers of tokens.
 FP8_LINEAR = (
     triton(
-        "one token: a program reads a few rows of the weight, on the plain cores",
+        "one token: a program computes a few output columns, on CUDA cores",
         "mla_compile.ops.linear.kernels.fp8_linear:linear_gemv",
         constraints={"dtype": FLOATS, "tokens": UNIT, **_SIZES},
         min_capability=FLOAT8,
     ),
     triton(
-        "few tokens: FP8's values are multiplied block by block, and scaled afterwards",
+        "few tokens: FP8 values are multiplied block by block, and scaled afterwards",
         "mla_compile.ops.linear.kernels.fp8_linear:linear_blocks",
         name="blocks",
         constraints={"dtype": HALF, "tokens": range(2, MOST_SHARING + 1), **_SIZES},
@@ -47,7 +47,7 @@ FP8_LINEAR = (
         constraints={"dtype": HALF, "tokens": at_least(129), **_SIZES},
         min_capability=FLOAT8,
     ),
-    # It serves 33 to 128 tokens by default too. Newer GPUs may add the products of few tokens in another order.
+    # Also serves 33 to 128 tokens by default. Newer GPUs may add in another order for few tokens.
     replace(_IN_ORDER, max_capability=(9, 0)),
     replace(
         _IN_ORDER,
@@ -75,16 +75,16 @@ def fp8_linear(
     second_scale: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`x @ w.T`, where w is the weight dequantised, as `ops/linear/fp8.py` says; or by two, side by side.
+    """`x @ w.T`, w being the dequantised weight (`ops/linear/fp8.py`), or `[x @ first.T | x @ second.T]`.
 
-    Nothing of `x` is quantised. Products are added in float32 at least.
+    `x` is not quantised. Products are added in float32 at least.
 
     Args:
-        x: `[tokens, k]`, float; rows may lie apart.
+        x: `[tokens, k]`, float; any stride between tokens.
         first: float8_e4m3fn `[n_first, k]`, contiguous; `first_scale`: float32 `[ceil(n_first / 128), ceil(k / 128)]`,
-            what multiplies each block of 128 x 128.
-        second, second_scale: the same of a second weight, whose columns follow; both or none.
-        batch_invariant: whether a token's bits may depend on its row of `x` and the weights alone.
+            one scale per block of 128 x 128.
+        second, second_scale: the same for a second weight, whose columns follow; both or none.
+        batch_invariant: whether a token's bits must depend on that token and the weights only.
 
     Returns:
         `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
@@ -120,7 +120,7 @@ def linear_torch(operands: FP8LinearOperands) -> Tensor:
 
 
 def linear_by_row(operands: FP8LinearOperands) -> Tensor:
-    """`fp8_linear` with each token in a product of its own; wherever two weights lie, each by itself."""
+    """`fp8_linear` with one matmul per token and weight."""
     x, first, first_scale, second, second_scale = operands
 
     def product(weight: Tensor, scale: Tensor) -> Tensor:

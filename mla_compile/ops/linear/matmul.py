@@ -1,5 +1,5 @@
-"""Products with weights: `batch_invariant_matmul`, of which a token's row has the same bits whatever other rows there
-are, `fused_linear`, whose kernel is chosen by the number of tokens, and `matmul_by_head`, whose result is contiguous.
+"""Matmuls by weights: `batch_invariant_matmul`, which gives a token the same bits in any batch, `fused_linear`, which
+selects its kernel by the number of tokens, and `matmul_by_head`, whose result is contiguous.
 """
 
 from dataclasses import replace
@@ -11,13 +11,13 @@ from torch import Tensor
 from mla_compile.ops import validate
 from mla_compile.ops.adjacent import lies_before, num_columns, one_matrix
 from mla_compile.ops.batch_invariant import product_by_row
-from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, reference, triton
+from mla_compile.ops.dispatch import FLOATS, HALF, SOME, UNIT, Candidate, by_token, reference, triton
 from mla_compile.ops.library import define_op, empty, serving
 from mla_compile.ops.linear import cublas
 
-# Who serves a call depends on the weights alone, not on x: two rows of the table need not give the same bits.
+# The choice depends on the weights only, not on x, because two candidates need not give the same bits.
 _TRITON = triton(
-    "one order along k, whatever the tile",
+    "one order along k for all tiles",
     "mla_compile.ops.linear.kernels.matmul:matmul_triton",
     constraints={"dtype": FLOATS, "tokens": SOME, "groups": SOME, "k": SOME, "n": SOME},
     batch_invariant=True,
@@ -26,33 +26,28 @@ BATCH_INVARIANT_MATMUL = (
     replace(
         _TRITON,
         name="blocks",
-        description="one order of the blocks of k, which the warps of a program share where tokens are few",
+        description="one order of the blocks along k; for few tokens the warps of a program split k",
         function="mla_compile.ops.linear.kernels.linear:matmul_in_order",
         constraints={
             **_TRITON.constraints,
             "dtype": HALF,
             "groups": UNIT,
-            "k": range(1, 12 * 2**10 + 1),  # 118 us at 16,384 by 7,168 on an H100, where triton has 82
+            "k": range(1, 12 * 2**10 + 1),  # 118 us at 16,384 by 7,168 on an H100; triton takes 82
             "n": range(1, 2**13 + 1),
             "weights": ("one matrix",),
         },
-        max_capability=(9, 0),  # newer ones may add the products of tiles of few tokens in another order
+        max_capability=(9, 0),  # on newer GPUs, tiles of few tokens may add in another order
     ),
     Candidate(
         "cublas",
-        "cuBLAS, where it was seen to give the same bits in any batch",
+        "cuBLAS, if a probe found the same bits in any batch",
         "mla_compile.ops.linear.matmul:cublas.multiply",
         ("cuda",),
         constraints={"dtype": HALF, "tokens": SOME, "bits in any batch": ("equal",)},
         batch_invariant=True,
     ),
     _TRITON,
-    Candidate(
-        "by_row",
-        "plain torch, any device, each token by itself",
-        "mla_compile.ops.linear.matmul:matmul_by_row",
-        batch_invariant=True,
-    ),
+    by_token("mla_compile.ops.linear.matmul:matmul_by_row", "by_row"),
 )
 
 
@@ -69,12 +64,12 @@ BATCH_INVARIANT_MATMUL = (
     },
 )
 def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
-    """`out[t, g] = x[t, g] @ w[g]`, where the bits of `out[t]` depend on `x[t]` and `w` alone.
+    """`out[t, g] = x[t, g] @ w[g]`; the bits of `out[t]` depend on `x[t]` and `w` only.
 
-    They do not depend on the number of tokens, on the place of a token among them, nor on the strides of `x`. They may
-    depend on those of `w`, on the device and on versions. Sums are in float32 at least, and rounded once.
+    They do not depend on the number of tokens, the position of a token among them or the strides of `x`. They may
+    depend on the strides of `w`, the device and versions. Sums are in float32 at least, and rounded once.
 
-    Compiling a call on CUDA tries, once for each shape of weights, whether cuBLAS may serve it.
+    Compiling a call on CUDA probes cuBLAS once per shape of weights (`cublas.py`).
 
     Args:
         x: `[tokens, groups, k]`, float.
@@ -84,11 +79,11 @@ def batch_invariant_matmul(x: Tensor, w: Tensor) -> Tensor:
         `[tokens, groups, n]`, contiguous, in the dtype of `x`.
 
     Raises:
-        MLAError: an argument that is not so, named.
+        MLAError: names the invalid argument.
     """
     sizes = validate.Layouts()
     sizes.floats(x=(x, "tokens, groups, k"), w=(w, "groups, k, n"))
-    cublas.has_same_bits(x, w)  # now, while nothing is recorded
+    cublas.has_same_bits(x, w)  # probe now, while no CUDA graph is recorded
     return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
 
 
@@ -101,14 +96,14 @@ def matmul_by_row(x: Tensor, w: Tensor) -> Tensor:
 
 
 MOST_FEW = 16
-"""Tokens up to which products in half precision have kernels of ours."""
+"""Most tokens for which half-precision matmuls have Triton candidates."""
 
-# cuBLAS has products by longer weights: 88 us where gemv has 113 (16,384 by 7,168, one token, H100), 16.4 where it has
-# 19.2 (8,192 by 2,048). For two tokens at 8,192 and 10,240 gemv would be 1.5 us faster; one layer of a model has such.
+# cuBLAS serves larger k. For one token on an H100 it takes 88 us at 16,384 by 7,168 (gemv 113) and 16.4 us at 8,192 by
+# 2,048 (gemv 19.2). For two tokens at 8,192 and 10,240 gemv would be 1.5 us faster; one layer of a model has these.
 _GEMV_K = range(1, 2**13)
 FUSED_LINEAR = (
     triton(
-        "one or two tokens: a program reads a few rows of the weight, on the plain cores",
+        "one or two tokens: a program computes a few output columns, on CUDA cores",
         "mla_compile.ops.linear.kernels.linear:linear_gemv",
         constraints={
             "dtype": HALF,
@@ -119,7 +114,7 @@ FUSED_LINEAR = (
         },
     ),
     triton(
-        "few tokens: the warps of a program share its rows of the weight along k",
+        "few tokens: the warps of a program split k",
         "mla_compile.ops.linear.kernels.linear:linear_blocks",
         name="blocks",
         constraints={
@@ -132,12 +127,12 @@ FUSED_LINEAR = (
     ),
     Candidate(
         "reference",
-        "plain torch, any device: one product where the weights lie side by side, else two",
+        "plain torch, any device: one matmul if the weights are adjacent in memory, else two",
         "mla_compile.ops.linear.matmul:linear_torch",
     ),
     Candidate(
         "each_matmul",
-        "batch_invariant_matmul by each weight; one product of blocks by both",
+        "batch_invariant_matmul by each weight; if both use blocks, one matmul by both",
         "mla_compile.ops.linear.matmul:linear_by_each",
         batch_invariant=True,
     ),
@@ -157,29 +152,29 @@ FUSED_LINEAR = (
 def fused_linear(
     x: Tensor, first: Tensor, second: Tensor | None = None, batch_invariant: bool = False
 ) -> Tensor:
-    """`x @ first.T`, or `[x @ first.T | x @ second.T]`, one product where the weights lie side by side.
+    """`x @ first.T`, or `[x @ first.T | x @ second.T]`, in one matmul if the weights are adjacent in memory.
 
-    Who computes it is chosen in each call, by the number of tokens and by where the weights lie (see `lies_before`), so
+    Each call selects a candidate by the number of tokens and the addresses of the weights (see `lies_before`), so
     weights may be moved between calls.
 
     Args:
-        x: `[tokens, k]`, float; rows may lie apart.
+        x: `[tokens, k]`, float; any stride between tokens.
         first, second: `[n_first, k]` and `[n_second, k]`, the dtype of `x`.
-        batch_invariant: whether a token's bits may depend on its row of `x` and the weights alone: those of
-            `batch_invariant_matmul` by each of them, wherever they lie.
+        batch_invariant: whether a token's bits must depend on that token and the weights only. They are then those of
+            `batch_invariant_matmul` by each weight, adjacent or not.
 
     Returns:
         `[tokens, n_first + n_second]`, contiguous, in the dtype of `x`.
 
     Raises:
-        MLAError: an argument that is not so, named.
+        MLAError: names the invalid argument.
     """
     check_linear(x, first, second, batch_invariant)
     return empty(x, (x.shape[0], num_columns(first, second)))
 
 
 def check_linear(x: Tensor, first: Tensor, second: Tensor | None, batch_invariant: bool) -> None:
-    """Check the arguments of `fused_linear`, and try what cuBLAS may serve, now, while nothing is recorded."""
+    """Check the arguments of `fused_linear`, and probe cuBLAS while no CUDA graph is recorded."""
     sizes = validate.Layouts()
     if second is None:
         sizes.floats(x=(x, "tokens, k"), first=(first, "n_first, k"))
@@ -195,9 +190,9 @@ fused_linear_op = torch.ops.mla_compile.fused_linear.default
 
 
 MATMUL_BY_HEAD = (
-    # Up to where an H200 was quicker by it than by cuBLAS.
+    # Within these limits it is faster than cuBLAS on an H200.
     triton(
-        "one or two tokens: a program reads a few columns of a head's matrix, on the plain cores",
+        "one or two tokens: a program computes a few columns of a head, on CUDA cores",
         "mla_compile.ops.linear.kernels.by_head:multiply_by_head_triton",
         constraints={
             "dtype": HALF,
@@ -209,7 +204,7 @@ MATMUL_BY_HEAD = (
         },
     ),
     triton(
-        "few tokens: a program multiplies a few columns of a head's matrix, on tensor cores",
+        "few tokens: a program computes a few columns of a head, on tensor cores",
         "mla_compile.ops.linear.kernels.by_head:multiply_by_head_tiles",
         name="tiles",
         constraints={
@@ -223,7 +218,7 @@ MATMUL_BY_HEAD = (
     ),
     Candidate(
         "cublas",
-        "cuBLAS, which writes each head's columns where they belong",
+        "cuBLAS, which writes each head's columns in place",
         "mla_compile.ops.linear.matmul:cublas.multiply_by_head",
         ("cuda", "hip"),
     ),
@@ -243,9 +238,9 @@ MATMUL_BY_HEAD = (
     },
 )
 def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
-    """`out[t, h] = x[t, h] @ w[h]`, one product that writes a token's heads side by side.
+    """`out[t, h] = x[t, h] @ w[h]`, one matmul that writes the heads of a token adjacent in memory.
 
-    `torch.bmm` gives heads first, which the next layer's product would have copied.
+    The result of `torch.bmm` has heads first, and the next layer's matmul would need a copy.
 
     Args:
         x: `[tokens, heads, k]`, float.
@@ -255,7 +250,7 @@ def matmul_by_head(x: Tensor, w: Tensor) -> Tensor:
         `[tokens, heads, n]`, contiguous, in the dtype of `x`.
 
     Raises:
-        MLAError: an argument that is not so, named.
+        MLAError: names the invalid argument.
     """
     validate.Layouts().floats(x=(x, "tokens, heads, k"), w=(w, "heads, k, n"))
     return empty(x, (x.shape[0], w.shape[0], w.shape[2]))
@@ -270,7 +265,7 @@ def matmul_by_head_torch(x: Tensor, w: Tensor) -> Tensor:
 
 
 def is_one_matrix(first: Tensor, second: Tensor | None) -> bool:
-    """Whether the weights of a call are one matrix in memory, its rows one after the other."""
+    """Whether the weights of a call form one contiguous matrix in memory."""
     return first.is_contiguous() if second is None else lies_before(first, second)
 
 
@@ -285,14 +280,14 @@ def linear_torch(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
 def linear_by_each(x: Tensor, first: Tensor, second: Tensor | None) -> Tensor:
     """`fused_linear` with the bits of `batch_invariant_matmul`.
 
-    Blocks of a weight are added alike in one product by both weights.
+    The candidate `blocks` adds in the same order in one matmul by both weights.
     """
     x = x.unsqueeze(1)
     weights = [_as_matrix(weight) for weight in (first, second) if weight is not None]
     if second is not None and lies_before(first, second):
-        rows = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
-        if all(row.name == "blocks" for row in rows):
-            joined: Tensor = rows[0].load()(x, _as_matrix(one_matrix(first, second)))
+        chosen = [serving("batch_invariant_matmul", (x, weight)) for weight in weights]
+        if all(candidate.name == "blocks" for candidate in chosen):
+            joined: Tensor = chosen[0].load()(x, _as_matrix(one_matrix(first, second)))
             return joined.squeeze(1)
     products = [batch_invariant_matmul_op(x, weight) for weight in weights]
     return (products[0] if second is None else torch.cat(products, dim=2)).squeeze(1)

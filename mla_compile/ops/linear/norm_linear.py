@@ -1,7 +1,7 @@
-"""`norm_linear`: an RMSNorm, with what is added before it, and the product that alone reads it.
+"""`norm_linear`: an RMSNorm, with or without the addition of a residual, fused into the only matmul that reads it.
 
-For one or two tokens that is one launch: each program of the product norms the tokens by itself. No model calls it: the
-pass `fuse_norm_linear` puts it in.
+For one or two tokens it is one launch: each program of the matmul norms the tokens itself. Only the pass
+`fuse_norm_linear` inserts it.
 """
 
 from dataclasses import replace
@@ -19,10 +19,10 @@ from mla_compile.ops.linear.operands import NormLinearOperands
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op, rms_norm_op
 
 MOST_TOKENS = 2
-"""For which the op has a kernel."""
+"""Most tokens that the Triton candidates take."""
 
 _GEMV = triton(
-    "few tokens: a program reads a few rows of the weight, and norms the tokens by itself",
+    "few tokens: a program norms the tokens and computes a few output columns",
     "mla_compile.ops.linear.kernels.linear:norm_linear_gemv",
     name="gemv",
     constraints={
@@ -30,7 +30,7 @@ _GEMV = triton(
         "dtype": HALF,
         "tokens": range(1, MOST_TOKENS + 1),
         "k": SOME,
-        "columns": range(1, 2**13 + 1),  # more are programs enough that norms add up
+        "columns": range(1, 2**13 + 1),  # with more, too many programs repeat the norm
     },
 )
 NORM_LINEAR = (
@@ -67,12 +67,12 @@ def _weights(
 def norm_linear(operands: NormLinearOperands, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
     """`fused_linear` or `fp8_linear` of `fused_rms_norm(x)`, or of `fused_add_rms_norm(x, residual)`.
 
-    The norm may be rounded in between, or not.
+    Whether the norm is rounded before the matmul depends on the candidate.
 
     Args:
-        x, residual, norm_weight, eps: of the norm; no residual: nothing is added.
+        x, residual, norm_weight, eps: arguments of the norm; residual may be None.
         first, first_scale, second, second_scale: weights; without scales they have the dtype of `x`.
-        batch_invariant: whether a token's bits may depend on its row of `x` and `residual` and the weights alone.
+        batch_invariant: whether a token's bits must depend on its own `x` and `residual` and the weights only.
 
     Returns:
         product: `[tokens, n_first + n_second]`, contiguous.
@@ -92,7 +92,7 @@ norm_linear_op = torch.ops.mla_compile.norm_linear.default
 
 
 def norm_then_product(operands: NormLinearOperands, batch_invariant: bool) -> tuple[Tensor, Tensor]:
-    """`norm_linear`, one after the other."""
+    """`norm_linear` as a norm op followed by a linear op."""
     x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
     if residual is None:
         normed, total = rms_norm_op(x, norm_weight, eps), x.new_empty(0, x.shape[1])

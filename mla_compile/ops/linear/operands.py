@@ -1,4 +1,4 @@
-"""What the candidates of linear ops take: an op's arguments in one record."""
+"""Arguments of linear ops as named tuples, which their candidates take."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class NormLinearOperands(NamedTuple):
-    """Of `norm_linear`."""
+    """Arguments of `norm_linear`."""
 
     x: Tensor
     residual: Tensor | None
@@ -19,7 +19,7 @@ class NormLinearOperands(NamedTuple):
 
 
 class FP8LinearOperands(NamedTuple):
-    """Of `fp8_linear`."""
+    """Arguments of `fp8_linear`."""
 
     x: Tensor
     first: Tensor

@@ -1,7 +1,7 @@
-"""Tiles of products by one weight, by a weight for each group, and by the blocks of an FP8 weight.
+"""Tile sizes of matmuls by one weight, by one weight per group, and by the blocks of an FP8 weight.
 
-They are functions of shapes, of the device and of Triton's version alone. No value of a tensor is read, so that a
-captured graph's grid serves every length at replay.
+Tile sizes depend on shapes, the device and Triton's version only. They read no tensor values, so the grid of a captured
+graph serves every length at replay.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from mla_compile.ops.device import Device, power_of_two, triton_version
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How much a program of a product holds, by one weight or by those of experts."""
+    """Tile sizes of a program that multiplies tokens by one weight or by the weights of experts."""
 
     tokens: int
     columns: int
     depth: int
-    """Elements of a row that are multiplied at a time."""
+    """Elements of k per iteration."""
     warps: int
     stages: int
 
     def options(self, size: int) -> dict[str, int]:
-        """As the kernels' arguments spell them, for products along `size` elements.
+        """The launch options for a matmul with `size` elements along k.
 
-        Where these are one step, nothing is there to load ahead. The compiler would keep the room for it all the same,
-        beside the result's: more than an H200 has for the largest tiles.
+        A loop of one iteration gets one stage, as there is nothing to prefetch. The compiler would still allocate
+        shared memory for more stages, and the largest tiles would exceed that of an H200.
         """
         return {
             "BLOCK_T": self.tokens,
@@ -38,21 +38,20 @@ class ProductTiles:
 
 
 def has_one_order(tiles: ProductTiles, device: Device) -> bool:
-    """Whether a product of FP8's values, in tiles whose rows are those of the weight, adds along k as one by plain
-    weights does.
+    """Whether an FP8 matmul whose tiles have weight rows along M adds along k in the order of a half-precision one.
 
-    Where an instruction takes weights from registers, Triton lays values of FP8 out in another order. Hopper's
-    instructions for 64 rows take tokens as they lie in shared memory, so the order is theirs.
+    For an instruction that reads weights from registers, Triton lays FP8 values out in another order. Hopper's
+    instructions for M = 64 read the tokens from shared memory, and the order in memory is the order along k.
     """
     return device.capability[0] == 9 and tiles.columns >= 64 and tiles.tokens >= 16
 
 
 def float32_warps(device: Device) -> int:
-    """Warps of tiles of 64 tokens in float32: with four, Triton 3.8 spills up to 136 bytes a thread on an A100."""
+    """Warps of float32 tiles of 64 tokens. With four, Triton 3.8 spills up to 136 bytes per thread on an A100."""
     return 8 if triton_version() >= (3, 8) and device.capability[0] != 9 else 4
 
 
-# Widest first. Not timed: widths, depths and stages follow those that won among the expert kernels on an H200.
+# Widest first. Not timed: widths, depths and stages are those of the fastest expert kernels on an H200.
 _MATMUL_HOPPER = (
     ProductTiles(128, 256, 64, warps=8, stages=3),
     ProductTiles(64, 128, 64, warps=4, stages=3),
@@ -87,15 +86,14 @@ _MATMUL_FLOAT32 = (
 
 
 def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) -> ProductTiles:
-    """The widest that waste less than half of their tokens and still give most multiprocessors a program.
+    """The widest tiles that waste less than half of their tokens and still give most multiprocessors a program.
 
-    No choice among them changes a bit. A half-precision tile of any size and depth is a sequence of matrix
-    instructions that add 16 products each, in the order of k. Hopper has two kinds, one of 16 tokens and one of 64,
-    which an H200 was seen to give the same bits. Nobody has tried data-centre Blackwell's two: it gets one kind,
-    tiles of 128 tokens. Float32 runs on the plain cores, one fused multiply-add after another in the order of k, at
-    one depth.
+    The choice never changes bits. A half-precision tile of any size and depth is a sequence of matrix instructions
+    that add 16 products each, in the order of k. Hopper has two kinds, for 16 and for 64 tokens; on an H200 both gave
+    the same bits. The two kinds of data-centre Blackwell are untested, so it gets one kind: tiles of 128 tokens.
+    Float32 runs on CUDA cores, one fused multiply-add after another in the order of k, at one depth.
 
-    columns: of all groups.
+    columns: output columns of all groups together.
     """
     choices: tuple[ProductTiles, ...] = _MATMUL_BLACKWELL
     if dtype == torch.float32:
@@ -108,19 +106,19 @@ def matmul_tiles(tokens: int, columns: int, dtype: torch.dtype, device: Device) 
 
 
 MOST_SHARING = 32
-"""Tokens up to which the warps of a program share a product by the blocks of a weight along k."""
+"""Most tokens for which the warps of a program split the blocks of a weight along k."""
 
 
 def block_parts(k: int) -> int:
-    """Into how many parts such a product is divided along k, which decides the order of addition: by `k` alone."""
+    """The number of splits of such a matmul along k. It decides the order of addition, so it depends on `k` only."""
     return 2 if k <= 1024 else 4
 
 
 def block_tiles(tokens: int, k: int, device: Device) -> ProductTiles:
-    """Tiles of a product of a few tokens by the blocks of a weight, which the warps share: a block of each part.
+    """Tiles for a few tokens: each iteration takes one block of every split along k, one per warp.
 
-    On an H200 these were the quickest for GLM-4.7-Flash's products, and from 7168 elements on for DeepSeek-V3's in FP8.
-    Other GPUs than the largest have room for fewer stages.
+    On an H200 these were the fastest for GLM-4.7-Flash's matmuls, and for DeepSeek-V3's in FP8 with k from 7168 on.
+    GPUs with less shared memory get fewer stages.
     """
     rows, parts = 8 if tokens <= 8 else 16 if tokens <= 16 else 32, block_parts(k)
     roomy = device.capability[0] in (9, 10)
@@ -137,11 +135,11 @@ _MANY_BLOCKS = (
 
 
 def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> tuple[ProductTiles, bool]:
-    """Tiles of a batch-invariant product of many tokens by the blocks of a weight, and whether each of its parts goes
-    to programs of its own.
+    """Tiles of a batch-invariant matmul of many tokens by the blocks of a weight, and whether to split k.
 
-    The widest that fill most of the GPU. As a program's time is that of its parts, parts are divided unless programs
-    with all of them fill half of it. Only the last has room on other GPUs than Hopper.
+    The tiles are the widest that fill most of the GPU. Split-k gives each split along k its own programs. It is used
+    unless programs that compute all splits fill half of the GPU. Shared memory of GPUs other than Hopper fits the last
+    tiles only.
     """
     choices = _not_wider(_MANY_BLOCKS if device.capability[0] == 9 else _MANY_BLOCKS[-1:], max(64, tokens))
     tiles = _widest_that_fill(choices, tokens, parts * columns, device)
@@ -150,14 +148,14 @@ def many_block_tiles(tokens: int, columns: int, parts: int, device: Device) -> t
 
 
 def by_head_tiles(tokens: int, k: int) -> ProductTiles:
-    """Tiles of a product of a few tokens by a matrix for each head."""
+    """Tiles of a matmul of a few tokens by one matrix per head."""
     if tokens <= 8:
         return ProductTiles(8, columns=32, depth=64 if k < 512 else 128, warps=2, stages=4)
     return ProductTiles(16 if tokens <= 16 else 32, columns=64, depth=64, warps=4, stages=4)
 
 
 def _not_wider(choices: tuple[ProductTiles, ...], tokens: int, least: int = 0) -> tuple[ProductTiles, ...]:
-    """Those of no more tokens than there are, and of `least` or as many as there are."""
+    """The choices whose tiles hold at most the given tokens, rounded up, and at least `least` tokens or all of them."""
     wanted = power_of_two(tokens)
     return tuple(tiles for tiles in choices if min(wanted, least) <= tiles.tokens <= wanted)
 
@@ -165,7 +163,7 @@ def _not_wider(choices: tuple[ProductTiles, ...], tokens: int, least: int = 0) -
 def _widest_that_fill(
     choices: tuple[ProductTiles, ...], tokens: int, columns: int, device: Device
 ) -> ProductTiles:
-    """The first that gives most multiprocessors a program, or else the last."""
+    """The first choice that gives most multiprocessors a program, or else the last choice."""
 
     def fills(tiles: ProductTiles) -> bool:
         programs = -(-tokens // tiles.tokens) * -(-columns // tiles.columns)
@@ -175,5 +173,5 @@ def _widest_that_fill(
 
 
 def splits_matmul(programs: int, device: Device) -> bool:
-    """Whether parts of k go to programs of their own, where so many take all of them: few would take long."""
+    """Whether to split k, given the number of programs without a split: few programs would take long."""
     return programs < 4 * device.multiprocessors

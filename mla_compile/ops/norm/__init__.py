@@ -1,1 +1,1 @@
-"""RMS norms."""
+"""RMSNorm, with or without a residual and an all-reduce."""

@@ -1,7 +1,7 @@
-"""`fused_rms_norm`, `fused_add_rms_norm`, `all_reduce_add_rms_norm`: an RMSNorm, and what comes before, in one launch.
+"""RMSNorm in one launch, alone or fused with the operations before it.
 
-That is the addition of a residual, and the sum over processes that share a model. A row's bits depend on nothing but
-the row. No model calls them: the passes `fuse_rms_norm` and `fuse_all_reduce` put them in.
+`fused_add_rms_norm` adds a residual first; `all_reduce_add_rms_norm` also sums over the ranks of a model before that.
+A token's bits depend on that token only. The passes `fuse_rms_norm` and `fuse_all_reduce` insert these ops.
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from mla_compile.ops.library import define_op, empty
 
 RMS_NORM = (
     triton(
-        "a program for each row",
+        "one program per token",
         "mla_compile.ops.norm.kernels.rms_norm:rms_norm_triton",
-        constraints={"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**14 + 1)},
+        constraints={"dtype": FLOATS, "tokens": SOME, "columns": range(1, 2**14 + 1)},
         batch_invariant=True,
     ),
     by_token("mla_compile.ops.norm.rms_norm:rms_norm_torch", "by_halves"),
@@ -30,24 +30,27 @@ ADD_RMS_NORM = (
 )
 ALL_REDUCE_ADD_RMS_NORM = (
     triton(
-        "a program for each row, which reads its parts from the GPUs' memory",
+        "one program per token, which reads the memory of all GPUs",
         "mla_compile.ops.collectives.kernels.collectives:all_reduce_add_rms_norm_triton",
         constraints=SMALL | {"columns": range(1, SLOT_COLUMNS + 1)},
     ),
-    # Asked for the same bits, not the kernel: which thread adds up what may be another in it, and many tokens are more
-    # than it takes.
+    # Batch-invariant calls use two ops for any number of tokens: the kernel takes only few, and its threads may add in
+    # another order.
     apart("mla_compile.ops.norm.rms_norm:all_reduce_then_norm"),
 )
 
-_ADD_NORM = {"x": "rows, columns", "residual": "rows, columns", "weight": "columns or None"}
+_ADD_NORM = {"x": "tokens, columns", "residual": "tokens, columns", "weight": "columns or None"}
 
 
-@define_op(table=RMS_NORM, layouts={"x": "rows, columns", "weight": "columns or None"})
+@define_op(table=RMS_NORM, layouts={"x": "tokens, columns", "weight": "columns or None"})
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`weight * (x / sqrt(mean(x ** 2) + eps))` of each row of `x` `[rows, columns]` (arXiv 1910.07467), in its dtype.
+    """`weight * (x / sqrt(mean(x ** 2) + eps))` over the last dimension (arXiv 1910.07467), in the dtype of `x`.
 
-    Computed in float32 at least, and rounded before the weight `[columns]` multiplies, as DeepSeek's models do. None
-    for no weight. Rows may lie apart.
+    Computed in float32 at least, and rounded before the multiplication by the weight, as in DeepSeek's models.
+
+    Args:
+        x: `[tokens, columns]`, float; any stride between tokens.
+        weight: `[columns]`, or None for no weight.
     """
     return empty(x, x.shape)
 
@@ -56,7 +59,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`fused_rms_norm` of the sum `x + residual`, which is rounded to their dtype, and that sum."""
+    """`fused_rms_norm` of `x + residual`, rounded to their dtype, and that sum."""
     return empty(x, x.shape), empty(x, x.shape)
 
 
@@ -69,10 +72,7 @@ def fused_add_rms_norm(
 def all_reduce_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, batch_invariant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`fused_add_rms_norm` of the sum of all processes' `x` (`all_reduce`), which is rounded to its dtype.
-
-    batch_invariant: as that of `all_reduce`.
-    """
+    """`fused_add_rms_norm` of `all_reduce(x)`, rounded to the dtype of `x`. batch_invariant: see `all_reduce`."""
     return empty(x, x.shape), empty(x, x.shape)
 
 
@@ -83,7 +83,7 @@ all_reduce_add_rms_norm_op = torch.ops.mla_compile.all_reduce_add_rms_norm.defau
 
 def rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """`fused_rms_norm` in plain torch."""
-    wide = x.contiguous().to(accumulate_dtype(x.dtype))  # so what follows from it is contiguous too
+    wide = x.contiguous().to(accumulate_dtype(x.dtype))  # contiguous, so results are too
     mean = sum_by_row(wide * wide) / max(1, x.shape[1])
     normed = (wide * torch.rsqrt(mean + eps)[:, None]).to(x.dtype)
     return normed if weight is None else weight * normed
@@ -100,7 +100,7 @@ def add_rms_norm_torch(
 def all_reduce_then_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, batch_invariant: bool
 ) -> tuple[Tensor, Tensor]:
-    """`all_reduce_add_rms_norm`, one after the other."""
+    """`all_reduce_add_rms_norm` as two ops."""
     reduced = torch.ops.mla_compile.all_reduce.default(x, batch_invariant)
     normed, total = add_rms_norm_op(reduced, residual, weight, eps)
     return normed, total

@@ -1,11 +1,11 @@
 """Reductions along the last dimension: `batch_invariant_sum` and `row_argmax`.
 
-The bits of the sum depend on nothing but the row. Inductor adds a row up in an order that follows from what it has
-fused with the sum and from how many rows it expects, so that one token gets other bits in another graph.
-`make_batch_invariant` puts this op in place.
+The bits of `batch_invariant_sum` of a matrix row depend on that matrix row only. Inductor's order of addition depends
+on the operations that it fuses with the sum and on the number of matrix rows that it expects, so a token gets different
+bits in different graphs. The pass `make_batch_invariant` replaces its sums by this op.
 
-`row_argmax` is `argmax` of few long rows, such as the logits of a decode step. Inductor makes that one program a row. A
-GPU reads 154,880 logits so in 27 us (H200), in each step once, and once more for each drafted token.
+`row_argmax` is `argmax` of few long matrix rows, such as the logits of a decode step. Inductor runs one program per
+matrix row, which takes 27 us for 154,880 logits (H200), once per step and once more per drafted token.
 """
 
 import torch
@@ -20,7 +20,7 @@ from mla_compile.torch_internals import statically_known_true
 
 ROW_SUM = (
     triton(
-        "a program for each row",
+        "one program per matrix row",
         "mla_compile.ops.reductions.kernels.row_sums:sum_triton",
         constraints={"dtype": FLOATS, "rows": SOME, "columns": SOME},
         batch_invariant=True,
@@ -31,7 +31,7 @@ ROW_SUM = (
 
 @define_op(table=ROW_SUM, layouts={"x": "rows, columns"})
 def batch_invariant_sum(x: Tensor) -> Tensor:
-    """The sum of each row of `x` `[rows, columns]`, float: `[rows]`, in float32, of float64 in float64."""
+    """`x.sum(dim=-1)` of float `x` `[rows, columns]`, in float32, or in float64 for float64: `[rows]`."""
     return empty(x, x.shape[:1], accumulate_dtype(x.dtype))
 
 
@@ -45,7 +45,7 @@ def sum_torch(x: Tensor) -> Tensor:
 
 ROW_ARGMAX = (
     triton(
-        "a program for each part of a row, then one for each row",
+        "one program per split of a matrix row, then one per matrix row",
         "mla_compile.ops.reductions.kernels.row_argmax:argmax_triton",
         constraints={"dtype": FLOATS, "rows": SOME, "columns": range(1, 2**30), "x.stride(1)": UNIT},
     ),
@@ -58,12 +58,12 @@ ROW_ARGMAX = (
     layouts={"x": "rows, columns"},
 )
 def row_argmax(x: Tensor) -> Tensor:
-    """`x.argmax(dim=-1)`: the column of the largest number of each row, int64 `[rows]`.
+    """`x.argmax(dim=-1)`, int64 `[rows]`.
 
-    Of equal ones it is the first; -0 equals 0. NaN is larger than any number.
+    The first of equal maxima wins; -0 equals 0. NaN is larger than any number.
 
     Args:
-        x: `[rows, columns]`, float; rows may lie apart.
+        x: `[rows, columns]`, float; any stride between matrix rows.
     """
     if statically_known_true(x.shape[1] < 1):
         raise MLAError("x", "at least one column", list(x.shape))

@@ -1,22 +1,21 @@
 """All-reduce and all-gather through memory that GPUs share (`ops/collectives/peers.py`).
 
-Of every GPU the program with the same number takes the same part of the same row:
+Program i takes the same block of columns of the same token on every GPU:
 
-    puts its part into its own slot ─> tells its peers (release) ─> waits for theirs (acquire) ─> reads all slots
+    writes its block to its own slot ─> signals its peers (release) ─> waits for theirs (acquire) ─> reads all slots
 
-A sum adds up the ranks' parts in their order, in float32, and rounds once. So all GPUs get the same bits, and a row's
-bits do not depend on the rows beside it.
+A sum adds the blocks in the order of ranks, in float32, and rounds once. So all GPUs get the same bits, and a token's
+bits do not depend on other tokens.
 
-**How a slot is used again.** A program counts the collectives that it has taken part in, its epoch e. A peer's flag
-counts what the peer has put into its slot, so at e the program waits until each flag is above e. There are two buffers
-of slots, used by turns. What a program writes at e + 2 it writes over what its peers read at e. They have read it: it
-waited at e + 1 for flags that they set in a later launch, and a launch begins when the one before has ended (those that
-start early wait for that first, before they signal). Slots keep their size whatever rows have, so that no program
-writes to the slot of another one. All of this is in the GPU's memory, so a replayed CUDA graph and eager calls may
-follow each other as they like, if they do so alike on all GPUs.
+**Reuse of slots.** A program counts its finished collectives: its epoch e. The flag of a peer counts the writes of that
+peer, so at epoch e the program waits until every flag exceeds e. Epochs alternate between two buffers of slots. A write
+at e + 2 overwrites what the peers read at e. They have finished reading: the program waited at e + 1 for flags of a
+later launch of theirs, and a launch begins after the previous one ends (one that starts early waits for that end before
+it signals). The size of a slot is fixed for all shapes, so a program never writes to the slot of another. All of this
+state is in GPU memory, so replays of CUDA graphs and eager calls may alternate, in the same order on all GPUs.
 
-**Why nobody waits for ever.** Programs start in the order of their numbers. So the least one that some GPU has not
-finished runs on every GPU, or will: it signals before it waits, and then has all that it waits for.
+**No deadlock.** Programs start in the order of their ids, so every GPU starts the lowest program that some GPU has not
+finished. A program signals before it waits, so the flags that this one waits for will be set.
 """
 
 from typing import Any
@@ -38,23 +37,23 @@ FLAGS = tl.constexpr(shared.FLAGS)
 
 @triton.jit
 def _slot_of(addresses, rank, slot, epoch, like):
-    """Where the slot of a rank begins: a pointer as `like`."""
+    """The address of a slot of a rank, as a pointer of the type of `like`."""
     place = ((epoch % 2) * SLOTS + slot) * SLOT_BYTES
     return tl.multiple_of((tl.load(addresses + rank) + place).to(like.dtype), 16)
 
 
 @triton.jit
 def _flag_of(addresses, rank, slot, source, RANKS: tl.constexpr):
-    """Where a rank counts what `source` has put into its slot."""
+    """The address of a rank's flag that counts the writes of `source`."""
     address = tl.load(addresses + rank) + FLAGS + (slot * RANKS + source) * 8
     return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _share(value, column, inside, addresses, slot, epoch, like, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Put a value into this rank's slot; all others have put theirs when this returns."""
+    """Write a value to this rank's slot, and wait until all other ranks have written theirs."""
     tl.store(_slot_of(addresses, RANK, slot, epoch, like) + column, value, mask=inside)
-    tl.debug_barrier()  # all threads have written: the release of the one that signals covers them
+    tl.debug_barrier()  # after the writes of all threads, so that the release by one thread covers them
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             tl.atomic_add(_flag_of(addresses, rank, slot, RANK, RANKS), 1, sem="release", scope="sys")
@@ -69,7 +68,7 @@ def _share(value, column, inside, addresses, slot, epoch, like, RANK: tl.constex
 
 @triton.jit
 def _part(value, column, inside, addresses, slot, epoch, like, rank: tl.constexpr, RANK: tl.constexpr):
-    """What a rank has put into its slot; of this rank, what it has in registers."""
+    """The value in a rank's slot; for this rank, the value in registers."""
     if rank == RANK:
         part = value
     else:
@@ -80,7 +79,7 @@ def _part(value, column, inside, addresses, slot, epoch, like, rank: tl.constexp
 
 @triton.jit
 def _total(value, column, inside, addresses, slot, epoch, like, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """The sum of all ranks' parts in their order, in float32."""
+    """The sum of all ranks' values in the order of ranks, in float32."""
     total = _part(value, column, inside, addresses, slot, epoch, like, 0, RANK).to(tl.float32)
     for rank in tl.static_range(1, RANKS):
         total += _part(value, column, inside, addresses, slot, epoch, like, rank, RANK).to(tl.float32)
@@ -89,8 +88,8 @@ def _total(value, column, inside, addresses, slot, epoch, like, RANK: tl.constex
 
 @triton.jit
 def collective_kernel(
-    x,  # [rows, COLUMNS], rows x_stride apart
-    out,  # [rows, COLUMNS], contiguous, the sum; to gather [rows, RANKS, COLUMNS]
+    x,  # [tokens, COLUMNS], strides (x_stride, 1)
+    out,  # the sum [tokens, COLUMNS], or with GATHERS [tokens, RANKS, COLUMNS]; contiguous
     x_stride,
     addresses,
     epochs,
@@ -101,7 +100,7 @@ def collective_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid `[rows * ceil(COLUMNS / BLOCK)]`."""
+    """All-reduce, or all-gather with GATHERS; grid `[tokens * ceil(COLUMNS / BLOCK)]`."""
     slot = tl.program_id(0)
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = (slot // blocks).to(tl.int64)
@@ -124,11 +123,11 @@ def collective_kernel(
 
 @triton.jit
 def all_reduce_add_rms_norm_kernel(
-    x,  # [rows, COLUMNS], rows x_stride apart
-    residual,  # likewise
-    weight,  # [COLUMNS]; None: no weight
-    normed,  # [rows, COLUMNS], contiguous
-    total,  # likewise: the sum of all ranks' x, and the residual
+    x,  # [tokens, COLUMNS], strides (x_stride, 1)
+    residual,  # [tokens, COLUMNS], strides (residual_stride, 1)
+    weight,  # [COLUMNS] or None
+    normed,  # [tokens, COLUMNS], contiguous
+    total,  # [tokens, COLUMNS], contiguous: the sum of all ranks' x, plus the residual
     x_stride,
     residual_stride,
     eps,
@@ -140,7 +139,7 @@ def all_reduce_add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid `[rows]`: `collective_kernel`, then `rms_norm_kernel`, with the roundings of both."""
+    """`collective_kernel`, then `rms_norm_kernel`, with the roundings of both; grid `[tokens]`."""
     slot = tl.program_id(0)
     row = slot.to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -149,7 +148,7 @@ def all_reduce_add_rms_norm_kernel(
     wait_for_kernel_before(EARLY)
     epoch = tl.load(epochs + slot)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    # Asked for before the peers are waited for.
+    # Loaded before the wait for the peers.
     added = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if weight is not None:
@@ -166,23 +165,22 @@ def all_reduce_add_rms_norm_kernel(
 
 
 def all_reduce_triton(x: Tensor) -> Tensor:
-    """What `all_reduce` computes, with its argument."""
-    rows, columns = x.shape
-    return _collective(x, x.new_empty(rows, columns), gathers=False)
+    """`all_reduce` through the memory that the GPUs share."""
+    return _collective(x, x.new_empty(x.shape), gathers=False)
 
 
 def all_gather_triton(x: Tensor, num_parts: int) -> Tensor:
-    """What `all_gather` computes, with its arguments."""
-    rows, columns = x.shape
-    return _collective(x, x.new_empty(rows, num_parts * columns), gathers=True)
+    """`all_gather` through the memory that the GPUs share."""
+    tokens, columns = x.shape
+    return _collective(x, x.new_empty(tokens, num_parts * columns), gathers=True)
 
 
 def _collective(x: Tensor, out: Tensor, *, gathers: bool) -> Tensor:
     peers = _peers(x)
     x, x_stride = aligned_rows(x)
-    rows, columns = x.shape
-    block, blocks = blocks_of(rows, columns)
-    collective_kernel[(rows * blocks,)](
+    tokens, columns = x.shape
+    block, blocks = blocks_of(tokens, columns)
+    collective_kernel[(tokens * blocks,)](
         *(x, out, x_stride, peers.addresses, peers.epochs),
         GATHERS=gathers,
         num_warps=max(4, row_warps(block)),
@@ -194,14 +192,14 @@ def _collective(x: Tensor, out: Tensor, *, gathers: bool) -> Tensor:
 def all_reduce_add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """What `all_reduce_add_rms_norm` computes, with its arguments."""
+    """`all_reduce_add_rms_norm` through the memory that the GPUs share."""
     peers = _peers(x)
     x, x_stride = aligned_rows(x)
     residual, residual_stride = aligned_rows(residual)
-    rows, columns = x.shape
-    normed, total = (x.new_empty(rows, columns) for _ in range(2))
+    tokens, columns = x.shape
+    normed, total = (x.new_empty(tokens, columns) for _ in range(2))
     block = power_of_two(columns)
-    all_reduce_add_rms_norm_kernel[(rows,)](
+    all_reduce_add_rms_norm_kernel[(tokens,)](
         *(x, residual, None if weight is None else weight.contiguous(), normed, total),
         *(x_stride, residual_stride, eps, peers.addresses, peers.epochs),
         num_warps=row_warps(block),
@@ -211,7 +209,7 @@ def all_reduce_add_rms_norm_triton(
 
 
 def _options(peers: Peers, x: Tensor, block: int) -> dict[str, Any]:
-    """What both kernels are launched with."""
+    """Launch options of both kernels."""
     sizes = {"RANK": peers.rank, "RANKS": peers.size, "COLUMNS": x.shape[1], "BLOCK": block}
     return sizes | early_options(x)
 
@@ -220,5 +218,5 @@ def _peers(x: Tensor) -> Peers:
     peers = shared.connected(x.device)
     if peers is None:
         hint = "load the model with load_model(parallel=...)"
-        raise MLAError("collectives", "GPUs that share memory", "none that are connected", hint)
+        raise MLAError("collectives", "GPUs that share memory", "no shared memory", hint)
     return peers

@@ -1,20 +1,19 @@
 """Routed experts in three launches: gate and up, down, the weighted sum over a token's experts.
 
-A program takes one expert and a tile of its columns, and streams the columns' weights past the expert's tokens, which
-it gathers itself. With few (token, choice) pairs the time is that of reading the chosen experts' weights once, so
-nothing comes first: each program finds its pairs among all by itself. With many, one launch more sorts them by expert,
-and tokens are divided among programs too. Grids follow from shapes alone.
+A program takes one expert and a tile of its columns, gathers the expert's tokens and multiplies them by these columns.
+With few (token, expert) pairs the time is one read of the chosen experts' weights, so there is no launch before: each
+program searches all pairs for its own. With many pairs, one more launch sorts them by expert, and tokens are divided
+among programs too. Grids depend on shapes only.
 
-A token gets the same bits in any batch. A row of a product is that of one token, whatever shares its tile, and adds
-along k in one order: 16 elements to a matrix instruction, or in float32 one by one, at one depth for all tiles.
-Sorting and padding change which program computes a row, not how. The sum over a token's experts follows the order in
-which it chose them.
+A token gets the same bits in any batch. Its result does not depend on the other tokens of its tile, and adds along k in
+one order: 16 elements per matrix instruction, or in float32 one by one, at one depth for all tiles. Sorting and padding
+change which program computes a token, not how. The sum over a token's experts is in the order of its `topk_ids`.
 
-Shared experts, which every token passes, are tiles more of the first two launches and terms more of the sum, with
-weight 1, after those that were chosen. They need no search.
+Shared experts, which run on every token, add tiles to the first two launches and terms with weight 1 to the sum, after
+the chosen experts. They need no search.
 
-Weights in FP8 are converted in registers: their values are multiplied, and the sums of blocks scaled
-(`ops/linear/fp8.py`). Then a batch-invariant call needs tiles that add along k in one order: `linear/kernels/fp8.py`.
+FP8 weights are converted in registers: their values are multiplied, and the sum of each block is scaled
+(`ops/linear/fp8.py`). A batch-invariant FP8 call needs tiles that add along k in one order (`linear/kernels/fp8.py`).
 """
 
 from functools import partial
@@ -34,14 +33,14 @@ from mla_compile.ops.linear.kernels.fp8 import BLOCK, add_product, zeros
 from mla_compile.ops.linear.tiles import ProductTiles, has_one_order
 
 _MOST_AT_ONCE = 128
-"""Pairs that a program looks at in one go while it finds its own: a tile of them times tokens is held in registers."""
+"""Pairs per iteration of a program's search: it holds a tile of pairs by tokens in registers."""
 
 _MOST_SORTED_AT_ONCE = 4096
-"""Pairs that a program looks at in one go while it sorts: eight for a thread of its 16 warps."""
+"""Pairs per iteration of the sort: eight per thread of 16 warps."""
 
 
 class _Choices(NamedTuple):
-    """All (token, choice) pairs in a kernel: its arguments of these names."""
+    """All (token, expert) pairs: the arguments of a kernel with these names."""
 
     topk_ids: Any
     pairs: Any
@@ -51,20 +50,20 @@ class _Choices(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What a kernel is compiled for."""
+    """Constants of a kernel."""
 
     TOPK: int
     SHARED: int
     HIDDEN: int
     INTERMEDIATE: int
     BY_PAIR: bool  # see `_expert`
-    CHUNK: int  # pairs that a program looks at in one go
+    CHUNK: int  # pairs per iteration of the search
     BLOCK_E: int  # experts rounded up to a power of two
 
 
 @triton.jit
 def _chosen(choices, pair, TOPK: tl.constexpr):
-    """The experts of pairs; -1 past the last pair and for those of padding."""
+    """The experts of pairs; -1 past the last pair and for padding."""
     inside = pair < choices.pairs
     if choices.row_lens is not None:
         inside &= runs(pair // TOPK, choices.row_lens, choices.rows, choices.q_len)
@@ -73,10 +72,10 @@ def _chosen(choices, pair, TOPK: tl.constexpr):
 
 @triton.jit
 def _expert(choices, slot, S: tl.constexpr):
-    """The expert that a slot stands for, and how many pairs chose it.
+    """The expert of a slot, and the number of its pairs.
 
-    A slot is an expert, or with BY_PAIR a pair: then the first pair of an expert stands for it, and the count is 0
-    for the others, so that few pairs make few programs.
+    A slot is an expert, or with BY_PAIR a pair, so that few pairs need few programs: the first pair of an expert gets
+    the number of its pairs, and its other pairs get 0.
     """
     expert = slot
     if S.BY_PAIR:
@@ -95,7 +94,7 @@ def _expert(choices, slot, S: tl.constexpr):
 
 @triton.jit
 def _members(choices, expert, wanted, S: tl.constexpr):
-    """The pairs that are the `wanted[i]`-th of those that chose the expert, int64; 0 where there are fewer."""
+    """The `wanted[i]`-th pair of the expert, int64; 0 if it has fewer pairs."""
     result = tl.zeros_like(wanted)
     seen = 0
     for start in range(0, choices.pairs, S.CHUNK):
@@ -120,9 +119,9 @@ def sort_kernel(
     TOPK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One expert's part of what `sort_pairs` returns; grid `[experts]`.
+    """One expert's part of the results of `sort_pairs`; grid `[experts]`.
 
-    Each program reads all pairs twice, rather than waiting for what others counted: one launch and one result.
+    Each program reads all pairs twice and waits for no other program, so one launch is enough and the order is fixed.
     """
     choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
     expert = tl.program_id(0)
@@ -147,11 +146,11 @@ def sort_kernel(
 def _chosen_tile(
     choices, program, starts, experts, S: tl.constexpr, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.constexpr
 ):
-    """What a program does for chosen experts: one of them, a tile of its columns, and the range of its pairs.
+    """The work of a program for routed experts: an expert, a tile of its columns, and the range of its pairs.
 
-    Sorted, pairs go by their places among all, and a program gets at most BLOCK_T of them; programs of the same columns
-    follow one another, so that all but the first find them in the cache, and those past the last tile get no pair.
-    Unsorted, pairs go by their rank within the expert, and a program gets all.
+    Sorted: the range is in sorted order, with at most BLOCK_T pairs. Programs of the same columns are consecutive, so
+    all but the first find the weights in the cache. Programs past the last tile get an empty range.
+    Unsorted: the range is in ranks within the expert, and a program gets all pairs of the expert.
     """
     if starts is None:
         expert, end = _expert(choices, program // COLUMN_TILES, S)
@@ -178,9 +177,9 @@ def _chosen_tile(
 def _tile(
     choices, tokens, starts, experts, S: tl.constexpr, BLOCK_T: tl.constexpr, COLUMN_TILES: tl.constexpr
 ):
-    """What a program does: a chosen expert, or a shared one (else -1), a tile of its columns, a range of its tokens.
+    """The work of a program: a routed expert, a shared expert (or -1), a tile of its columns, a range of its tokens.
 
-    The first programs have shared experts, so that these do not end last; `_chosen_tile` knows the range of the others.
+    The first programs take shared experts, so that these do not end last. `_chosen_tile` gives the range of the others.
     """
     program = tl.program_id(0)
     if S.SHARED == 0:
@@ -205,14 +204,14 @@ def _tile(
 
 @triton.jit
 def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexpr):
-    """Which tokens the t-th ones of a `_tile`'s expert are, and the rows of their results; int64.
+    """The tokens at positions t of the range of a `_tile`, and the matrix rows of their results; int64.
 
-    order: None where nobody asks for tokens.
+    order: None if the caller does not use the tokens.
     """
     token = t.to(tl.int64)
     row = token
     if starts is None:
-        # None of a shared expert is looked for.
+        # A shared expert needs no search.
         pairs = choices.pairs if shared < 0 else 0
         searched = _Choices(choices.topk_ids, pairs, choices.row_lens, choices.rows, choices.q_len)
         row = _members(searched, expert, t, S)
@@ -227,18 +226,18 @@ def _rows(choices, t, end, expert, shared, tokens, starts, order, S: tl.constexp
 
 @triton.jit(do_not_specialize=["pairs", "tokens", "rows"])
 def gate_up_kernel(
-    x,  # [tokens, HIDDEN], rows x_stride apart
+    x,  # [tokens, HIDDEN], strides (x_stride, 1)
     weights,  # `GateUp`
-    scales,  # likewise
-    activated,  # [pairs + SHARED * tokens, INTERMEDIATE], in the dtype of x; sorted pairs are in their places
+    scales,  # `GateUp`
+    activated,  # [pairs + SHARED * tokens, INTERMEDIATE], in the dtype of x; sorted pairs are in sorted order
     x_stride,
     tokens,
-    order,  # of `sort_pairs`, as starts; None: each program finds its pairs by itself
+    order,  # order and starts: of `sort_pairs`; None if each program searches for its pairs
     topk_ids,  # int64 [tokens, TOPK]
     starts,
     pairs,  # tokens * TOPK
     experts,
-    row_lens,  # int32 [rows], see `runs`; None: no token is padding
+    row_lens,  # int32 [rows], see `runs`; None if no token is padding
     rows,
     q_len,
     S: tl.constexpr,
@@ -248,7 +247,7 @@ def gate_up_kernel(
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`silu(gate) * up` of one `_tile`, BLOCK_C columns."""
+    """`silu(gate) * up` of one `_tile` with BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
     choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
     HIDDEN: tl.constexpr = S.HIDDEN
@@ -296,7 +295,7 @@ def gate_up_kernel(
 def down_kernel(
     activated,  # [pairs + SHARED * tokens, INTERMEDIATE]
     weights,  # `Down`
-    out,  # float32 [pairs + SHARED * tokens, HIDDEN], each row in its place in `activated`
+    out,  # float32 [pairs + SHARED * tokens, HIDDEN], in the order of `activated`
     tokens,
     topk_ids,  # this and the others as in `gate_up_kernel`
     starts,
@@ -312,7 +311,7 @@ def down_kernel(
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The down projection of one `_tile`, BLOCK_C columns."""
+    """The down projection of one `_tile` with BLOCK_C columns."""
     wait_for_kernel_before(EARLY)
     choices = _Choices(topk_ids, pairs, row_lens, rows, q_len)
     HIDDEN: tl.constexpr = S.HIDDEN
@@ -358,7 +357,7 @@ def down_kernel(
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def weighted_sum_kernel(
     pair_outs,  # float32 [tokens * (TOPK + SHARED), HIDDEN]
-    places,  # of `sort_pairs`, or None: in the order of pairs
+    places,  # of `sort_pairs`; None if unsorted
     topk_weights,  # [tokens, TOPK]
     out,  # [tokens, HIDDEN]
     tokens,
@@ -387,7 +386,7 @@ def weighted_sum_kernel(
         weight = tl.load(topk_weights + pair).to(tl.float32)
         row = pair if places is None else tl.load(places + pair).to(tl.int64)
         pair_out = tl.load(pair_outs + row * HIDDEN + c, mask=there, other=0.0)
-        # NaN weights of padding too: the mask is on both.
+        # Weights of padding may be NaN, so both factors are masked.
         result += tl.where(there, weight, 0.0) * pair_out
     for expert in tl.static_range(SHARED):
         row = tokens * (TOPK + expert) + token
@@ -398,17 +397,17 @@ def weighted_sum_kernel(
 def sort_pairs(
     topk_ids: Tensor, experts: int, row_lens: Tensor | None = None, q_len: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs of each expert one after another, ascending.
+    """Sort pairs by expert, and by pair within an expert.
 
     Args:
         topk_ids: int64 `[tokens, topk]`, contiguous.
-        experts: how many there are. Pairs of others are left out, as are those of padding.
-        row_lens, q_len: as `moe_experts_op` takes them.
+        experts: the number of experts. Pairs with other ids are left out, and so is padding.
+        row_lens, q_len: see `moe_experts_op`.
 
     Returns:
         starts: int32 `[experts + 1]`; expert e has `order[starts[e] : starts[e + 1]]`.
         order: int32 `[pairs]`, unwritten from `starts[experts]` on.
-        places: int32 `[pairs]`, where in `order` a pair is; unwritten for those left out.
+        places: int32 `[pairs]`, the index of a pair in `order`; unwritten for those left out.
     """
     pairs = topk_ids.numel()
     starts, order, places = (topk_ids.new_empty(n, dtype=torch.int32) for n in (experts + 1, pairs, pairs))
@@ -427,12 +426,10 @@ def moe_triton(
     down: ProductTiles | None = None,
     in_order: bool = False,
 ) -> Tensor:
-    """What `moe_experts_op` computes, on the GPU or in Triton's interpreter; sums in float32.
+    """`moe_experts_op` on the GPU or in Triton's interpreter; sums in float32. It reads no values on the host.
 
-    Nothing is read on the host.
-
-    gate_up, down: tiles, chosen by `tiles.py` unless given; with weights in FP8, no deeper than a block.
-    in_order: of FP8 weights, have a token's bits be the same in every batch.
+    gate_up, down: tiles, by default from `tiles.py`; for FP8 weights the depth is at most one block.
+    in_order: whether FP8 weights give a token the same bits in any batch.
     """
     x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
     tokens, hidden = x.shape
@@ -452,7 +449,7 @@ def moe_triton(
     sizes = _Sizes(topk, shared, hidden, intermediate, pairs < experts, chunk, power_of_two(experts))
 
     def programs(columns: int, tiles: ProductTiles) -> tuple[int]:
-        """The grid: at most so many tiles are there for `_tile` to hand out, whoever chose which expert."""
+        """The grid: an upper bound on the tiles of `_tile` over all possible choices of experts."""
         token_tiles = chosen = min(pairs, experts)
         if is_sorted:
             token_tiles = (pairs + chosen * (tiles.tokens - 1)) // tiles.tokens
@@ -479,7 +476,7 @@ def moe_triton(
         **early,
         **down.options(intermediate),
     )
-    # Of few tokens a thread has so few columns that it asks for those of all experts at once.
+    # With few tokens a thread takes few columns, so it can issue the loads of all experts at once.
     block_c = 256 if tokens <= 64 else 1024
     weighted_sum_kernel[(tokens, triton.cdiv(hidden, block_c))](
         *(pair_outs, places, topk_weights, out, tokens, *padding),
@@ -494,5 +491,5 @@ def moe_triton(
 
 
 def moe_in_order(operands: ExpertOperands) -> Tensor:
-    """`moe_triton` of FP8 weights, with a token's bits the same in every batch."""
+    """Batch-invariant `moe_triton` for FP8 weights."""
     return moe_triton(operands, in_order=True)

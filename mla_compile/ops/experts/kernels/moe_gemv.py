@@ -1,11 +1,11 @@
-"""Experts of one or two tokens in two launches, on the plain cores: gate and up, down with the sum over the experts.
+"""Experts of one or two tokens in two launches on CUDA cores: gate and up, then down with the sum over the experts.
 
-Tensor cores have nothing to do here, as in `gemv.py`: a program reads a few rows of an expert's weights, whole. There
-is nothing to sort and nobody to look for, as each choice of a token has programs of its own. An expert of both tokens
-is read twice, the second time from the cache.
+As in `gemv.py`, tensor cores would not help: a program computes a few columns of an expert over all of k. Each (token,
+expert) pair has its own programs, so there is no sort and no search. An expert that both tokens chose is read twice,
+the second time from the cache.
 
-Weights are not asked for before the kernel before ends, as they are in `gemv.py`: of shared experts, and of down, whose
-choice is known by then, it was tried on an H200, and won nothing.
+Unlike `gemv.py`, weights are not prefetched while the previous kernel runs. On an H200, prefetching the shared experts
+and down, whose ids are known by then, gained nothing.
 """
 
 import triton
@@ -16,17 +16,17 @@ from mla_compile.ops.dependent_launch import early_options, wait_for_kernel_befo
 from mla_compile.ops.experts.kernels.experts import Down, GateUp, gate_and_up, padding_of, runs
 from mla_compile.ops.experts.operands import ExpertOperands
 from mla_compile.ops.linear.kernels.fp8 import BLOCK
-from mla_compile.ops.linear.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
+from mla_compile.ops.linear.kernels.gemv_units import load_units, unit_places, unit_sums, unit_zeros
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
     x,  # [tokens, HIDDEN]
     weights,  # `GateUp`
-    scales,  # likewise
+    scales,  # `GateUp`
     activated,  # [tokens, SHARED + TOPK, INTERMEDIATE], in the dtype of x
     topk_ids,  # int64 [tokens, TOPK]
-    row_lens,  # int32 [rows], see `runs`; None: no token is padding
+    row_lens,  # int32 [rows], see `runs`; None if no token is padding
     rows,
     q_len,
     TOPK: tl.constexpr,
@@ -37,7 +37,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`silu(gate) * up` of an expert of a token, BLOCK_C columns; grid `[blocks of columns, tokens, SHARED + TOPK]`."""
+    """BLOCK_C columns of `silu(gate) * up` of one pair; grid `[tiles of columns, tokens, SHARED + TOPK]`."""
     wait_for_kernel_before(EARLY)
     token = tl.program_id(1)
     nth = tl.program_id(2)
@@ -75,7 +75,7 @@ def gate_up_kernel(
 
 @triton.jit
 def _down(inner, row_at, scale_at, total, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`total`, `[BLOCK_C, units]`, and the products of an expert's rows by what it activated."""
+    """`total` `[BLOCK_C, units]` plus the product of an expert's down weights and its activations `inner`."""
     for start in range(0, WIDTH, BLOCK_K):
         k = unit_places(start, BLOCK_K)
         w = load_units(row_at, k, WIDTH, BLOCK_K)
@@ -102,10 +102,7 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The sum of a token's experts' down projections by their weights, BLOCK_C columns.
-
-    Grid `[blocks of columns, tokens]`.
-    """
+    """BLOCK_C columns of the weighted sum of a token's down projections; grid `[tiles of columns, tokens]`."""
     wait_for_kernel_before(EARLY)
     token = tl.program_id(1)
     activated += token * ((SHARED + TOPK) * INTERMEDIATE)
@@ -144,10 +141,10 @@ def moe_gemv(
     gate_up: tuple[int, int, int] | None = None,
     down: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """What `moe_experts_op` computes of one or two tokens; sums in float32.
+    """`moe_experts_op` for one or two tokens; sums in float32.
 
-    gate_up, down: columns, a power of two up to 128, and elements of k, one of 128 or more, that a program reads at a
-        time, and its warps. Unless given, those that were quickest for GLM-4.7-Flash on an H200.
+    gate_up, down: columns per program (a power of two up to 128), elements of k per iteration (a power of two from 128
+        on), and warps. The defaults were the fastest for GLM-4.7-Flash on an H200.
     """
     x, topk_weights, topk_ids, _, w_down, row_lens, q_len, *_ = operands
     tokens, (hidden, intermediate) = x.shape[0], w_down.shape[1:]

@@ -1,10 +1,10 @@
-"""The router of a MoE layer: the experts' scores, then each token's choice.
+"""The router of a MoE layer: the scores of the experts, then the top-k of each token.
 
-Few tokens: the time is that of reading the router's weights once, so experts are divided among programs, and a program
-keeps to the plain cores, on which products of bfloat16 are exact in float32. Many tokens are divided too.
+For few tokens the time is one read of the router's weights, so experts are divided among programs. Programs use CUDA
+cores, where products of bfloat16 are exact in float32. Many tokens are divided among programs too.
 
-`router_triton` gives a token the same bits in any batch: an expert's product with it is added up in one order, and the
-choice sees one token alone. The lowest id wins among equal scores.
+`router_triton` gives a token the same bits in any batch: it adds an expert's dot product in one order, and a top-k
+program takes one token. Among equal scores the lowest id wins.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ from mla_compile.ops.device import aligned_rows, power_of_two
 from mla_compile.ops.dispatch import HALF
 
 _EXPERTS = 4
-"""Experts of a program: GLM's 64 make 16 programs for one token, DeepSeek-V3's 256 make 64."""
+"""Experts per program: 16 programs for a token of GLM (64 experts), 64 for one of DeepSeek-V3 (256 experts)."""
 _TOKENS = 8
-"""Tokens of a program where there are many: 512 of them read the weights from the cache 64 times."""
+"""Tokens per program if there are many: 512 tokens read the weights from the cache 64 times."""
 _FEW = 32
-"""Tokens up to which each has programs of its own: an H200 took 6.5 us for eight in a row, 2.4 for one."""
+"""Most tokens with one token per program. On an H200 eight tokens in sequence take 6.5 us, one takes 2.4 us."""
 _COLUMNS = 1024
 
 
@@ -34,7 +34,7 @@ def _up_to_power(n: int) -> int:
 
 
 class _Rule(NamedTuple):
-    """How experts are chosen, which a kernel is compiled for: see `choose_experts`."""
+    """How experts are chosen (see `choose_experts`), as a constant of a kernel."""
 
     topk: int
     num_groups: int
@@ -46,7 +46,7 @@ class _Rule(NamedTuple):
 
 @triton.jit(do_not_specialize=["tokens"])
 def logits_kernel(
-    x,  # [tokens, HIDDEN], rows x_stride apart
+    x,  # [tokens, HIDDEN], strides (x_stride, 1)
     weight,  # [EXPERTS, HIDDEN], contiguous
     logits,  # float32 [tokens, EXPERTS]
     x_stride,
@@ -75,13 +75,13 @@ def logits_kernel(
 
 @triton.jit
 def norm_logits_kernel(
-    x,  # [tokens, HIDDEN], rows x_stride apart
-    residual,  # likewise
-    norm_weight,  # [HIDDEN]; None: no weight
+    x,  # [tokens, HIDDEN], strides (x_stride, 1)
+    residual,  # [tokens, HIDDEN], strides (residual_stride, 1)
+    norm_weight,  # [HIDDEN] or None
     weight,  # [EXPERTS, HIDDEN], contiguous
     logits,  # float32 [tokens, EXPERTS]
     normed,  # [tokens, HIDDEN], contiguous
-    total,  # likewise: x + residual
+    total,  # [tokens, HIDDEN], contiguous: x + residual
     x_stride,
     residual_stride,
     eps,
@@ -91,14 +91,14 @@ def norm_logits_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`logits_kernel` of a token's norm, which its first program writes. Grid `[blocks of experts, tokens]`."""
+    """`logits_kernel` of the norm of a token, whose first program writes it. Grid `[blocks of experts, tokens]`."""
     wait_for_kernel_before(EARLY)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     token = tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK)
     inside = k < HIDDEN
     dtype = normed.dtype.element_ty
-    # All is asked for before the sum over the threads is waited for.
+    # All loads are issued before the reduction over threads.
     of_experts = weight + e[:, None] * HIDDEN + k[None, :]
     w = tl.load(of_experts, mask=(e < EXPERTS)[:, None] & inside[None, :], other=0.0)
     factor = 1.0
@@ -123,7 +123,7 @@ def norm_logits_kernel(
 
 @triton.jit
 def _first_best(values, ids, none: tl.constexpr):
-    """The best of a vector, and its lowest id; `none` where all are NaN."""
+    """The maximum of a vector and the lowest id that has it; the id is `none` if all values are NaN."""
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, ids, none), 0)
 
@@ -149,7 +149,7 @@ def _within_best_groups(choice, g, p, PER_GROUP: tl.constexpr, RULE: tl.constexp
 @triton.jit
 def choice_kernel(
     logits,  # float32 [tokens, EXPERTS]
-    bias,  # [EXPERTS]; None: no bias
+    bias,  # [EXPERTS] or None
     weights,  # float32 [tokens, topk]
     ids,  # int64 [tokens, topk]
     EXPERTS: tl.constexpr,
@@ -190,12 +190,12 @@ def choice_kernel(
     flat_expert = tl.reshape(expert, [BLOCK_G * BLOCK_P])
     for i in tl.static_range(TOPK):
         _, best = _first_best(flat_choice, flat_expert, EXPERTS)
-        best = tl.minimum(best, EXPERTS - 1)  # NaN is chosen by nobody
+        best = tl.minimum(best, EXPERTS - 1)  # all scores may be NaN
         mine = flat_expert == best
         chosen = tl.where(k == i, best, chosen)
         chosen_scores = tl.where(k == i, tl.sum(tl.where(mine, flat_scores, 0.0), 0), chosen_scores)
         flat_choice = tl.where(mine, -float("inf"), flat_choice)
-        flat_expert = tl.where(mine, EXPERTS, flat_expert)  # nor a second time, where only -inf is left
+        flat_expert = tl.where(mine, EXPERTS, flat_expert)  # not twice, even if only -inf is left
     if RULE.normalize:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, 0) + 1e-20)
     tl.store(weights + token * TOPK + k, chosen_scores * RULE.scaling, mask=k < TOPK)
@@ -203,7 +203,7 @@ def choice_kernel(
 
 
 def router_triton(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
-    """What `moe_router` computes, with its arguments, on the GPU or in Triton's interpreter."""
+    """`moe_router` on the GPU or in Triton's interpreter."""
     x, stride = aligned_rows(x)
     (tokens, hidden), experts = x.shape, weight.shape[0]
     block_t = 1 if tokens <= _FEW else _TOKENS
@@ -234,14 +234,14 @@ def norm_router_triton(
     bias: Tensor | None,
     *rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `norm_router` computes of few tokens, with its arguments, on the GPU or in Triton's interpreter."""
+    """`norm_router` for few tokens, on the GPU or in Triton's interpreter."""
     (x, x_stride), (residual, residual_stride) = aligned_rows(x), aligned_rows(residual)
     (tokens, hidden), experts = x.shape, weight.shape[0]
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
     normed, total = (
         x.new_empty(tokens, hidden),
         x.new_empty(tokens, hidden),
-    )  # an op's results share no memory
+    )  # separate tensors, as results of an op may not share memory
     block = power_of_two(hidden)
     norm_logits_kernel[(triton.cdiv(experts, _EXPERTS), tokens)](
         *(x, residual, None if norm_weight is None else norm_weight.contiguous(), weight.contiguous()),
@@ -257,9 +257,9 @@ def norm_router_triton(
 
 
 def router_product(x: Tensor, weight: Tensor, bias: Tensor | None, *rule: Any) -> tuple[Tensor, Tensor]:
-    """`router_triton` with scores by cuBLAS, whose order of a sum depends on how many tokens there are."""
+    """`router_triton` with scores by cuBLAS, whose order of addition depends on the number of tokens."""
     if x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF:
-        logits = torch.mm(x, weight.T, out_dtype=torch.float32)  # products are exact, and added in float32
+        logits = torch.mm(x, weight.T, out_dtype=torch.float32)  # exact products, added in float32
     else:
         logits = F.linear(x.float(), weight.float())
     return _choose(logits, bias, *rule)

@@ -1,11 +1,11 @@
 """`x @ weight.T` on tensor cores, block by block along k, for weights in half precision and in block FP8.
 
-Of few tokens, columns alone would be too few to fill the GPU, so the warps of a program share its rows of the weight
-along k. The weight comes to the cache while the kernel before still runs (`dependent_launch.py`). FP8's values
-(`ops/linear/fp8.py`), exact in every dtype of x, are multiplied, and each block's sum is scaled.
+For few tokens, tiles of columns alone are too few programs to fill the GPU, so the warps of a program split k. The
+weight is prefetched to the L2 cache while the previous kernel still runs (`dependent_launch.py`). FP8 values, which are
+exact in every dtype of x, are multiplied, and the sum of each block is scaled (`ops/linear/fp8.py`).
 
-In what order a row adds depends on its length alone: a part has every second or fourth block, in their order, and
-parts are added one after another. Batch-invariant products of many tokens have a kernel that adds so too.
+The order of addition depends on k only. A split takes every second or fourth block along k, in order, and the partial
+sums of the splits are added in order. Batch-invariant matmuls of many tokens have a kernel with the same order.
 """
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_compile.ops.dependent_launch import early_options, prefetch_rows, wait_for_kernel_before
 from mla_compile.ops.device import device_of
 from mla_compile.ops.linear.kernels.fp8 import BLOCK, values
-from mla_compile.ops.linear.kernels.parts import add_parts
+from mla_compile.ops.linear.kernels.split_k import add_parts
 from mla_compile.ops.linear.tiles import (
     MOST_SHARING,
     ProductTiles,
@@ -29,7 +29,7 @@ from mla_compile.ops.linear.tiles import (
 
 @triton.jit
 def _sum_of(parts):
-    """The sum of 1, 2 or 4 parts, `[parts, ...]`, in their order."""
+    """The sum of the partial sums of 1, 2 or 4 splits, `[PARTS, ...]`, in order."""
     PARTS: tl.constexpr = parts.shape[0]
     ROWS: tl.constexpr = parts.shape[1]
     COLUMNS: tl.constexpr = parts.shape[2]
@@ -48,9 +48,9 @@ def _sum_of(parts):
 
 @triton.jit(do_not_specialize=["tokens"])
 def blocks_kernel(
-    x,  # [tokens, K], rows x_stride apart, elements side by side
+    x,  # [tokens, K], strides (x_stride, 1)
     weight,  # [columns, K], contiguous
-    scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)], contiguous; None: the weight is not FP8
+    scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)], contiguous; None if the weight is not FP8
     out,  # [tokens, columns]
     x_stride,
     tokens,
@@ -62,10 +62,10 @@ def blocks_kernel(
     IN_ORDER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_T tokens, BLOCK_C columns, of one block; grid `[tiles of columns, tiles of tokens]`.
+    """A tile of BLOCK_T tokens and BLOCK_C columns, within one block; grid `[tiles of columns, tiles of tokens]`.
 
-    A block along k is a product of its own, `[BLOCK_C, BLOCK] @ [BLOCK, BLOCK_T]`, and the warps share the blocks.
-    IN_ORDER: as `values` takes it.
+    Each block along k is one dot, `[BLOCK_C, BLOCK] @ [BLOCK, BLOCK_T]`. An iteration takes BLOCK_K / BLOCK of them,
+    one per warp. IN_ORDER: see `values`.
     """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -97,7 +97,7 @@ def many_blocks_kernel(
     x,  # as in `blocks_kernel`
     weight,
     scale,
-    out,  # [tokens, columns]; SPLIT: float32 [PARTS, tokens, columns]
+    out,  # [tokens, columns]; with SPLIT float32 [PARTS, tokens, columns]
     x_stride,
     tokens,
     columns,
@@ -109,9 +109,9 @@ def many_blocks_kernel(
     BLOCK_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ):
-    """What `blocks_kernel` computes with PARTS parts, of many tokens: a program takes all of them, or SPLIT: one.
+    """`blocks_kernel` with PARTS splits along k, for many tokens. A program computes all splits, or one with SPLIT.
 
-    Grid `[tiles of tokens * tiles of columns, PARTS or 1]`. Programs of the same columns follow one another: all but
+    Grid `[tiles of tokens * tiles of columns, PARTS or 1]`. Programs of the same columns are consecutive, so all but
     the first find the weights in the cache.
     """
     tl.static_assert(BLOCK_K == BLOCK)
@@ -151,10 +151,10 @@ def multiply(
     *,
     in_order: bool = False,
 ) -> Tensor:
-    """`x @ weight.T` of a few tokens.
+    """`x @ weight.T` for a few tokens.
 
-    tiles: a number of columns that divides 128, and 1, 2 or 4 blocks of k; chosen by `tiles.py` unless given.
-    in_order: have a token's bits be those of `multiply_in_order`.
+    tiles: by default from `tiles.py`. The columns must divide 128, and the depth be 1, 2 or 4 blocks of k.
+    in_order: whether a token gets the bits of `multiply_in_order`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (tokens, k), columns = x.shape, weight.shape[0]
@@ -178,10 +178,10 @@ def multiply_in_order(
     tiles: ProductTiles | None = None,
     split: bool | None = None,
 ) -> Tensor:
-    """`x @ weight.T`, where a token's bits depend on no other token, for x in half precision.
+    """Batch-invariant `x @ weight.T` for x in half precision.
 
-    tiles, and whether parts go to programs of their own: chosen by `tiles.py` unless given, and asked for with few
-        tokens too where one is. Neither changes a bit.
+    tiles, split (whether each split along k has its own programs): by default from `tiles.py`; neither changes bits. If
+        one is given, `many_blocks_kernel` runs for few tokens too.
     """
     (tokens, k), columns = x.shape, weight.shape[0]
     if tokens <= MOST_SHARING and tiles is None and split is None:

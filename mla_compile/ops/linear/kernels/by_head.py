@@ -1,7 +1,7 @@
-"""A matrix for each head, by few tokens: a program reads a few columns of one of them.
+"""Matmul of few tokens by one matrix per head: a program computes a few columns of one head.
 
-One or two tokens are multiplied on the plain cores, more on tensor cores. As in `gemv.py` weights come to the cache
-while the kernel before still runs.
+One or two tokens use CUDA cores, more use tensor cores. As in `gemv.py`, weights are prefetched to the L2 cache while
+the previous kernel still runs.
 """
 
 import triton
@@ -24,7 +24,7 @@ def _prefetch(
     BLOCK_N: tl.constexpr,
     ALONG_K: tl.constexpr,
 ):
-    """Bring columns n, BLOCK_N of them, of a head's matrix to the cache. BLOCK_K: K rounded up to a power of two."""
+    """Prefetch the BLOCK_N columns n of a head's matrix to L2. BLOCK_K: K rounded up to a power of two."""
     LINE: tl.constexpr = 1024 // of_head.dtype.element_ty.primitive_bitwidth
     if ALONG_K:
         line = tl.minimum(LINE * tl.arange(0, BLOCK_K // LINE), K - 1)
@@ -37,7 +37,7 @@ def _prefetch(
 
 @triton.jit
 def by_head_kernel(
-    x,  # [TOKENS, heads, K], elements of k side by side
+    x,  # [TOKENS, heads, K], last stride 1
     w,  # [heads, K, N], one of the last two strides 1
     out,  # [TOKENS, heads, N], contiguous
     x_strides,
@@ -50,7 +50,7 @@ def by_head_kernel(
     ALONG_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_N columns of a head; grid `[blocks of columns, heads]`. ALONG_K: whether elements of k lie side by side."""
+    """BLOCK_N columns of a head; grid `[blocks of columns, heads]`. ALONG_K: whether the stride of w along k is 1."""
     head = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -85,7 +85,7 @@ def by_head_tiles_kernel(
     ALONG_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_T tokens, BLOCK_C columns of a head; grid `[blocks of columns, heads, blocks of tokens]`."""
+    """A tile of BLOCK_T tokens and BLOCK_C columns of a head; grid `[tiles of columns, heads, tiles of tokens]`."""
     head = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     t = (tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -108,7 +108,7 @@ def by_head_tiles_kernel(
 
 
 def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
-    """What `matmul_by_head` computes of one or two tokens."""
+    """`matmul_by_head` for one or two tokens."""
     x = x if x.stride(2) == 1 else x.contiguous()
     tokens, heads, k = x.shape
     n = w.shape[2]
@@ -130,7 +130,7 @@ def multiply_by_head_triton(x: Tensor, w: Tensor) -> Tensor:
 
 
 def multiply_by_head_tiles(x: Tensor, w: Tensor, *, tiles: ProductTiles | None = None) -> Tensor:
-    """What `matmul_by_head` computes of a few tokens in half precision; tiles: chosen by `tiles.py` unless given."""
+    """`matmul_by_head` for a few tokens in half precision. tiles: by default from `tiles.py`."""
     x = x if x.stride(2) == 1 else x.contiguous()
     tokens, heads, k = x.shape
     n = w.shape[2]

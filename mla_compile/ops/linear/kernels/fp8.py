@@ -1,4 +1,4 @@
-"""Block-FP8 weights in kernels: one definition of their values, `ops/linear/fp8.py`, for all that read them."""
+"""Block-FP8 weights in kernels: the conversion and scaling (`ops/linear/fp8.py`) that all kernels share."""
 
 import torch
 import triton
@@ -9,16 +9,16 @@ from mla_compile.ops.linear import fp8
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter knows no assembly."""
+"""Triton's interpreter does not run inline assembly."""
 
 
 @triton.jit
 def values(weight, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
-    """Weights of FP8 without their scales, exact in every dtype.
+    """FP8 weights without their scales, in `dtype`, which holds them exactly.
 
-    IN_ORDER: so that a product adds them along k as it adds weights that never were FP8. Seeing FP8, Triton lays the
-    operands of instructions that take them from registers out in another order, which is quicker to load. The move
-    hides from it that they were FP8. Hopper's instructions for tiles of 64 rows have one order anyway.
+    IN_ORDER: whether a dot adds along k in the order of half-precision weights. For FP8 weights, Triton lays operands
+    that an instruction reads from registers out in another order, which is faster to load. The `mov` hides the FP8
+    origin from Triton. Hopper's instructions for tiles of 64 rows have one order in any case.
     """
     result = weight.to(tl.float32).to(dtype)
     if IN_ORDER and dtype != tl.float32 and not _INTERPRETED:
@@ -30,7 +30,7 @@ def values(weight, dtype: tl.constexpr, IN_ORDER: tl.constexpr):
 
 @triton.jit
 def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
-    """What `add_product` adds to first: columns by tokens, or where weights are not in FP8 tokens by columns."""
+    """The initial accumulator of `add_product`: `[columns, tokens]` for FP8 weights, else `[tokens, columns]`."""
     if scale is not None:
         return tl.zeros([BLOCK_C, BLOCK_T], tl.float32)
     else:
@@ -39,13 +39,12 @@ def zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, scale):
 
 @triton.jit
 def add_product(result, h, w, scale, IN_ORDER: tl.constexpr):
-    """`result` and a product: of tokens, `h` `[tokens, k]`, by rows of a weight, `w` `[columns, k]`.
+    """`result` plus the product of tokens `h` `[tokens, k]` and weights `w` `[columns, k]`.
 
-    scale: `[columns]`, of these rows where k is within a block: values of FP8 are multiplied as they are, and the sum
-        by the scale. Rows of the weight are those of the tile, as an instruction takes these from registers. None: the
-        weight is not FP8.
+    scale: `[columns]`, the scales of these weights, with k within one block; None if the weight is not FP8. The sum of
+        the unscaled products is multiplied by it. FP8 weights are along M, which an instruction reads from registers.
     """
-    # Float32 on the plain cores: tensor cores would round it.
+    # "ieee": float32 uses CUDA cores, as tensor cores would round it.
     if scale is None:
         return tl.dot(h, tl.trans(w), result, input_precision="ieee")
     else:
@@ -62,7 +61,7 @@ def dequantize_kernel(
     columns,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows of one block of columns; grid `[blocks of columns, tiles of rows]`."""
+    """A tile of ROWS matrix rows in one block of columns; grid `[blocks of columns, tiles of rows]`."""
     r = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
@@ -73,7 +72,7 @@ def dequantize_kernel(
 
 
 def dequantize_triton(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in FP8, `[rows, columns]`, in another dtype."""
+    """An FP8 weight `[rows, columns]`, dequantised to a dtype."""
     rows, columns = weight.shape
     out = weight.new_empty(weight.shape, dtype=dtype)
     grid = (triton.cdiv(columns, fp8.BLOCK), triton.cdiv(rows, 32))

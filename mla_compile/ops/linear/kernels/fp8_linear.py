@@ -1,8 +1,8 @@
-"""`x @ weight.T` by a weight in block FP8, `ops/linear/fp8.py`: half of the bytes are read, and converted in registers.
+"""`x @ weight.T` by a block-FP8 weight (`ops/linear/fp8.py`): kernels read half of the bytes and convert in registers.
 
-One token is multiplied on the plain cores (`gemv.py`), others on tensor cores, block by block (`blocks.py`). Both
-multiply the values of FP8, which are exact in every dtype of x, and scale a sum. Of many tokens the conversion, which
-every tile of tokens repeats, takes longer than to write the weight dequantised once.
+One token uses CUDA cores (`gemv.py`); more use tensor cores, block by block (`blocks.py`). Both multiply FP8 values,
+which are exact in every dtype of x, and scale a sum. Every tile of tokens repeats the conversion, so for many tokens it
+is faster to write the dequantised weight once.
 """
 
 from functools import partial
@@ -19,26 +19,23 @@ from mla_compile.ops.linear.tiles import ProductTiles
 
 
 def linear_gemv(operands: FP8LinearOperands, *, tiles: gemv.Tiles | None = None) -> Tensor:
-    """What `fp8_linear` computes of one token.
-
-    tiles: chosen by `gemv.fp8_tiles` unless given.
-    """
+    """`fp8_linear` for one token. tiles: by default from `gemv.fp8_tiles`."""
     chosen = tiles or gemv.fp8_tiles(operands.x.shape[1])
     return each_matrix(lambda x, weight, scale: gemv.multiply(x, weight, scale, chosen)[0], operands)
 
 
 def linear_blocks(operands: FP8LinearOperands, *, tiles: ProductTiles | None = None) -> Tensor:
-    """What `fp8_linear` computes of a few tokens in half precision."""
+    """`fp8_linear` for a few tokens in half precision."""
     return each_matrix(partial(blocks.multiply, tiles=tiles), operands)
 
 
 def linear_in_order(operands: FP8LinearOperands) -> Tensor:
-    """What `fp8_linear` computes in half precision, with the same bits of a token in every number of tokens."""
+    """Batch-invariant `fp8_linear` in half precision."""
     return each_matrix(blocks.multiply_in_order, operands)
 
 
 def linear_dequantized(operands: FP8LinearOperands) -> Tensor:
-    """What `fp8_linear` computes: the weight is written dequantised, and cuBLAS multiplies."""
+    """`fp8_linear` that writes the dequantised weight and multiplies by cuBLAS."""
 
     def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

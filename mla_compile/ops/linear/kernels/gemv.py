@@ -1,10 +1,11 @@
-"""`x @ weight.T` of one or two tokens, on the plain cores: a program reads a few rows of the weight, whole.
+"""`x @ weight.T` for one or two tokens on CUDA cores: a program computes a few columns over all of k.
 
-Tensor cores have nothing to do here, and what feeds them waits for whole tiles of weights. The weight comes to the
-cache while the kernel before still runs (`dependent_launch.py`). It may be in block FP8, `ops/linear/fp8.py`.
+Tensor cores would not help: reading the weight takes the time, and their pipeline waits for whole tiles. The weight is
+prefetched to the L2 cache while the previous kernel still runs (`dependent_launch.py`). It may be block FP8
+(`ops/linear/fp8.py`).
 
-The tokens may be normed first, and a residual be added to them before. Every program does that by itself, as it reads
-them whole anyway: it adds up their squares beside the products, which are divided by the root in the end.
+The kernel can add a residual to the tokens and norm them first. Every program reads whole tokens, so each sums their
+squares along with the products, and divides the result by the root mean square at the end.
 """
 
 from typing import NamedTuple
@@ -15,17 +16,17 @@ from torch import Tensor
 
 from mla_compile.ops.dependent_launch import early_options, prefetch_rows, wait_for_kernel_before
 from mla_compile.ops.linear.kernels.fp8 import BLOCK
-from mla_compile.ops.linear.kernels.rows import load_units, unit_places, unit_sums, unit_zeros
+from mla_compile.ops.linear.kernels.gemv_units import load_units, unit_places, unit_sums, unit_zeros
 
 Tiles = tuple[int, int, int]
-"""Rows of the weight and elements of k, 8 or more a thread, that a program reads at a time, and its warps."""
+"""Output columns of a program, elements of k per iteration (8 or more per thread), and warps."""
 
 
 @triton.jit
 def _units_of_token(x, residual, norm_weight, total, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A token's elements at places k, float32 `[units, UNIT]`, with the norm's weight, and their squares by units.
+    """A token's elements at offsets k times the norm's weight, float32 `[units, UNIT]`, and its squares' sum per unit.
 
-    The first program writes the sum with the residual.
+    The first program writes the sum of token and residual to `total`.
     """
     h = load_units(x, k, K, BLOCK_K).to(tl.float32)
     if residual is not None:
@@ -40,7 +41,7 @@ def _units_of_token(x, residual, norm_weight, total, k, K: tl.constexpr, BLOCK_K
 
 @triton.jit
 def _store(at, sums, squares, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
-    """Write a token's columns, by the root of its mean square where it is normed."""
+    """Write a token's columns, with NORM divided by the token's root mean square."""
     result = tl.sum(sums, 1)
     if NORM:
         result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -49,13 +50,13 @@ def _store(at, sums, squares, inside, eps, K: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def gemv_kernel(
-    x,  # [TOKENS, K], rows x_stride apart, elements side by side
-    residual,  # likewise; None: nothing is added
-    norm_weight,  # [K]; None: no weight
+    x,  # [TOKENS, K], strides (x_stride, 1)
+    residual,  # [TOKENS, K], strides (residual_stride, 1); or None
+    norm_weight,  # [K] or None
     weight,  # [columns, K], contiguous
-    scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)]; None: the weight is not FP8
+    scale,  # float32 [ceil(columns / BLOCK), ceil(K / BLOCK)]; None if the weight is not FP8
     out,  # [TOKENS, columns]
-    total,  # [TOKENS, K], x + residual; not written without a residual
+    total,  # [TOKENS, K], x + residual; unwritten without a residual
     x_stride,
     residual_stride,
     columns,
@@ -67,7 +68,7 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_C columns of the result, of FP8 all of one block; grid `[blocks of columns]`."""
+    """BLOCK_C columns of the result, for FP8 within one block; grid `[tiles of columns]`."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     row_at = weight + tl.minimum(c, columns - 1).to(tl.int64) * K
     if EARLY:
@@ -99,7 +100,7 @@ def gemv_kernel(
 
 
 class Norm(NamedTuple):
-    """What is done to tokens before the product."""
+    """The norm before the matmul."""
 
     residual: Tensor | None
     weight: Tensor | None
@@ -109,9 +110,9 @@ class Norm(NamedTuple):
 def multiply(
     x: Tensor, weight: Tensor, scale: Tensor | None, tiles: Tiles, norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x @ weight.T` of one or two tokens, or of their norm; and their sum with its residual, empty without one.
+    """`x @ weight.T` of one or two tokens or of their norm, and x + residual, which is empty without a residual.
 
-    tiles: of FP8 with a number of rows that divides 128.
+    tiles: for FP8 the number of columns must divide 128.
     """
     residual, norm_weight, eps = norm or (None, None, 0.0)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -138,15 +139,15 @@ def multiply(
 
 
 def half_tiles(k: int) -> Tiles:
-    """For weights in half precision: those that were quickest for products of GLM-4.7-Flash on an H200."""
+    """Tiles for half-precision weights: the fastest for GLM-4.7-Flash on an H200."""
     return (4, 1024, 4) if k <= 1024 else (2, 2048, 2)
 
 
 def fp8_tiles(k: int, norm: bool = False) -> Tiles:
-    """For weights in FP8: likewise, and above 2048 elements for those of DeepSeek-V3.
+    """Tiles for FP8 weights: the fastest on an H200, for GLM-4.7-Flash up to k = 2048, for DeepSeek-V3 above.
 
-    norm: whether tokens are normed first. Each program then reads the norm's weight and the residual too, which is dear
-        for one or two rows of the weight.
+    norm: whether tokens are normed first. Each program then reads the norm's weight and the residual too, which is
+        expensive for programs of one or two columns.
     """
     if norm or k <= 2048:
         return 4, 1024 if k <= 1024 else 2048, 4

@@ -1,4 +1,4 @@
-"""Products of few tokens, by kernels that take weights of both kinds (`gemv.py`, `blocks.py`)."""
+"""Linear ops for few tokens by the kernels that take half-precision and FP8 weights (`gemv.py`, `blocks.py`)."""
 
 from torch import Tensor
 
@@ -11,9 +11,9 @@ from mla_compile.ops.linear.tiles import ProductTiles
 def linear_gemv(
     x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: gemv.Tiles | None = None
 ) -> Tensor:
-    """What `fused_linear` computes of one or two tokens, by weights that are one matrix in memory.
+    """`fused_linear` for one or two tokens and weights that are one matrix in memory.
 
-    tiles: chosen by `gemv.half_tiles` unless given.
+    tiles: by default from `gemv.half_tiles`.
     """
     return gemv.multiply(x, one_matrix(first, second), None, tiles or gemv.half_tiles(x.shape[1]))[0]
 
@@ -21,17 +21,17 @@ def linear_gemv(
 def linear_blocks(
     x: Tensor, first: Tensor, second: Tensor | None = None, *, tiles: ProductTiles | None = None
 ) -> Tensor:
-    """What `fused_linear` computes of a few tokens, by weights that are one matrix in memory."""
+    """`fused_linear` for a few tokens and weights that are one matrix in memory."""
     return blocks.multiply(x, one_matrix(first, second), None, tiles)
 
 
 def matmul_in_order(x: Tensor, w: Tensor) -> Tensor:
-    """What `batch_invariant_matmul` computes by one matrix, whose columns lie along memory."""
+    """`batch_invariant_matmul` by one group's matrix `w`, whose transpose is contiguous."""
     return blocks.multiply_in_order(x[:, 0], w[0].t(), None).unsqueeze(1)
 
 
 def norm_linear_gemv(operands: NormLinearOperands) -> tuple[Tensor, Tensor]:
-    """What `norm_linear` computes of one or two tokens, of FP8 one, by weights that are one matrix in memory."""
+    """`norm_linear` for one or two tokens (one with FP8) and weights that are one matrix in memory."""
     x, residual, norm_weight, eps, first, first_scale, second, second_scale = operands
     weight, scale = one_matrix(first, second), None
     tiles = gemv.half_tiles(x.shape[1])

@@ -1,7 +1,7 @@
-"""`x @ w` for a matrix of weights a group, with one order along k: a row's bits do not depend on the other rows.
+"""`x @ w` for one matrix per group, with one order along k: a token's bits do not depend on the other tokens.
 
-In half precision a program takes all of k. In float32, on the plain cores, that would take few programs long: k is in
-parts of a fixed length, which programs of their own may take. Parts are added in their order, whoever computed them.
+In half precision a program computes all of k. Float32 runs on CUDA cores, where few programs would take long, so k is
+divided into splits of fixed length, which may have their own programs. Partial sums are added in order either way.
 """
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from mla_compile.ops.device import device_of
 from mla_compile.ops.linear.fp8 import each_matrix
 from mla_compile.ops.linear.kernels.fp8 import dequantize_triton
-from mla_compile.ops.linear.kernels.parts import add_parts
+from mla_compile.ops.linear.kernels.split_k import add_parts
 from mla_compile.ops.linear.operands import FP8LinearOperands
 from mla_compile.ops.linear.tiles import ProductTiles, matmul_tiles, splits_matmul
 
 PART = 256
-"""Elements of k whose products float32 adds one after another; their sums are then added in order."""
+"""Elements of k per split in float32. Products are added in order within a split, then splits in order."""
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _partial_sum(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The products of PART elements of k from `first` on, added in their order."""
+    """The sum over PART elements of k from `first` on, added in order."""
     x_at += first
     w_at += tl.cast(first, tl.int64) * w_k_stride
     result = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
@@ -45,7 +45,7 @@ def _partial_sum(
             x_mask, w_mask = in_x & inside[None, :], in_w & inside[:, None]
         rows = tl.load(x_at, mask=x_mask, other=0.0)
         columns = tl.load(w_at, mask=w_mask, other=0.0)
-        # Float32 on the plain cores: tensor cores would round it.
+        # "ieee": float32 uses CUDA cores, as tensor cores would round it.
         result = tl.dot(rows, columns, result, input_precision="ieee")
         x_at += BLOCK_K
         w_at += BLOCK_K * w_k_stride
@@ -56,7 +56,7 @@ def _partial_sum(
 def matmul_kernel(
     x,  # [tokens, groups, K], the last dimension contiguous
     w,  # [groups, K, n]
-    out,  # [tokens, groups, n]; SPLIT: [parts, tokens, groups, n], float32
+    out,  # [tokens, groups, n]; with SPLIT float32 [splits, tokens, groups, n]
     tokens,
     groups,
     n,
@@ -69,9 +69,9 @@ def matmul_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_T tokens, BLOCK_C columns of one group, SPLIT: one part of k.
+    """A tile of BLOCK_T tokens and BLOCK_C columns of one group, over all of k or one split with SPLIT.
 
-    Grid `[tiles of tokens * tiles of columns, groups, parts or 1]`. Programs of the same columns follow one another:
+    Grid `[tiles of tokens * tiles of columns, groups, splits or 1]`. Programs of the same columns are consecutive, so
     all but the first find the weights in the cache.
     """
     token_tiles = (tokens + BLOCK_T - 1) // BLOCK_T
@@ -101,8 +101,8 @@ def matmul_triton(
 ) -> Tensor:
     """`batch_invariant_matmul` on the GPU or in Triton's interpreter.
 
-    The tiles, and whether parts of k go to programs of their own, are chosen by `tiles.py` unless given. Neither
-    changes a bit: float32 adds its parts in their order either way, and half precision has but one.
+    tiles, split (whether each split of k has its own programs): by default from `tiles.py`. Neither changes bits:
+        float32 adds its splits in order either way, and half precision has one split.
     """
     x = x if x.stride(2) == 1 else x.contiguous()
     (tokens, groups, k), n = x.shape, w.shape[2]
@@ -134,7 +134,7 @@ def matmul_triton(
 
 
 def linear_fp8_in_order(operands: FP8LinearOperands) -> Tensor:
-    """What `fp8_linear` computes, of weights that are written dequantised: a row's bits are as in `matmul_triton`."""
+    """Batch-invariant `fp8_linear` that writes the dequantised weight; a token's bits are those of `matmul_triton`."""
 
     def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         columns = dequantize_triton(weight, scale, x.dtype).t()

@@ -1,4 +1,4 @@
-"""RMSNorm of rows, each by one program that holds it, with or without the addition of a residual before."""
+"""RMSNorm with one program per token, with or without the addition of a residual before."""
 
 import torch
 import triton
@@ -11,11 +11,11 @@ from mla_compile.ops.device import aligned_rows, power_of_two, row_warps
 
 @triton.jit
 def rms_norm_kernel(
-    x,  # [rows, COLUMNS], rows x_stride apart
-    residual,  # likewise; None: nothing is added
-    weight,  # [COLUMNS]; None: no weight
-    normed,  # [rows, COLUMNS], contiguous
-    total,  # likewise: x + residual; not written without a residual
+    x,  # [tokens, COLUMNS], strides (x_stride, 1)
+    residual,  # [tokens, COLUMNS], strides (residual_stride, 1); or None
+    weight,  # [COLUMNS] or None
+    normed,  # [tokens, COLUMNS], contiguous
+    total,  # [tokens, COLUMNS], contiguous: x + residual; unwritten without a residual
     x_stride,
     residual_stride,
     eps,
@@ -23,14 +23,14 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid `[rows]`."""
+    """Grid `[tokens]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     dtype = normed.dtype.element_ty
     wait_for_kernel_before(EARLY)
     factor = 1.0
-    if weight is not None:  # asked for before the sum is waited for
+    if weight is not None:  # loaded before the reduction
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
@@ -45,26 +45,26 @@ def rms_norm_kernel(
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """What `fused_rms_norm` computes, with its arguments, on the GPU or in Triton's interpreter."""
+    """`fused_rms_norm` on the GPU or in Triton's interpreter."""
     return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """What `fused_add_rms_norm` computes, with its arguments."""
+    """`fused_add_rms_norm` on the GPU or in Triton's interpreter."""
     return _launch(x, residual, weight, eps)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum is what `normed` is, where there is no residual."""
+    """The norm and `x + residual`; without a residual, both are the norm."""
     x, x_stride = aligned_rows(x)
     residual, residual_stride = (None, 0) if residual is None else aligned_rows(residual)
-    rows, columns = x.shape
-    normed = x.new_empty(rows, columns)
+    tokens, columns = x.shape
+    normed = x.new_empty(tokens, columns)
     total = normed if residual is None else torch.empty_like(normed)
     block = power_of_two(columns)
-    rms_norm_kernel[(rows,)](
+    rms_norm_kernel[(tokens,)](
         x,
         residual,
         None if weight is None else weight.contiguous(),

@@ -1,7 +1,7 @@
-"""The largest number of each row in two launches: that of each part of a row, then that of the parts.
+"""Argmax along the last dimension in two launches: over each split of a matrix row, then over the splits.
 
-A number and its column become one integer. Integers have no NaN, and no two of a row are equal, so the largest is the
-same whatever the parts are.
+A number and its column are packed into one integer key. Keys have no NaN, and no two keys of a matrix row are equal, so
+the result does not depend on the splits.
 """
 
 import torch
@@ -12,17 +12,17 @@ from torch import Tensor
 from mla_compile.ops.device import device_of
 
 _BLOCK = 1024
-"""Columns that a program reads at once: 154,880 bfloat16 logits are 152 programs of 16 bytes a thread."""
+"""Columns per iteration: 154,880 bfloat16 logits make 152 programs, which load 16 bytes per thread."""
 _JOINED = 256
 _PROGRAMS = 16
-"""Programs for a multiprocessor, of four warps each: as many as it can run. For more rows, parts are longer."""
+"""Programs of four warps per multiprocessor: as many as it can run. More matrix rows get longer splits."""
 _LAST = tl.constexpr(0x7FFFFFFF)
 _LEAST = tl.constexpr(-(2**63))
 
 
 @triton.jit
 def _in_order(value):
-    """int32 in the order of floats: NaN is the largest, -0 is 0, and none is the least int32."""
+    """Map floats to int32 in the same order: NaN is the largest, -0 equals 0. No float maps to the least int32."""
     value = value.to(tl.float32)
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ _LAST, bits)
@@ -32,20 +32,20 @@ def _in_order(value):
 
 @triton.jit(do_not_specialize=["blocks"])
 def parts_kernel(
-    x,  # [rows, COLUMNS], rows x_stride apart
-    keys,  # int64 [rows, parts]
+    x,  # [rows, COLUMNS], strides (x_stride, 1)
+    keys,  # int64 [rows, splits]
     x_stride,
-    blocks,  # of a part
+    blocks,  # blocks per split
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The key of each part's largest number: the lower its column, the larger. Grid `[rows, parts]`."""
+    """The largest key of each split; among equal numbers the lowest column has it. Grid `[rows, splits]`."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     best = tl.full([BLOCK], -0x80000000, tl.int32)
     at = tl.zeros([BLOCK], tl.int32)
     for block in range(part * blocks, (part + 1) * blocks):
         column = block * BLOCK + tl.arange(0, BLOCK)
-        # What is not there comes behind all columns that are, so it is never chosen.
+        # Padding has higher columns than all numbers, so it never wins.
         value = tl.load(x + row * x_stride + column, mask=column < COLUMNS, other=-float("inf"))
         order = _in_order(value)
         at = tl.where(order > best, column, at)
@@ -56,12 +56,12 @@ def parts_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def join_kernel(
-    keys,  # int64 [rows, parts]
+    keys,  # int64 [rows, splits]
     columns,  # int64 [rows]
     parts,
     BLOCK: tl.constexpr,
 ):
-    """The column in the largest key of each row; grid `[rows]`."""
+    """The column in the largest key of each matrix row; grid `[rows]`."""
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([BLOCK], _LEAST, tl.int64)
     for start in range(0, parts, BLOCK):
@@ -72,7 +72,7 @@ def join_kernel(
 
 
 def argmax_triton(x: Tensor) -> Tensor:
-    """What `row_argmax` computes, on the GPU or in Triton's interpreter."""
+    """`row_argmax` on the GPU or in Triton's interpreter."""
     rows, columns = x.shape
     of_row = triton.cdiv(columns, _BLOCK)
     blocks = triton.cdiv(of_row, max(1, _PROGRAMS * device_of(x).multiprocessors // rows))

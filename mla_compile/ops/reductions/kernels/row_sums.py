@@ -1,4 +1,4 @@
-"""Sums along rows, each by one program in one order."""
+"""Sums along the last dimension, with one program per matrix row, in one order."""
 
 import torch
 import triton
@@ -8,12 +8,12 @@ from torch import Tensor
 from mla_compile.ops.device import aligned_rows, power_of_two, row_warps
 
 _BLOCK = 2048
-"""Columns that a program holds at once."""
+"""Columns per iteration."""
 
 
 @triton.jit
 def sum_kernel(x, out, stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid `[rows]`; rows of `x` are `stride` apart."""
+    """`out = x.sum(dim=-1)`; the strides of `x` are `(stride, 1)`. Grid `[rows]`."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, COLUMNS, BLOCK):
@@ -23,7 +23,7 @@ def sum_kernel(x, out, stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_triton(x: Tensor) -> Tensor:
-    """What `batch_invariant_sum` computes, on the GPU or in Triton's interpreter."""
+    """`batch_invariant_sum` on the GPU or in Triton's interpreter."""
     x, stride = aligned_rows(x)
     rows, columns = x.shape
     out = x.new_empty(rows, dtype=torch.float32)

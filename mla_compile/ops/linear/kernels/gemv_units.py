@@ -1,7 +1,7 @@
-"""Rows of a weight times a token, on the plain cores: what `gemv.py` and `moe_gemv.py` share.
+"""Dot products of weights and a token on CUDA cores: loads and partial sums that `gemv.py` and `moe_gemv.py` share.
 
-A thread has a unit of a row at a time, and adds up its products by itself. Of FP8 the values are multiplied as they
-are, and a unit's sum by the scale of its block: a multiplication for 8 weights instead of one for each.
+A thread takes one unit of k at a time and adds its products. FP8 values are multiplied unscaled, and the sum of a unit
+is multiplied by the scale of its block: one multiplication per 8 weights instead of one per weight.
 """
 
 import triton
@@ -10,26 +10,26 @@ import triton.language as tl
 from mla_compile.ops.linear.kernels.fp8 import BLOCK
 
 UNIT = tl.constexpr(8)
-"""Elements: 16 bytes of half precision, the most that a thread loads at once, and 8 of FP8. With 16 of FP8 a thread's
-weights and its elements of the token would not be the same ones, and the latter go through shared memory."""
+"""Elements: 16 bytes in half precision, the most that a thread loads at once, and 8 bytes in FP8. With 16 elements of
+FP8, a thread's weights and its elements of the token would differ, and the token would pass through shared memory."""
 
 
 @triton.jit
 def unit_places(start, BLOCK_K: tl.constexpr):
-    """The places of BLOCK_K elements of a row, `[units, UNIT]`."""
+    """The offsets of BLOCK_K elements along k from `start` on, `[units, UNIT]`."""
     return start + tl.arange(0, BLOCK_K // UNIT)[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
 
 
 @triton.jit
 def unit_zeros(ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What `unit_sums` are added to."""
+    """The initial accumulator of `unit_sums`."""
     return tl.zeros([ROWS, BLOCK_K // UNIT], tl.float32)
 
 
 @triton.jit
 def load_units(row_at, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What is at places k of rows, 0 behind their end; of one row `[units, UNIT]`, of `[rows]` pointers one dimension
-    more.
+    """The elements at offsets k from `row_at`, 0 past WIDTH: `[units, UNIT]`, or `[rows, units, UNIT]` for `[rows]`
+    pointers to matrix rows.
     """
     if len(row_at.shape) == 1:
         at = row_at[:, None, None] + k[None, :, :]
@@ -44,10 +44,10 @@ def load_units(row_at, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def unit_sums(w, h, scale_at, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Sums of products by units, float32 `[rows, units]`, of BLOCK_K elements from `start` on.
+    """The sum of `w * h` in each unit, float32 `[rows, units]`, for BLOCK_K elements of k from `start` on.
 
-    w: `[rows, units, UNIT]`; h: of the token, `[units, UNIT]`; scale_at: the scales of the rows' blocks, which all of
-        them share; None: w is not FP8.
+    w: weights of matrix rows, `[rows, units, UNIT]`; h: the token, `[units, UNIT]`.
+    scale_at: the scales along k of the one block that holds all of these matrix rows; None if w is not FP8.
     """
     sums = tl.sum(w.to(tl.float32) * h.to(tl.float32)[None, :, :], 2)
     if scale_at is not None:

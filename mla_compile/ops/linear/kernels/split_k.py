@@ -1,4 +1,4 @@
-"""The sum of partial results, in their order: what programs for parts of a product leave to a launch of its own."""
+"""The second launch of a split-k matmul: it adds the partial sums in order."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["elements"])
 def add_parts_kernel(parts, out, elements, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of PARTS parts, float32 `[PARTS, elements]`, in their order."""
+    """The sum of the partial sums of PARTS splits, float32 `[PARTS, elements]`, in order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < elements
     result = tl.load(parts + i, mask=inside, other=0.0)
@@ -19,7 +19,7 @@ def add_parts_kernel(parts, out, elements, PARTS: tl.constexpr, BLOCK: tl.conste
 
 
 def add_parts(parts: Tensor, out: Tensor) -> Tensor:
-    """`parts.sum(0)`, of contiguous float32 parts, one after another; written to `out`, contiguous, of any dtype."""
+    """Write `parts.sum(0)`, added in order, to `out`. parts: contiguous, float32; out: contiguous, any dtype."""
     grid = (triton.cdiv(out.numel(), _BLOCK),)
     add_parts_kernel[grid](parts, out, out.numel(), PARTS=parts.shape[0], BLOCK=_BLOCK, num_warps=4)
     return out
