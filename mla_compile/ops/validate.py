@@ -304,7 +304,9 @@ def chunk_lengths(prefix: str, prefill: PrefillSegment) -> None:
         return
     (q_lens, ends), tokens = lens.unbind(1), prefill.slot_mapping.shape[0]
     if int(q_lens.sum()) != tokens or bool((q_lens < 0).any() | (ends < q_lens).any()):
-        expected = f"query lengths >= 0 that sum to {tokens} tokens, and sequence lengths >= the query lengths"
+        expected = (
+            f"query lengths >= 0 that sum to {tokens} tokens, and sequence lengths >= the query lengths"
+        )
         raise MLAError(f"{prefix}host_lens", expected, lens.tolist())
     if not is_readable(seq_lens):
         return
