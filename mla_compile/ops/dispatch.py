@@ -47,7 +47,7 @@ class Call:
     capability: the compute capability of a CUDA device.
     captured: whether the call may be recorded in a CUDA graph, so that nothing may be read or computed on the host.
     facts: sizes, strides and dtypes, by the names that `Candidate.constraints` uses.
-    batch_invariant: whether a token's bits must not depend on the rest of the batch, nor on the other new tokens of its row.
+    batch_invariant: whether a token's bits must not depend on the other new tokens of the batch, of any row.
     """
 
     device_type: str
