@@ -1,4 +1,4 @@
-"""Custom ops, and builders of the segments that they take. Importing this package registers the ops with torch."""
+"""The custom ops and the builders of their segments. Importing this package registers the ops with torch."""
 
 from mla_compile.ops.attention import masked_decode, norm_rope  # noqa: F401
 from mla_compile.ops.attention.append import mla_append

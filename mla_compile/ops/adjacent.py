@@ -1,4 +1,4 @@
-"""Weights that lie side by side in memory: two matrices with equally many columns that are the rows of one."""
+"""Weights that are adjacent in memory: two matrices with the same number of columns that form one matrix."""
 
 from torch import Tensor
 
@@ -6,9 +6,9 @@ from mla_compile.torch_internals import storage_key
 
 
 def lies_before(first: Tensor, second: Tensor) -> bool:
-    """Whether matrices with equally many columns are the rows of one: `second` begins in memory where `first` ends.
+    """Whether two matrices with the same number of columns form one: `second` begins in memory where `first` ends.
 
-    Of fake tensors too, which share a storage where the tensors do that they stand for.
+    Works on fake tensors too: they share a storage if the tensors that they represent do.
     """
     return (
         storage_key(first) == storage_key(second)
@@ -20,12 +20,12 @@ def lies_before(first: Tensor, second: Tensor) -> bool:
 
 
 def num_columns(first: Tensor, second: Tensor | None) -> int:
-    """Of the result of a product by these weights."""
+    """Columns of a product with these weights."""
     return first.shape[0] + (0 if second is None else second.shape[0])
 
 
 def one_matrix(first: Tensor, second: Tensor | None) -> Tensor:
-    """`[n_first + n_second, k]`, of weights that lie side by side."""
+    """Adjacent weights as one matrix `[n_first + n_second, k]`, without a copy."""
     if second is None:
         return first
     k = first.shape[1]

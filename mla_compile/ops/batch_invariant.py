@@ -1,4 +1,4 @@
-"""A product and a sum in plain torch of which a token's row has the same bits whatever other rows there are."""
+"""A product and a sum in plain torch that give a token the same bits whatever other tokens the tensor holds."""
 
 import torch
 import torch.nn.functional as F
@@ -8,15 +8,15 @@ from mla_compile.ops.dtypes import accumulate_dtype
 
 
 def product_by_row(x: Tensor, w: Tensor) -> Tensor:
-    """`out[t, g] = x[t, g] @ w[g]`, each token in a product of its own, `[1, k] @ [k, n]`: no shape depends on others.
+    """`out[t, g] = x[t, g] @ w[g]`, a separate `[1, k] @ [k, n]` for each token: no shape depends on other tokens.
 
     x: `[tokens, groups, k]`, w: `[groups, k, n]`, any strides. Returns `[tokens, groups, n]`, contiguous, in the dtype
     of x; sums are in `accumulate_dtype`.
 
-    On the CPU the tokens of a group are one batch of such products. Those of MKL are dot products, whose order depends
-    on k, on n and on where in memory a row begins: so all rows, those of the weights too, begin 64 bytes apart. (Where
-    columns of the weights lie along memory, the order would depend on where the result begins, so they are copied.)
-    Elsewhere batches are not trusted: a kernel may be chosen by their size.
+    On the CPU the tokens of a group are one batch of such products. MKL computes them as dot products. Their order of
+    sums depends on k, n and the address of a matrix row, so all matrix rows, also of the weights, begin at multiples of
+    64 bytes. (If the columns of the weights were contiguous, the order would depend on the result's address, so such
+    weights are copied.) Other devices compute one token per call, as the batch size may decide which kernel runs.
     """
     dtype = accumulate_dtype(x.dtype)
     rows, columns = _aligned(x.to(dtype)), _aligned(w.mT.to(dtype)).mT
@@ -31,7 +31,7 @@ def product_by_row(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The same values, rows contiguous and each from a multiple of 64 bytes on; itself where that is so."""
+    """`x` with contiguous matrix rows that begin at multiples of 64 bytes; a copy unless it is so already."""
     unit = 64 // x.element_size()
     if x.stride(-1) == 1 and x.data_ptr() % 64 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1]):
         return x
@@ -40,7 +40,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def sum_by_row(x: Tensor) -> Tensor:
-    """The sum of each row of `x` `[rows, columns]`, `[rows]` in `accumulate_dtype`, of elementwise sums of halves."""
+    """Sums over the last dimension of `x` `[n, columns]`, by adding halves: `[n]` in `accumulate_dtype`."""
     columns = x.shape[1]
     width = 1 << max(0, columns - 1).bit_length()
     x = F.pad(x.to(accumulate_dtype(x.dtype)), (0, width - columns))

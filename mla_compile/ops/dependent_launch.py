@@ -1,9 +1,8 @@
-"""Kernels that start before the one before them ends (programmatic dependent launch), and wait for it inside.
+"""Kernels that start before the previous kernel ends (programmatic dependent launch), and wait for it inside.
 
 Between two kernels of a CUDA graph a GPU otherwise drains and fills: about a microsecond, as long as many of a decode
-step's kernels take. A kernel that starts early may have weights brought to the L2 cache before it waits; it reads them
-afterwards, so it sees what was written last. All others are launched as ever, so an early kernel may stand between any
-two.
+step's kernels run. A kernel that starts early may prefetch weights to the L2 cache before it waits. It reads them after
+the wait, so it sees the last writes. Other kernels are launched as usual; an early kernel may stand between any two.
 """
 
 import triton
@@ -15,31 +14,31 @@ from mla_compile.ops.device import device_of
 
 
 def starts_early(tensor: Tensor) -> bool:
-    """Whether kernels on the device of a tensor can."""
+    """Whether kernels on the device of a tensor can start early."""
     return tensor.is_cuda and device_of(tensor).capability >= (9, 0)
 
 
 def early_options(tensor: Tensor) -> dict[str, bool]:
-    """What says so in a launch: a kernel's constant EARLY, and `launch_pdl`."""
+    """Arguments of a launch: a kernel's constant EARLY, and the option `launch_pdl`."""
     starts = starts_early(tensor)
     return {"EARLY": starts, "launch_pdl": starts}
 
 
 @triton.jit
 def wait_for_kernel_before(EARLY: tl.constexpr):
-    """Comes before all reads and writes. From here on the next kernel may start."""
+    """Must precede all reads and writes. The next kernel may start from here on."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
 
 
 _LINES = tl.constexpr(32)
-"""Cache lines of a row that are requested at once."""
+"""Cache lines of a matrix row that are requested at once."""
 
 
 @triton.jit
 def prefetch_rows(row_at, K: tl.constexpr):
-    """Bring rows of K elements, at pointers `[rows]`, to the L2 cache."""
+    """Prefetch matrix rows of K elements, at pointers `[rows]`, to the L2 cache."""
     LINE: tl.constexpr = 1024 // row_at.dtype.element_ty.primitive_bitwidth
     for start in tl.static_range(0, K, LINE * _LINES):
         line = start + LINE * tl.arange(0, _LINES)
@@ -48,7 +47,7 @@ def prefetch_rows(row_at, K: tl.constexpr):
 
 @triton.jit
 def prefetch(pointers):
-    """Bring the cache lines of 128 bytes at these addresses to the L2 cache."""
+    """Prefetch the cache lines of 128 bytes at these addresses to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",

@@ -1,4 +1,4 @@
-"""What kernels ask of a GPU and of Triton, and how they see a matrix. No value of a tensor is read."""
+"""The GPU properties and Triton version that kernels depend on, and matrix strides. No tensor value is read."""
 
 import functools
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Device:
-    """What the plans ask of a GPU."""
+    """The properties of a GPU that decide tiles and grids."""
 
     multiprocessors: int
     capability: tuple[int, int]
@@ -25,13 +25,13 @@ def _cuda_device(index: int) -> Device:
 
 
 def device_of(tensor: Tensor) -> Device:
-    """The GPU of a tensor; one on the CPU, where only Triton's interpreter runs, is planned as if for an H200."""
+    """The GPU of a tensor. CPU tensors, which only Triton's interpreter uses, get the tiles of an H200."""
     return _cuda_device(tensor.device.index) if tensor.is_cuda else H200
 
 
 @functools.cache
 def triton_version() -> tuple[int, ...]:
-    """Major and minor version of the Triton that compiles the kernels; empty where none is installed."""
+    """Major and minor version of the installed Triton; empty if it is not installed."""
     try:
         import triton
     except ImportError:
@@ -40,20 +40,20 @@ def triton_version() -> tuple[int, ...]:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below `n` nor below 16, the least side of a tensor core's tile."""
+    """The smallest power of two >= `n` and >= 16, the smallest side of a tensor core's tile."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program that adds up `block` elements of a row at once: by nothing else, as they decide the order."""
+    """Warps of a program that sums `block` elements at once. Nothing else counts, as warps decide the order of sums."""
     return max(1, min(8, block // 256))
 
 
 def aligned_rows(x: Tensor) -> tuple[Tensor, int]:
-    """`x` and how far its rows are apart, as Triton sees them for all tensors of so many columns.
+    """`x` and its row stride, in a form that Triton compiles alike for all tensors with as many columns.
 
-    Triton compiles for what it knows of an address and a stride, 16 of them at a time, and which thread adds up what
-    may follow from that.
+    Triton specialises a kernel on whether addresses and strides are multiples of 16. The specialisation may decide
+    which thread adds which elements. Other tensors are copied.
     """
     rows, columns = x.shape
     stride = x.stride(0) if rows > 1 else columns

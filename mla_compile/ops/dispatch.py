@@ -17,7 +17,7 @@ import torch
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
-"""The dtypes that the Triton kernels take."""
+"""The dtypes that the Triton kernels support."""
 ANY = range(2**63 - 1)
 """Every size."""
 SOME = range(1, 2**63 - 1)
@@ -33,22 +33,21 @@ def at_least(least: int) -> range:
 
 
 Allowed = range | tuple[object, ...]
-"""The values of a fact that an implementation takes."""
+"""The values of a fact that a candidate supports."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What decides who can serve a call: the device and facts about the arguments, no value of a tensor.
+    """The inputs of a choice among candidates: the device and facts about the arguments, no value of a tensor.
 
-    None, like a fact that is missing, stands for what is not known: a symbolic size, or everything but the device when
-    only that is asked about.
+    None, like a missing fact, means unknown: a symbolic size, or everything but the device if the question is only
+    about the device.
 
     device_type: "cpu", "cuda", "hip" (an AMD GPU, which torch calls "cuda" too) or another one of torch's.
     capability: the compute capability of a CUDA device.
     captured: whether the call may be recorded in a CUDA graph, so that nothing may be read or computed on the host.
     facts: sizes, strides and dtypes, by the names that `Candidate.constraints` uses.
-    batch_invariant: whether a token's bits may not depend on what is computed beside it, other tokens of its row among
-        that.
+    batch_invariant: whether a token's bits must not depend on the other new tokens of the batch, of any row.
     """
 
     device_type: str
@@ -60,19 +59,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute an op.
+    """One implementation of an op.
 
     function: `module:function`, imported by the first call. It takes the arguments of the op by position, or
         the record that the op makes of them (`define_op`).
-    device_types: those that it runs on; None for all.
-    min_capability, max_capability: the oldest and the newest CUDA device.
-    packages: Python packages that it needs, as they are imported.
-    takes: what it takes of each fact that limits it.
+    device_types: the supported devices; None for all.
+    min_capability, max_capability: the oldest and the newest supported CUDA device.
+    packages: required Python packages, by the names that are imported.
+    constraints: the supported values of each fact that is limited.
     capturable: whether a call does no work on the host that depends on values.
     batch_invariant: whether a token gets the same bits in every call with the same keys, experts and weights, whatever
-        is computed beside it.
-    takes_flag: whether its function takes the op's argument `batch_invariant` too. It calls other ops, which are so
-        where they are asked to be.
+        else is in the batch.
+    accepts_flag: whether the function also takes the op's argument `batch_invariant`, to pass it to the ops it calls.
     """
 
     name: str
@@ -88,16 +86,16 @@ class Candidate:
     accepts_flag: bool = False
 
     def why_not(self, call: Call) -> str | None:
-        """The first reason why it cannot serve a call, with the values; None where it can."""
+        """The first reason why it cannot serve a call, with the values; None if it can."""
         reason = self.why_not_on(call.device_type, call.capability) or self.why_not_given(call.facts)
         if reason is None and call.batch_invariant and not self.batch_invariant:
-            return "gives a token bits that depend on what is computed beside it"
+            return "is not batch-invariant: a token's bits depend on the rest of the batch"
         if reason is None and call.captured and not self.capturable:
-            return "needs the host in every step, so it serves by name only, where no CUDA graph is captured"
+            return "needs the host in every step, so it serves by name only, without CUDA graphs"
         return reason
 
     def why_not_on(self, device_type: str, capability: tuple[int, int] | None) -> str | None:
-        """The first reason why it cannot run on a device, a package that is broken among them."""
+        """The first reason why it cannot run on a device; a package that fails to import is one."""
         if self.device_types is not None and device_type not in self.device_types:
             return f"runs on {' and '.join(self.device_types)}, got {device_type}"
         if capability is not None:
@@ -110,16 +108,16 @@ class Candidate:
         return _import_error(self.function)
 
     def why_not_given(self, facts: Mapping[str, object]) -> str | None:
-        """The first reason why it cannot serve arguments of which these are the facts."""
-        for fact, taken in self.constraints.items():
+        """The first reason why it cannot serve arguments with these facts."""
+        for fact, allowed in self.constraints.items():
             value = facts.get(fact)
-            if value is not None and value not in taken:
-                of = " of" if isinstance(taken, range) else ""
-                return f"takes {fact}{of} {in_words(taken)}, got {_word(value)}"
+            if value is not None and value not in allowed:
+                of = " of" if isinstance(allowed, range) else ""
+                return f"supports {fact}{of} {in_words(allowed)}, got {_word(value)}"
         return None
 
     def architectures(self) -> str:
-        """The GPUs it runs on, in words."""
+        """The supported GPUs, in words."""
         if self.max_capability == self.min_capability:
             return _sm(self.min_capability)
         newest = self.max_capability
@@ -139,7 +137,7 @@ def triton(
     min_capability: tuple[int, int] = (8, 0),
     batch_invariant: bool = False,
 ) -> Candidate:
-    """A row for a function whose Triton kernels run on NVIDIA GPUs, from SM 80 unless they ask for more."""
+    """A candidate whose Triton kernels run on NVIDIA GPUs, from SM 80 or `min_capability` on."""
     return Candidate(
         name,
         description,
@@ -153,56 +151,56 @@ def triton(
 
 
 def reference(function: str) -> Candidate:
-    """The row of a table for a function in plain torch that serves every call, if its bits may depend on the batch."""
+    """A candidate in plain torch that serves every call whose bits may depend on the batch."""
     return Candidate("reference", "plain torch, any device", function)
 
 
 def by_token(function: str, name: str = "by_token") -> Candidate:
-    """The row for a function in plain torch of which a token's bits depend on nothing but the token."""
+    """A candidate in plain torch that computes each token by itself, so nothing else changes the token's bits."""
     return Candidate(name, "plain torch, any device, each token by itself", function, batch_invariant=True)
 
 
-def apart(function: str) -> Candidate:
-    """The row for a function that does what an op does by several others, for every call."""
+def unfused(function: str) -> Candidate:
+    """A candidate that calls the ops that a fused op replaces, and serves every call."""
     return Candidate(
-        "apart", "any device: one op after the other", function, batch_invariant=True, accepts_flag=True
+        "unfused", "any device: one op after the other", function, batch_invariant=True, accepts_flag=True
     )
 
 
-Row = TypeVar("Row", bound=Candidate, covariant=True)
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate, covariant=True)
 
 
 @dataclass(frozen=True)
-class Selection(Generic[Row]):
-    """The implementation that serves a call, and why the faster ones do not: names with reasons."""
+class Selection(Generic[AnyCandidate]):
+    """The candidate that serves a call, and the faster ones that do not: names with reasons."""
 
-    chosen: Row
+    chosen: AnyCandidate
     rejected: tuple[tuple[str, str], ...] = ()
 
     def explain(self) -> str:
-        """A line for each implementation that was looked at."""
+        """A line for each candidate that was considered."""
         lines = [f"{name}: {reason}" for name, reason in self.rejected]
         return "\n".join([*lines, f"{self.chosen.name}: chosen ({self.chosen.description})"])
 
 
-def select(table: tuple[Row, ...], call: Call) -> Selection[Row]:
-    """The first row of a table that serves a call."""
+def select(table: tuple[AnyCandidate, ...], call: Call) -> Selection[AnyCandidate]:
+    """The first candidate of a table that serves a call."""
     rejected: list[tuple[str, str]] = []
-    for row in table:
-        reason = row.why_not(call)
+    for candidate in table:
+        reason = candidate.why_not(call)
         if reason is None:
-            return Selection(row, tuple(rejected))
-        rejected.append((row.name, reason))
-    raise AssertionError("some row of a table serves every call")
+            return Selection(candidate, tuple(rejected))
+        rejected.append((candidate.name, reason))
+    raise AssertionError("some candidate of a table serves every call")
 
 
 def first_serves(table: tuple[Candidate, ...], x: torch.Tensor, **facts: object) -> bool:
-    """Whether the fastest row of a table runs where a tensor is, in its dtype, given more facts.
+    """Whether the fastest candidate of a table serves a tensor's device and dtype, given more facts.
 
-    A symbolic size is not known: to look for it among those that are taken would add guards.
+    A symbolic size counts as unknown: comparing it with a constraint would add guards.
     """
     assert facts.keys() <= table[0].constraints.keys(), (
-        f"{table[0].function} takes {list(table[0].constraints)}, got {facts}"
+        f"{table[0].function} is limited by {list(table[0].constraints)}, got {facts}"
     )
     known = {name: fact for name, fact in facts.items() if not isinstance(fact, torch.SymInt)}
     call = Call(*describe_device(x.device), facts={"dtype": x.dtype, **known})
@@ -218,7 +216,7 @@ def describe_device(device: torch.device) -> tuple[str, tuple[int, int] | None]:
 
 
 def is_nvidia_gpu_here(device: torch.device) -> bool:
-    """Whether a device, that of a fake tensor perhaps, is an NVIDIA GPU of this machine."""
+    """Whether a device, perhaps a fake tensor's, is an NVIDIA GPU of this machine."""
     return device.type == "cuda" and torch.cuda.is_available() and describe_device(device)[0] == "cuda"
 
 
@@ -230,7 +228,7 @@ def _imported(function: str) -> Callable[..., Any]:
 
 @functools.cache
 def _on_its_device(function: str) -> Callable[..., Any]:
-    """The function, called where its first tensor is: Triton launches on the current device."""
+    """The function, with its first tensor's device made current: Triton launches on the current device."""
     found = _imported(function)
 
     def run(first: Any, *others: Any) -> Any:
@@ -253,7 +251,7 @@ def _import_error(function: str) -> str | None:
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # what it is a part of
+    except ModuleNotFoundError:  # its parent package
         return False
 
 
@@ -261,17 +259,17 @@ def _sm(capability: tuple[int, int]) -> str:
     return f"SM {capability[0]}{capability[1]}"
 
 
-def in_words(taken: Allowed) -> str:
-    """The values that are taken: "16..512 by 16", "any", "float16, bfloat16"."""
-    if not isinstance(taken, range):
-        return ", ".join(map(_word, taken))
-    if taken == ANY:
+def in_words(allowed: Allowed) -> str:
+    """The supported values in words: "16..512 by 16", "any", "float16, bfloat16"."""
+    if not isinstance(allowed, range):
+        return ", ".join(map(_word, allowed))
+    if allowed == ANY:
         return "any"
-    if taken == at_least(taken.start):
-        return f"{taken.start} or more"
-    if len(taken) == 1:
-        return str(taken[0])
-    return f"{taken[0]}..{taken[-1]}" + (f" by {taken.step}" if taken.step > 1 else "")
+    if allowed == at_least(allowed.start):
+        return f"{allowed.start} or more"
+    if len(allowed) == 1:
+        return str(allowed[0])
+    return f"{allowed[0]}..{allowed[-1]}" + (f" by {allowed.step}" if allowed.step > 1 else "")
 
 
 def _word(value: object) -> str:

@@ -1,18 +1,18 @@
-"""Where our custom ops are defined: one `torch.library.Library`, one way to add an op to it.
+"""The definition of all custom ops: one `torch.library.Library`, one way to add an op to it.
 
-An op is declared once, by the layouts of its tensors and a function with its arguments, which checks what layouts do
-not say and returns an empty result:
+An op is declared once, by the layouts of its tensors and a function with its arguments. The function checks what the
+layouts do not cover and returns an empty result:
 
     @define_op(table=APPEND, layouts={"kv_c": "tokens, kv_lora_rank", ...}, mutates=("kv_cache",))
     def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         ...checks...
 
-Its signature is the schema's source; while compiling it is the op's fake implementation; in eager calls it is the
-check before the op runs. An argument that is not as its docstring says raises `MLAError`, by name. What runs is the
-first row of the table that takes the call.
+The schema follows from the function's signature. While compiling, the function is the op's fake implementation; in
+eager calls it checks the arguments before the op runs. An argument that violates its docstring raises `MLAError`, by
+name. The first candidate of the table that serves the call runs.
 
 `Library.define` is used instead of `torch.library.custom_op` because a call takes less than half as long. It checks
-nothing for us, so every op has an `opcheck` test.
+no aliasing, so every op has an `opcheck` test.
 """
 
 import functools
@@ -37,11 +37,11 @@ lib = torch.library.Library("mla_compile", "DEF")
 implementations: dict[str, Callable[..., Any]] = {}
 """The Python function behind each op, by the op's name."""
 tables: dict[str, Table] = {}
-"""The implementations of each op that has a table, fastest first, by the op's name."""
+"""The candidates of each op that has a table, fastest first, by the op's name."""
 FLAG = "batch_invariant"
-"""The argument of an op, its last one, that asks for a row of its table that is so. The row does not get it."""
+"""The last argument of some ops: it asks for a batch-invariant candidate, and is not passed on to it."""
 flagged: set[str] = set()
-"""The ops that have it."""
+"""The ops that have this argument."""
 _facts_of: dict[str, Callable[[Sequence[Any]], Mapping[str, object]]] = {}
 
 _TYPES = {
@@ -73,23 +73,22 @@ def define_op(
     """Define the op `mla_compile::<name>` by the decorated function, which becomes its checked call.
 
     Args:
-        table: its implementations, fastest first; the last one takes every call.
-        layouts: of tensors among the arguments (see `validate.Layouts`), which are checked before the declaration runs.
-            A word of them is a fact of a call, what the rows' `constraints` speak of; so are "dtype", that of the first
+        table: its candidates, fastest first; the last one serves every call.
+        layouts: of tensors among the arguments (see `validate.Layouts`), checked before the declaration runs. A word of
+            a layout is a fact of a call that the candidates' `constraints` may limit. So are "dtype", that of the first
             argument, and "NAME.dtype" and "NAME.stride(1)" of the others.
-        facts: more facts, made of those of the op's arguments that `facts` has parameters for.
-        operands: makes one record of the op's arguments, which is what the rows take; by default that which the
-            declaration takes, else these by position. `batch_invariant` is none of them.
-        run: what to run instead of the table's choice, with all of the op's arguments by position.
+        facts: computes more facts, from the arguments of the op that it names as parameters.
+        operands: makes the record of the op's arguments that the candidates take. By default they take the record that
+            the declaration takes, else the arguments by position. `batch_invariant` is not among them.
+        run: a function to run instead of the table's choice, with all of the op's arguments by position.
         name: of the op; by default that of the function.
-        mutates: the arguments that are written to. An op that mutates without saying so is removed as dead code,
-            silently.
+        mutates: the arguments that are written to. Without it an op that mutates is removed as dead code, silently.
         static: the integer argument that a graph is compiled for; others may be symbols.
         returns: names for the tensors of a tuple.
         layout: which strides of arguments Inductor keeps. By default their order, which is all that an op may rely on;
-            `flexible_layout` for an op that takes any. What torch would do by default is to keep them as they are, and
-            copy what has others or may have: of unknown rows, n times and max(1, n) times are not the same.
-        tags: beside this and `pt2_compliant_tag`.
+            `flexible_layout` for an op that takes any. Torch's default is to keep exact strides, and to copy a tensor
+            whose strides may differ: with a symbolic number of rows, n times and max(1, n) times may.
+        tags: more tags than this and `pt2_compliant_tag`.
     """
 
     def declare(declaration: Callable[P, R]) -> Callable[P, R]:
@@ -108,11 +107,11 @@ def define_op(
             args += defaults[len(args) - required :]  # torch leaves out arguments that equal their defaults
             if run is not None:
                 return run(*args)
-            row = serving(op, args)
-            asked = args[-1:] if op in flagged else ()
-            taken = args[: len(args) - len(asked)]
-            given = taken if make is None else (make(*taken),)
-            return row.load()(*given, *(asked if row.accepts_flag else ()))
+            candidate = serving(op, args)
+            flag = args[-1:] if op in flagged else ()
+            others = args[: len(args) - len(flag)]
+            given = others if make is None else (make(*others),)
+            return candidate.load()(*given, *(flag if candidate.accepts_flag else ()))
 
         def fake(*args: Any) -> Any:
             if layouts is not None:
@@ -139,8 +138,8 @@ def _facts_reader(
     layouts: Mapping[str, str],
     more: Callable[..., Mapping[str, object]] | None,
 ) -> Callable[[Sequence[Any]], Mapping[str, object]]:
-    """What gives the facts of a call by its arguments, which have these names."""
-    limited = {fact for row in table for fact in row.constraints}
+    """A function that reads the facts of a call from its arguments, which have these names."""
+    limited = {fact for candidate in table for fact in candidate.constraints}
     readers = {fact: read for fact in limited if (read := _reader(fact, names, layouts))}
     wanted = [names.index(argument) for argument in inspect.signature(more).parameters] if more else []
 
@@ -154,7 +153,7 @@ def _facts_reader(
 def _reader(
     fact: str, names: list[str], layouts: Mapping[str, str]
 ) -> Callable[[Sequence[Any]], object] | None:
-    """What reads a fact of arguments; None where their layouts do not say what it is."""
+    """A function that reads a fact from the arguments; None if their layouts do not contain it."""
     for name, layout in layouts.items():
         i, words = names.index(name), [word for word, _ in dims_of(parse(layout)[1])]
         if fact in words:
@@ -176,7 +175,7 @@ def schema_of(
     static: str = "",
     returns: tuple[str, ...] = (),
 ) -> str:
-    """The schema of an op, whose arguments are all positional, by the signature of its declaration."""
+    """The schema of an op, from the signature of its declaration. All arguments are positional."""
     parameters, _ = parameters_of(declaration)
     arguments = []
     for i, p in enumerate(parameters):
@@ -195,7 +194,7 @@ def schema_of(
 
 
 def parameters_of(declaration: Callable[..., Any]) -> tuple[list[inspect.Parameter], Any]:
-    """Those of an op; a named tuple, the first parameter of a declaration, stands for its fields and is given too."""
+    """The parameters of an op. A named tuple as first parameter stands for its fields and is returned too."""
     first, *others = inspect.signature(declaration).parameters.values()
     if not hasattr(first.annotation, "_fields"):
         return [first, *others], None
@@ -203,7 +202,7 @@ def parameters_of(declaration: Callable[..., Any]) -> tuple[list[inspect.Paramet
 
 
 def _num_required(parameters: list[inspect.Parameter]) -> int:
-    """How many arguments a call by position must have: a default counts where nothing without one follows."""
+    """Number of arguments that a call by position needs: a default counts if all later ones have one too."""
     return 1 + max(i for i, p in enumerate(parameters) if p.default is p.empty)
 
 
@@ -213,18 +212,18 @@ def _checked(
     op: Callable[..., Any],
     check: Callable[..., Any],
 ) -> Callable[P, R]:
-    """The op, with its parameters, which is checked first.
+    """A function with the op's parameters that runs `check` on them, then the op.
 
-    check: the declaration, of arguments by position.
+    check: the declaration, with arguments by position.
     """
     names = [(p.name, () if p.default is p.empty else (p.default,)) for p in parameters]
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # By position, as nodes of a graph have them.
+        # By position, as in the nodes of a graph.
         rest: list[object] = []
         for name, default in names[len(args) :]:
             if name not in kwargs and not default:
-                raise TypeError(f"{declaration.__name__}() misses the argument {name!r}")
+                raise TypeError(f"{declaration.__name__}() is missing the argument {name!r}")
             rest.append(kwargs.pop(name, *default))
         if kwargs:
             raise TypeError(f"{declaration.__name__}() has no argument {next(iter(kwargs))!r}")
@@ -239,9 +238,9 @@ def _checked(
 
 
 def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """What a declaration returns: an empty result on the device of `like`, while compiling.
+    """The result of a declaration: while compiling an empty tensor on the device of `like`.
 
-    An eager call runs the declaration for its checks alone, so nothing is allocated there.
+    An eager call runs the declaration for its checks alone, so `like` is returned and nothing is allocated.
     """
     if like.device.type == "meta" or is_fake(like):
         return like.new_empty(shape, dtype=dtype or like.dtype)
@@ -249,40 +248,40 @@ def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) 
 
 
 def choose(op: str, args: Sequence[Any]) -> Selection[Candidate]:
-    """Who serves a call of an op with these arguments, and why the faster ones do not."""
+    """The candidate that serves a call of an op with these arguments, and why the faster ones do not."""
     return select(tables[op], call_of(op, args))
 
 
 def serving(op: str, args: Sequence[Any]) -> Candidate:
-    """What `choose` chooses, without the reasons, which would cost an eager call more than the choice."""
-    here = _rows_on(op, args[0].device, _is_asked(op, args))
+    """The candidate that `choose` gives. Reasons are left out: they would cost an eager call more than the choice."""
+    here = _candidates_on(op, args[0].device, _is_asked(op, args))
     if log.isEnabledFor(logging.DEBUG):
         _log_once(op, choose(op, args).explain())
     if len(here) == 1:
         return here[0]
     facts = facts_of(op, args)
-    return next(row for row in here if row.why_not_given(facts) is None)
+    return next(candidate for candidate in here if candidate.why_not_given(facts) is None)
 
 
 def call_of(op: str, args: Sequence[Any]) -> Call:
-    """What decides who serves a call of an op with these arguments."""
+    """The `Call` of an op with these arguments."""
     device = describe_device(args[0].device)
     return Call(*device, facts=facts_of(op, args), batch_invariant=_is_asked(op, args))
 
 
 def facts_of(op: str, args: Sequence[Any]) -> Mapping[str, object]:
-    """What rows of an op's table may limit, of these arguments."""
+    """The facts of these arguments that an op's candidates may limit."""
     return _facts_of[op](args)
 
 
 def _is_asked(op: str, args: Sequence[Any]) -> bool:
-    return op in flagged and args[-1] is True  # else it was left out
+    return op in flagged and args[-1] is True  # a flag that is left out is not the last argument
 
 
 @functools.cache
-def _rows_on(op: str, device: torch.device, batch_invariant: bool) -> Table:
-    rows = [row for row in tables[op] if row.batch_invariant or not batch_invariant]
-    return tuple(row for row in rows if row.why_not_on(*describe_device(device)) is None)
+def _candidates_on(op: str, device: torch.device, batch_invariant: bool) -> Table:
+    suited = [candidate for candidate in tables[op] if candidate.batch_invariant or not batch_invariant]
+    return tuple(candidate for candidate in suited if candidate.why_not_on(*describe_device(device)) is None)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """`materialize`: a tensor that Inductor computes once.
 
-Inductor computes a cheap elementwise value again wherever it is read, and copies it for each op that takes it. What all
-layers read is better computed once. No model calls it: passes put it where they know.
+Inductor recomputes a cheap elementwise value for each reader, and copies it for each op that takes it. A value that all
+layers read is better computed once. Passes insert this op; no model calls it.
 """
 
 import torch

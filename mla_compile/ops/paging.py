@@ -1,4 +1,4 @@
-"""Reading and bounding the paged latent cache: the index arithmetic that every backend shares."""
+"""Index arithmetic of the paged latent cache, shared by all backends."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ def slots_of(block_table: Tensor, positions: Tensor, page_size: int, valid: Tens
     """Cache slots of token positions, int64, -1 where a token writes nowhere.
 
     block_table: int32 `[rows, max_pages]`; positions: int `[rows, n]`; valid: bool `[rows, n]`. A position that
-    is not valid, is negative or lies past the table writes nowhere, and the table is never read out of bounds.
+    is not valid, is negative or is past the table writes nowhere, and the table is never read out of bounds.
     """
     page = positions // page_size
     inside = (positions >= 0) & (page < block_table.shape[1])
@@ -26,7 +26,7 @@ def write_latents(latents: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
         return
     flat = kv_cache.view(-1, kv_cache.shape[-1])
     # "Writes nowhere" without a data-dependent shape: a masked token repeats the write of the first valid one
-    # (same value, same slot), and with no valid token all rewrite slot 0 with what it holds.
+    # (same value, same slot). Without a valid token all rewrite slot 0 with its current value.
     valid = slot_mapping >= 0
     first = valid.to(torch.int32).argmax()
     source = torch.where(valid, torch.arange(latents.shape[0], device=latents.device), first)
@@ -36,10 +36,10 @@ def write_latents(latents: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
 
 
 def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
-    """How many keys each query token of a decode row sees, int32 `[rows, q_len]`.
+    """Number of keys that each query token of a decode row sees, int32 `[rows, q_len]`.
 
     Token `j` of a row with `n` valid query tokens sees `max(0, seq_len - (n - 1 - j))` keys; tokens with
-    `j >= n` see none. `n` is `q_lens`, or `q_len` where that is None.
+    `j >= n` see none. `n` is `q_lens`, or `q_len` if that is None.
     """
     token = torch.arange(q_len, device=seq_lens.device, dtype=torch.int32)
     valid = torch.full_like(seq_lens, q_len) if q_lens is None else q_lens
@@ -50,8 +50,8 @@ def visible_keys(seq_lens: Tensor, q_lens: Tensor | None, q_len: int) -> Tensor:
 def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> int:
     """Columns of `block_table` that some row needs, at least 1.
 
-    A CPU tensor may be read: then the longest row decides, and one that the table cannot hold raises `MLAError`, in
-    compiled code too. On a device nothing is read, so every column counts.
+    On the CPU the longest row decides. A row that the table cannot hold raises `MLAError`, in compiled code too. On a
+    device no length is read, so every column counts.
     """
     columns = block_table.shape[1]
     if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
@@ -62,7 +62,7 @@ def num_pages_to_read(seq_lens: Tensor, block_table: Tensor, page_size: int) -> 
 
 
 def check_capacity(name: str, longest: int, columns: int, page_size: int) -> None:
-    """Raises `MLAError` for a row that its `columns` pages cannot hold."""
+    """Raises `MLAError` if the longest row does not fit its `columns` pages."""
     if longest > columns * page_size:
         expected = f"at most {columns * page_size} tokens (block_table has {columns} pages of {page_size})"
         raise MLAError(name, expected, longest, "widen block_table")
@@ -71,8 +71,8 @@ def check_capacity(name: str, longest: int, columns: int, page_size: int) -> Non
 def gather_latents(kv_cache: Tensor, block_table: Tensor, start: int, stop: int, seq_lens: Tensor) -> Tensor:
     """Latents of the pages in columns `[start, stop)` of the table, `[rows, (stop - start) * page_size, width]`.
 
-    Positions at or past a row's `seq_lens` come back as zeros, whatever the memory holds (`0 x NaN` is NaN), and
-    table entries that only serve such positions are never followed.
+    Positions at or past a row's `seq_lens` are zeros, whatever the memory holds (`0 x NaN` is NaN). Table entries that
+    only serve such positions are never followed.
     """
     _, page_size, width = kv_cache.shape
     rows = block_table.shape[0]

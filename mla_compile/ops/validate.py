@@ -1,13 +1,12 @@
-"""Checks of op arguments. Each names the argument, what was expected, what came.
+"""Checks of op arguments. An error names the argument, what was expected and what came.
 
-They run in the declarations of the ops: for eager calls, and while compiling on fake tensors, so once per compile.
-Sizes that must be equal and are not known to be become a guard (`same_size`), so compiled code is not run on others:
-it is traced again, and the check names the argument. Functions that read values do so only on the CPU, and never of
-fake tensors.
+They run in the declarations of the ops: in eager calls, and on fake tensors once per compile. Sizes that must be equal
+but are not known to be become a guard (`same_size`). So a call with other sizes is traced again, and the check names
+the argument. Values are read on the CPU only, never of fake tensors.
 
 A layout names the dimensions of a tensor: "tokens, heads, qk_nope_head_dim". A name stands for one size in all
 arguments of a call. A dimension may also be computed from names ("kv_lora_rank + qk_rope_head_dim", "rows + 1",
-"2 * intermediate"), or broadcast ("rows or 1"). A dtype may come before ("int32 rows"), and " or None" after.
+"2 * intermediate"), or broadcast ("rows or 1"). A dtype may precede it ("int32 rows"), and " or None" may follow.
 """
 
 import functools
@@ -35,37 +34,37 @@ _AT_LEAST_1 = ("num_pages", "page_size", "max_pages")
 
 
 class Layouts:
-    """The sizes of a call by name, as the arguments that were checked so far have them.
+    """The sizes of a call by name, from the arguments that were checked so far.
 
-    prefix: comes before the names of arguments in messages.
+    prefix: precedes the names of arguments in messages.
     """
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix = prefix
         self._sizes: dict[str, int] = {}
-        self._first: dict[str, str] = {}  # the argument that a name was met in first
+        self._first: dict[str, str] = {}  # the first argument with this name in its layout
 
     def floats(self, *, like: Tensor | None = None, **tensors: tuple[Tensor, str]) -> None:
-        """Check float tensors. The first one, which is on the device of `like`, sets dtype and device for all."""
+        """Check float tensors: all have the first one's dtype, and the device of `like`, by default the first one's."""
         layouts = {name: layout for name, (_, layout) in tensors.items()}
         self.tensors(layouts, {name: x for name, (x, _) in tensors.items()}, like)
 
     def tensors(
         self, layouts: Mapping[str, str], given: Mapping[str, Any], like: Tensor | None = None
     ) -> None:
-        """Check those of the arguments `given` that have a layout, all on one device, the one of `like`.
+        """Check the arguments in `given` that have a layout, and that all are on one device, that of `like`.
 
-        Without a dtype in its layout a tensor has the float dtype of the first; "float" is any of them.
+        A layout without a dtype means the float dtype of the first tensor; "float" means any float dtype.
         """
         first_name = next(iter(layouts))
         first = given[first_name]
-        beside = first if like is None else like
+        like = first if like is None else like
         for name, text in layouts.items():
             kind, layout, or_none = parse(text)
             x: Any = given.get(name)
             if x is None and or_none:
                 continue
-            self.check(name, x, layout, dtype=_INTEGERS.get(kind), like=beside)
+            self.check(name, x, layout, dtype=_INTEGERS.get(kind), like=like)
             if kind in _INTEGERS:
                 continue
             if x.dtype not in _FLOATS:
@@ -84,7 +83,7 @@ class Layouts:
         dtype: torch.dtype | None = None,
         like: Tensor | None = None,
     ) -> None:
-        """Check type, rank, dtype and sizes of a tensor, and its device against that of `like`."""
+        """Check the type, rank, dtype and sizes of a tensor, and that it is on the device of `like`."""
         argument, name = name, self.prefix + name
         if not isinstance(x, Tensor):
             raise MLAError(name, f"a tensor [{layout}]", type(x).__name__)
@@ -117,7 +116,7 @@ class Layouts:
                 raise MLAError(name, f"{wanted} in dimension {dim}", list(shape))
 
     def _computed(self, word: str) -> int | None:
-        """The value of a sum of products of names and numbers; None where a name among them has no size yet."""
+        """The value of a sum of products of names and numbers; None if one of the names has no size yet."""
         total = 0
         for factors in _terms(word):
             product = 1
@@ -131,7 +130,7 @@ class Layouts:
 
 @functools.cache
 def parse(text: str) -> tuple[str, str, bool]:
-    """A layout's dtype, or nothing, what is left of it, and whether None will do as well."""
+    """A layout's dtype or "", the layout without it, and whether None is allowed."""
     layout = text.removesuffix(" or None")
     kind, _, rest = layout.partition(" ")
     return (kind, rest, layout != text) if kind in (*_INTEGERS, "float") else ("", layout, layout != text)
@@ -139,7 +138,7 @@ def parse(text: str) -> tuple[str, str, bool]:
 
 @functools.cache
 def dims_of(layout: str) -> tuple[tuple[str, bool], ...]:
-    """The words of a layout, and whether a size of 1 will do as well."""
+    """The words of a layout, each with whether a size of 1 is allowed too."""
     return tuple((word.removesuffix(" or 1"), word.endswith(" or 1")) for word in layout.split(", "))
 
 
@@ -153,16 +152,16 @@ def _show(x: Tensor) -> str:
 
 
 def inference_only(name: str, tensor: Tensor) -> None:
-    """The ops have no backward; without this check, compiled code would return no gradients, silently."""
+    """Refuses gradients: the ops have no backward. Without this check compiled code would silently return none."""
     if tensor.requires_grad and torch.is_grad_enabled():
         hint = "the ops are for inference: call the model under torch.no_grad()"
         raise MLAError(name, "a tensor that needs no gradient", "requires_grad=True", hint)
 
 
 def same_size(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal in the call at hand; compiled code asks before each call.
+    """Whether two sizes are equal in this call; compiled code checks that before each call.
 
-    It does not where one is fixed and the other has been made dynamic: to ask would fix that too.
+    If one is fixed and the other is dynamic, no guard is added: it would fix the other one too.
     """
     known = size_hint(size), size_hint(other)
     if statically_known_true(size != other) or (None not in known and known[0] != known[1]):
@@ -173,18 +172,18 @@ def same_size(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
 
 
 def whole_number(name: str, value: object, least: int) -> None:
-    """Raises `MLAError` for anything but an integer, a size perhaps, that is `least` or more."""
+    """Raises `MLAError` for anything but an integer >= `least`, perhaps a symbolic one."""
     is_whole = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
     if not is_whole or statically_known_true(value < least):  # type: ignore[operator]
         raise MLAError(name, f"an integer >= {least}", repr(value))
 
 
 def list_of(kind: type, name: str, values: object, rows: int) -> None:
-    """Raises `MLAError` for anything but a list or tuple with one value of that type for each row of a table."""
+    """Raises `MLAError` for anything but a list or tuple of `rows` values of one type."""
     kinds = (kind, torch.SymInt) if kind is int else (kind,)
     if not isinstance(values, list | tuple) or any(type(value) not in kinds for value in values):
-        hint = ".tolist() makes one of a tensor or an array" if hasattr(values, "tolist") else ""
-        raise MLAError(name, f"a list of {kind.__name__}, one a row", shown(values), hint)
+        hint = "convert it with .tolist()" if hasattr(values, "tolist") else ""
+        raise MLAError(name, f"a list of {kind.__name__}, one per row", shown(values), hint)
     if len(values) != rows:
         raise MLAError(name, f"one entry per row of block_table ({rows})", len(values))
 
@@ -199,7 +198,7 @@ def shown(value: object) -> str:
 def row_lengths(
     name: str, lens: Sequence[int], num_cached: Sequence[int], table: Tensor, page_size: int
 ) -> None:
-    """Each row of a table has one token or more, `lens`, which is the argument `name`, and room for them."""
+    """Check that each row has at least one new token, by the argument `name`, and pages for all its tokens."""
     Layouts().tensors({"block_table": TABLE}, {"block_table": table})
     whole_number("page_size", page_size, 1)
     rows, max_pages = table.shape
@@ -217,6 +216,7 @@ def row_lengths(
 
 
 def query_rows(prefix: str, q_len: int, tokens: int, rows: int) -> None:
+    """Check that there are `q_len` >= 1 query tokens for each decode row."""
     if statically_known_true(q_len < 1):
         raise MLAError(f"{prefix}q_len", ">= 1 query token per decode row", q_len)
     if not same_size(rows * q_len, tokens):
@@ -225,11 +225,12 @@ def query_rows(prefix: str, q_len: int, tokens: int, rows: int) -> None:
 
 
 def mask(mask: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Check that a mask broadcasts to `shape`, and its dtype and device."""
     if not isinstance(mask, Tensor):
         raise MLAError("mask", "a tensor or None", type(mask).__name__)
     if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
         hint = "True where a key is seen: convert it with .bool()"
-        raise MLAError("mask", "bool, or float to be added to the scores", _show(mask), hint)
+        raise MLAError("mask", "bool, or float that is added to the scores", _show(mask), hint)
     sizes = shape[len(shape) - mask.dim() :]
     if mask.dim() > len(shape) or any(map(_differs, mask.shape, sizes)):
         expected = f"a shape that broadcasts to [rows, heads, q_len, keys] = {list(shape)}"
@@ -245,7 +246,7 @@ def _differs(size: int, expected: int) -> bool:
 
 
 def angles(cos: Tensor, sin: Tensor, rope: int) -> None:
-    """cos and sin are those of a rotation of `rope` columns, which `rotate` describes."""
+    """Check the columns and dtypes of cos and sin for a rotation of `rope` columns; see `rotate`."""
     if cos.shape[1] not in (rope // 2, rope):
         expected = f"{rope // 2} or {rope} columns (qk_rope_head_dim / 2 or all)"
         raise MLAError("cos", expected, list(cos.shape))
@@ -254,12 +255,12 @@ def angles(cos: Tensor, sin: Tensor, rope: int) -> None:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether values may be read: on the CPU, outside of a compile."""
+    """Whether values may be read: on the CPU, and not while compiling."""
     return x.device.type == "cpu" and not is_fake(x)
 
 
 def within(name: str, what: str, x: Tensor | None, least: int, most: int, hint: str = "") -> None:
-    """Values that may be read lie between these bounds."""
+    """Check that values are in `[least, most]`, if they may be read."""
     if x is None or not is_readable(x) or x.numel() == 0:
         return
     low, high = (int(bound) for bound in x.aminmax())
@@ -268,14 +269,14 @@ def within(name: str, what: str, x: Tensor | None, least: int, most: int, hint: 
 
 
 def slots(name: str, x: Tensor, kv_cache: Tensor) -> None:
-    """Slots are places of a cache, or -1."""
+    """Check that slots are in the cache, or -1."""
     within(name, "slots", x, -1, kv_cache.shape[0] * kv_cache.shape[1] - 1, "allocate more pages")
 
 
 def key_ranges(
     prefix: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, key_slots: Tensor, tokens: int, kv_cache: Tensor
 ) -> None:
-    """Prefix sums do not fall and end within what they count; key slots are those of the cache."""
+    """Check that prefix sums start at 0, never decrease and stay within their tensors, and that key slots are valid."""
     if not is_readable(key_slots) or key_slots.numel() == 0:
         return
     for name, sums, end in (
@@ -288,7 +289,7 @@ def key_ranges(
 
 
 def lengths(prefix: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor) -> None:
-    """seq_lens fit the table, and the table entries that serve them are pages of the cache."""
+    """Check that seq_lens fit the table, and that the table entries they use are pages of the cache."""
     (num_pages, page_size, _), columns = kv_cache.shape, block_table.shape[1]
     within(f"{prefix}seq_lens", "lengths", seq_lens, 0, columns * page_size, "widen block_table")
     if is_readable(seq_lens):
@@ -297,29 +298,31 @@ def lengths(prefix: str, seq_lens: Tensor, block_table: Tensor, kv_cache: Tensor
 
 
 def chunk_lengths(prefix: str, prefill: PrefillSegment) -> None:
-    """The host's lengths are sound in themselves, and those of the device where it is the CPU too."""
+    """Check the host's lengths, and on the CPU that `seq_lens` and `cu_seqlens_q` agree with them."""
     lens, seq_lens, cu_seqlens_q = prefill.host_lens, prefill.seq_lens, prefill.cu_seqlens_q
     if not is_readable(lens):
         return
     (q_lens, ends), tokens = lens.unbind(1), prefill.slot_mapping.shape[0]
     if int(q_lens.sum()) != tokens or bool((q_lens < 0).any() | (ends < q_lens).any()):
-        expected = f"query lengths >= 0 that sum to {tokens} tokens, and sequence lengths that are no shorter"
+        expected = (
+            f"query lengths >= 0 that sum to {tokens} tokens, and sequence lengths >= the query lengths"
+        )
         raise MLAError(f"{prefix}host_lens", expected, lens.tolist())
     if not is_readable(seq_lens):
         return
     sums = torch.nn.functional.pad(q_lens.cumsum(0, dtype=torch.int32), (1, 0))
     for name, got, right in (("seq_lens", seq_lens, ends), ("cu_seqlens_q", cu_seqlens_q, sums)):
         if not torch.equal(got, right):
-            raise MLAError(prefix + name, f"{right.tolist()}, by host_lens", got.tolist())
+            raise MLAError(prefix + name, f"{right.tolist()}, as in host_lens", got.tolist())
 
 
 def page_size(page_size: int, kv_cache: Tensor) -> None:
-    """The batch was built for pages as large as those of the cache; where that size is a symbol, compiled code asks."""
+    """Check that batch and cache have one page size. If it is symbolic, compiled code checks it before each call."""
     size = kv_cache.shape[1]
     if not same_size(size, page_size):
         hint = f"build the batch with page_size={size_hint(size)}"
         raise MLAError("batch.page_size", f"that of kv_cache, {size_hint(size)}", page_size, hint)
-    torch._check(size == page_size)  # also where one of the two is fixed, which `same_size` leaves open
+    torch._check(size == page_size)  # also if one of the two is fixed, for which `same_size` adds no guard
 
 
 def is_batch(batch: object) -> None:
@@ -328,7 +331,7 @@ def is_batch(batch: object) -> None:
 
 
 def batch(batch: MLABatch, q_nope: Tensor, kv_cache: Tensor) -> None:
-    """The batch is one of as many tokens as `q_nope` has, and its rows fit the cache and each other."""
+    """Check that a batch has as many tokens as `q_nope`, and that its rows fit the cache and each other."""
     Layouts().floats(q_nope=(q_nope, "tokens, heads, qk_nope_head_dim"), kv_cache=(kv_cache, PAGED))
     page_size(batch.page_size, kv_cache)
     expected = 0
@@ -358,7 +361,7 @@ _PREFILL = {
     "key_slots": "int64 parts, keys",
     "slot_mapping": "int64 tokens",
 }
-"""Compiled code has None for what it does not read of prompt chunks."""
+"""In compiled code the fields of prompt chunks that it does not read are None."""
 
 
 def _decode_segment(prefix: str, decode: DecodeSegment, kv_cache: Tensor) -> None:
@@ -401,9 +404,9 @@ def _prefill_segment(prefix: str, prefill: PrefillSegment, kv_cache: Tensor) -> 
 def _slots_follow(
     prefix: str, segment: DecodeSegment | PrefillSegment, positions: Tensor, row: Tensor
 ) -> None:
-    """Each token writes to the place that the table of its row gives its position, or nowhere.
+    """Check that each token writes to the slot that its row's table gives its position, or nowhere.
 
-    positions, row: int `[tokens]`; position -1 is that of a token that must write nowhere.
+    positions, row: int `[tokens]`; position -1 marks a token that must write nowhere.
     """
     got = segment.slot_mapping
     expected = slots_of(segment.block_table[row], positions[:, None], segment.page_size)[:, 0]
@@ -411,19 +414,19 @@ def _slots_follow(
     if wrong.any():
         token = int(wrong.nonzero()[0])
         hint = "build the segment with decode_segment, prefill_segment or pack_batch"
-        place = f"{int(expected[token])} or -1 for token {token}, by block_table"
+        place = f"{int(expected[token])} or -1 for token {token}, as in block_table"
         raise MLAError(f"{prefix}slot_mapping", place, int(got[token]), hint)
 
 
 def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
-    """No page that a token writes to is in another row's table, or twice in its own, within their lengths.
+    """Check that a page with writes is in one row's table only, and once, within the rows' lengths.
 
-    Chunks of padding neither read nor write the pages of their tables.
+    Padding chunks neither read nor write the pages of their tables.
     """
     num_pages, page_size, _ = kv_cache.shape
     held, written = [], []
     for segment in (batch.decode, batch.prefill):
-        if segment is not None and segment.seq_lens is not None:  # else compiled code, which does not read it
+        if segment is not None and segment.seq_lens is not None:  # compiled code does not read it
             start = torch.arange(segment.block_table.shape[1], device="cpu") * page_size
             writes = segment.slot_mapping >= 0
             lens = segment.seq_lens
@@ -440,6 +443,6 @@ def _written_pages_have_one_owner(batch: MLABatch, kv_cache: Tensor) -> None:
     shared = shared[times_held[shared] > 1]
     if shared.numel():
         page = int(shared[0])
-        expected = "one place in the tables for a page that is written to"
+        expected = "each written page once in all tables"
         hint = "give every row pages of its own; rows may share full pages that they only read"
         raise MLAError("batch: block_table", expected, f"page {page} in {int(times_held[page])} places", hint)

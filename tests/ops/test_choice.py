@@ -152,14 +152,14 @@ def on(machine: Any, patch: pytest.MonkeyPatch, *, triton: bool = True) -> None:
     for module in (library, backends):
         patch.setattr(module, "describe_device", describe)
     patch.setattr(implementations, "_installed", lambda package: triton and package == "triton")
-    library._rows_on.cache_clear()
+    library._candidates_on.cache_clear()
     backends.select_backend.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def forget_the_machine():
     yield
-    library._rows_on.cache_clear()
+    library._candidates_on.cache_clear()
     backends.select_backend.cache_clear()
 
 
@@ -192,7 +192,7 @@ def test_a_kernel_serves_what_it_takes_where_it_runs_and_plain_torch_all_else(op
         kernel = "product" if many else "gemv" if op == "moe_experts" and is_few(args[0]) else "triton"
         kernel = "blocks" if op == "fused_linear" and len(args[0]) > 2 else kernel
         assert selection.chosen.name == (kernel if expected else "reference"), f"seed {seed}"
-        names = [row.name for row in tables[op]]
+        names = [candidate.name for candidate in tables[op]]
         assert [name for name, _ in selection.rejected] == names[: names.index(selection.chosen.name)]
         assert all(", got " in reason or "not installed" in reason for _, reason in selection.rejected)
 
@@ -308,49 +308,57 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
             parts,
         )
     ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).rejected
-    assert reason == f"takes keys per token of {least} or more, got 2"
+    assert reason == f"supports keys per token of {least} or more, got 2"
     asked = choose("mla_prefill", fake(prefill_of(16, 8208, batch_invariant=True), (9, 0)))
     assert asked.chosen.name == "flash_attn"
-    assert asked.rejected == (("absorbed", "gives a token bits that depend on what is computed beside it"),)
+    assert asked.rejected == (
+        ("absorbed", "is not batch-invariant: a token's bits depend on the rest of the batch"),
+    )
 
 
-def test_a_reason_names_what_is_taken_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reason_names_what_is_supported_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     on((9, 0), monkeypatch)
 
     def reason(op: str, *args: Any) -> str:
         return dict(choose(op, fake(args, (9, 0))).rejected)["triton"]
 
     case = masked_case([5], rank=40, dtype=torch.bfloat16)
-    assert reason("mla_masked_decode", *case.args()) == "takes kv_lora_rank of 16..512 by 16, got 40"
+    assert reason("mla_masked_decode", *case.args()) == "supports kv_lora_rank of 16..512 by 16, got 40"
     experts = moe_case(0, 4)
     assert (
         reason("moe_experts", *experts.args(), None, 1, False)
-        == "takes (token, expert) pairs of 1 or more, got 0"
+        == "supports (token, expert) pairs of 1 or more, got 0"
     )
     x, weights, ids, gate_up, down = moe_case(4, 2).args()
     assert reason("moe_experts", x, weights, ids, gate_up, down.mT.contiguous().mT, None, 1, False) == (
-        "takes w_down.is_contiguous() True, got False"
+        "supports w_down.is_contiguous() True, got False"
     )
     append = ORDINARY["mla_append"](torch.float64)
-    assert reason("mla_append", *append) == "takes dtype float16, bfloat16, float32, got float64"
+    assert reason("mla_append", *append) == "supports dtype float16, bfloat16, float32, got float64"
     assert reason("mla_append", *(x[:0] for x in ORDINARY["mla_append"](torch.bfloat16))) == (
-        "takes tokens of 1 or more, got 0"
+        "supports tokens of 1 or more, got 0"
     )
 
 
-def test_some_row_of_every_table_serves_every_call_and_functions_exist() -> None:
+def test_some_candidate_of_every_table_serves_every_call_and_functions_exist() -> None:
     assert tables.keys() >= {*KERNEL_SERVES, "mla_decode"}
     for op, table in tables.items():
-        assert len({row.name for row in table}) == len(table)
+        assert len({candidate.name for candidate in table}) == len(table)
         for asked in (False, op in library.flagged) if table else ():
-            assert any(serves_every_call(row) for row in table if row.batch_invariant or not asked), op
+            serving = [c for c in table if c.batch_invariant or not asked]
+            assert any(map(serves_every_call, serving)), op
 
 
-def serves_every_call(row: Candidate) -> bool:
-    anywhere = row.device_types is None and not row.packages and row.capturable and callable(row.load())
-    return anywhere and row.constraints in (
-        {},
-        {"dtype": DTYPES},
+def serves_every_call(candidate: Candidate) -> bool:
+    anywhere = candidate.device_types is None and not candidate.packages and candidate.capturable
+    return (
+        anywhere
+        and callable(candidate.load())
+        and candidate.constraints
+        in (
+            {},
+            {"dtype": DTYPES},
+        )
     )  # every float dtype is all that an op takes
 
 
@@ -373,25 +381,25 @@ ANY_CALL: dict[str, tuple[Any, ...]] = {
 """By op that has facts: arguments of a call."""
 
 
-def test_rows_limit_nothing_but_facts_of_their_op() -> None:
-    """Nothing would be known of such a fact, and what is not known is no limit."""
-    limited = [op for op, table in tables.items() if any(row.constraints for row in table)]
+def test_candidates_limit_nothing_but_facts_of_their_op() -> None:
+    """Another fact would be unknown, and an unknown fact limits nothing."""
+    limited = [op for op, table in tables.items() if any(candidate.constraints for candidate in table)]
     assert {*limited} == {*ANY_CALL, "mla_decode"}
     facts = {op: {*library._facts_of[op](args)} for op, args in ANY_CALL.items()}
     facts["mla_decode"] = {*backends.decode_call(decode_case([5, 3]).operands(), captured=False).facts}
     for op in limited:
-        for row in tables[op]:
-            assert row.constraints.keys() <= facts[op], (op, row.name)
+        for candidate in tables[op]:
+            assert candidate.constraints.keys() <= facts[op], (op, candidate.name)
 
 
 def test_a_pass_asks_by_facts_that_limit_the_kernel() -> None:
     assert not first_serves(tables["moe_router"], X, experts=8)
-    with pytest.raises(AssertionError, match=r"router_triton takes .*'experts'.*, got {'expert': 8}"):
+    with pytest.raises(AssertionError, match=r"router_triton .*'experts'.*, got {'expert': 8}"):
         first_serves(tables["moe_router"], X, expert=8)
 
 
 @pytest.mark.parametrize("op", ["mla_prefill", "moe_experts"])
-def test_a_batch_invariant_row_serves_every_call_that_asks_for_one_and_no_other(op: str) -> None:
+def test_a_batch_invariant_candidate_serves_every_call_that_asks_for_one_and_no_other(op: str) -> None:
     for seed in range(200):
         draw = random.Random(seed)
         machine = mostly(draw, [(8, 0), (9, 0), (12, 0)], [None, "hip", (7, 5)])
@@ -405,7 +413,9 @@ def test_a_batch_invariant_row_serves_every_call_that_asks_for_one_and_no_other(
             assert chosen.name == asked, f"seed {seed}"
 
 
-def test_the_log_says_once_who_serves_a_kind_of_call_and_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_each_kind_of_call_once_with_its_candidate_and_reasons(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     library._log_once.cache_clear()
     caplog.set_level(logging.DEBUG, logger="mla_compile")
     args = ORDINARY["mla_append"](torch.float32)

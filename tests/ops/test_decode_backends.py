@@ -1,4 +1,4 @@
-"""The table of decode backends: who serves which call, why the others do not, and how a choice is made."""
+"""The table of decode backends: which backend serves a call, and the reasons why others do not."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +38,8 @@ GLM = Call(
     },
 )
 """The verify step of GLM-4.7-Flash with three drafts on a Hopper GPU."""
-HOST_WORK = "needs the host in every step, so it serves by name only, where no CUDA graph is captured"
+HOST_WORK = "needs the host in every step, so it serves by name only, without CUDA graphs"
+BATCH_DEPENDENT = "is not batch-invariant: a token's bits depend on the rest of the batch"
 
 
 def glm(**changes: Any) -> Call:
@@ -48,11 +49,11 @@ def glm(**changes: Any) -> Call:
 
 
 def serving(call: Call) -> str:
-    """Who serves a call, as errors say it."""
+    """The backends that serve a call, as errors list them."""
     return ", ".join(backend.name for backend in DECODE_BACKENDS if backend.why_not(call) is None)
 
 
-def taking(backend: DecodeBackend, **limits: range) -> DecodeBackend:
+def limited(backend: DecodeBackend, **limits: range) -> DecodeBackend:
     return replace(backend, constraints={**backend.constraints, **limits})
 
 
@@ -71,32 +72,32 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (TRITON, {"device_type": "cpu", "capability": None}, "runs on cuda, got cpu"),
         (TRITON, {"device_type": "hip", "capability": None}, "runs on cuda, got hip"),
         (TRITON, {"capability": (7, 5)}, "runs on SM 80 and newer, got SM 75"),
-        (TRITON, {"dtype": torch.float64}, "takes dtype float16, bfloat16, float32, got float64"),
+        (TRITON, {"dtype": torch.float64}, "supports dtype float16, bfloat16, float32, got float64"),
         (
             TRITON,
             {"kv_lora_rank": 1024},
-            "takes kv_lora_rank of 16..512 by 16, got 1024",
+            "supports kv_lora_rank of 16..512 by 16, got 1024",
         ),
         (FLASHINFER, {}, HOST_WORK),
         (FLASHINFER, {"captured": False}, None),
         (
             FLASHINFER,
             {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
-            "takes kv_lora_rank of 512, got 256",
+            "supports kv_lora_rank of 512, got 256",
         ),
-        (FLASHINFER, {"dtype": torch.float32}, "takes dtype float16, bfloat16, got float32"),
+        (FLASHINFER, {"dtype": torch.float32}, "supports dtype float16, bfloat16, got float32"),
         (REFERENCE, {"device_type": "xpu", "capability": None, "kv_lora_rank": 7}, None),
-        (taking(TRITON, heads=range(8, 129, 8)), {}, "takes heads of 8..128 by 8, got 20"),
-        (taking(TRITON, page_size=range(64, 65)), {"page_size": 16}, "takes page_size of 64, got 16"),
+        (limited(TRITON, heads=range(8, 129, 8)), {}, "supports heads of 8..128 by 8, got 20"),
+        (limited(TRITON, page_size=range(64, 65)), {"page_size": 16}, "supports page_size of 64, got 16"),
         (GLUON, {}, None),
         (GLUON, {"capability": (10, 0)}, "runs on SM 90, got SM 100"),
-        (GLUON, {"batch_invariant": True}, "gives a token bits that depend on what is computed beside it"),
+        (GLUON, {"batch_invariant": True}, BATCH_DEPENDENT),
         (GLUON_INVARIANT, {"batch_invariant": True}, None),
         (TRITON_INVARIANT, {"batch_invariant": True}, None),
         (BY_TOKEN, {"batch_invariant": True, "dtype": torch.float64}, None),
     ],
 )
-def test_a_reason_names_what_a_backend_takes_and_what_came(
+def test_a_reason_names_what_a_backend_supports_and_what_came(
     backend: DecodeBackend, changed: dict, reason: str | None
 ) -> None:
     assert backend.why_not(glm(**changed)) == reason
@@ -154,7 +155,7 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
     with pytest.raises(MLAError) as refused:
         select_backend(wide := glm(kv_lora_rank=1024), "triton")
     assert str(refused.value) == (
-        f"backend: expected one that serves this call ({serving(wide)}), got triton, which takes "
+        f"backend: expected one that serves this call ({serving(wide)}), got triton, which supports "
         "kv_lora_rank of 16..512 by 16, got 1024"
     )
     names = ", ".join(BACKENDS)
@@ -164,8 +165,7 @@ def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_tha
     with pytest.raises(MLAError) as refused:
         select_backend(exact := replace(GLM, batch_invariant=True), "gluon")
     assert str(refused.value) == (
-        f"backend: expected one that serves this call ({serving(exact)}), got gluon, which gives a "
-        "token bits that depend on what is computed beside it"
+        f"backend: expected one that serves this call ({serving(exact)}), got gluon, which {BATCH_DEPENDENT}"
     )
 
 

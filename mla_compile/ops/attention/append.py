@@ -38,7 +38,7 @@ def mla_append(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tenso
         slot_mapping: `page * page_size + offset`, int64 `[tokens]`; -1 writes nowhere. Distinct where >= 0.
 
     Raises:
-        MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
+        MLAError: an argument is invalid. Slots are range-checked on the CPU only.
     """
     validate.slots("slot_mapping", slot_mapping, kv_cache)
 
@@ -47,5 +47,5 @@ append_op = torch.ops.mla_compile.mla_append.default
 
 
 def append_torch(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """`mla_append` in plain torch: every device and dtype."""
+    """`mla_append` in plain torch, for every device and dtype."""
     write_latents(torch.cat([kv_c, k_pe], dim=-1), kv_cache, slot_mapping)

@@ -1,7 +1,7 @@
 """Batch-invariant attention in plain torch, on any device: every token by itself, absorbed over the latents.
 
-Products on a CPU have other bits with other numbers of rows and where an operand lies otherwise in memory. So all are
-of one shape, and their operands are new tensors. Slow: a token takes some ten operations for every KEYS that it sees.
+On a CPU the bits of a product depend on its shape and on its operands' addresses. So all products have one shape, and
+their operands are new tensors. It is slow: a token needs about ten operations for every KEYS keys that it sees.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_compile.ops.attention.softmax import merge, product, softmax_weighted
 
 KEYS = 256
-"""Keys of a product, cut at the multiples of it from a row's first key."""
+"""Keys of a product. A row's keys are cut at multiples of it."""
 
 
 def attend_by_token(
@@ -18,11 +18,11 @@ def attend_by_token(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token over the first keys of its row.
 
-    query: `[tokens, heads, width]`, of the dtype that is accumulated in; latents: `[slots, width]`, where keys are,
-    their first `rank` columns the values; slots: those of every row's keys, int64 `[rows, keys]`; row: int64
-    `[tokens]`; seen: how many keys each token sees, `[tokens]`, read on the CPU only.
+    query: `[tokens, heads, width]`, in the accumulation dtype; latents: the keys, `[slots, width]`, whose first `rank`
+    columns are the values; slots: the slots of every row's keys, int64 `[rows, keys]`; row: the row of each token,
+    int64 `[tokens]`; seen: number of keys that each token sees, `[tokens]`, read on the CPU only.
 
-    Returns out `[tokens, heads, rank]` and lse `[tokens, heads]`, 0 and -inf where no key is seen.
+    Returns out `[tokens, heads, rank]` and lse `[tokens, heads]`; 0 and -inf for a token that sees no key.
     """
     slots = torch.nn.functional.pad(slots, (0, max(1, -(-slots.shape[1] // KEYS)) * KEYS - slots.shape[1]))
     most = seen.tolist() if seen.device.type == "cpu" else [slots.shape[1]] * len(seen)
@@ -34,7 +34,7 @@ def attend_by_token(
         for start in range(0, max(1, keys), KEYS):
             live = position + start < seen[token]
             slot = own[start : start + KEYS].where(live, 0)
-            # Zeros where there is no key, not only masked scores: 0 x NaN is NaN.
+            # Keys that do not exist are zeroed too, not only their scores: 0 x NaN is NaN.
             k = latents.index_select(0, slot).to(query.dtype).masked_fill_(~live[:, None], 0)
             scores = product(mine, k.mT).mul_(softmax_scale).masked_fill_(~live, -torch.inf)
             found = softmax_weighted(scores, k[:, :rank])
@@ -46,9 +46,9 @@ def attend_by_token(
 
 
 def merge_by_token(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """`merge` of each token, the first dimension, in operations of its own.
+    """`merge` with separate operations for each token, the first dimension.
 
-    On the CPU the last elements of a tensor get other bits from `logaddexp` than those before.
+    On the CPU `logaddexp` gives the last elements of a tensor other bits than the ones before.
     """
     joined = [merge(*each) for each in zip(out_a, lse_a, out_b, lse_b, strict=True)]
     out, lse = zip(*joined, strict=True)

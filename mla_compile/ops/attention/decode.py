@@ -26,7 +26,7 @@ from mla_compile.torch_internals import is_fake
 def _run(*args: Any) -> tuple[Tensor, Tensor]:
     *operands, backend, plan, batch_invariant = args
     given = DecodeOperands(*operands)
-    if not given.kv_cache.is_contiguous():  # one that a graph computes: see the op's layout
+    if not given.kv_cache.is_contiguous():  # a cache that a graph computes: see the op's layout
         given = given._replace(kv_cache=given.kv_cache.contiguous())
     chosen = choose_backend(given, backend, batch_invariant)
     q_latent = given.q_latent
@@ -39,7 +39,7 @@ def _run(*args: Any) -> tuple[Tensor, Tensor]:
 def choose_backend(
     operands: DecodeOperands, backend: str | None, batch_invariant: bool = False
 ) -> DecodeBackend:
-    """Who serves a call that is about to run. Raises `MLAError` where the `backend` asked for cannot."""
+    """The backend that serves a call that is about to run. Raises `MLAError` if `backend` names one that cannot."""
     # Compiled code calls the op too, so an automatic choice never takes a backend that cannot be captured.
     captured = backend is None or (operands.q_latent.is_cuda and torch.cuda.is_current_stream_capturing())
     call = decode_call(operands, captured=captured, batch_invariant=batch_invariant)
@@ -56,8 +56,8 @@ _LAYOUTS = {
 }
 
 
-# Queries of any strides, or each would be copied: absorbing leaves heads outermost. Inductor may then also lay a cache
-# that a graph computes otherwise than it was told.
+# A fixed layout would copy every query, as absorbing leaves heads outermost. With a flexible one Inductor may also
+# change the strides of a cache that a graph computes.
 @define_op(
     table=DECODE_BACKENDS,
     layouts=_LAYOUTS,
@@ -81,32 +81,30 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention in the latent space (DeepSeek-V2, arXiv 2405.04434, section 2.1: the absorbed form).
 
-    For query token j of a row, over the keys i it sees (`visible_keys`):
+    For query token j of a row, over its visible keys i (`visible_keys`):
     `softmax_i((q_latent . kv_c_i + q_pe . k_pe_i) * softmax_scale) @ kv_c`.
 
     Args:
         q_latent: `q_nope @ w_uk`, `[rows * q_len, heads, kv_lora_rank]`, float.
         q_pe: `[rows * q_len, heads, qk_rope_head_dim]`, same dtype.
-        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; the new
-            tokens' latents are already in it.
+        kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, same dtype; it already
+            holds the new tokens' latents.
         block_table: int32 `[rows, max_pages]`; entries past a row's length are never followed.
         seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
         q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`.
         q_len: query tokens per row, >= 1.
         softmax_scale: multiplies the scores.
-        backend: a name in `DECODE_BACKENDS` (`ops/attention/decode_backends.py`); None takes the fastest that serves
+        backend: a name in `DECODE_BACKENDS` (`ops/attention/decode_backends.py`); None selects the fastest that serves
             the call and may be captured in a CUDA graph.
-        plan: what `mla_decode_plan` gave for a `backend` that plans; without it such a backend plans in each call.
-        batch_invariant: take one with which a token's bits depend on nothing but its own query and keys: not on the
-            other rows, nor on `q_len`.
+        plan: the result of `mla_decode_plan`, for a `backend` that plans; without it such a backend plans in each call.
+        batch_invariant: a token's bits depend on its own query and keys only, not on the other rows, nor on `q_len`.
 
     Returns:
         out `[rows * q_len, heads, kv_lora_rank]` in the dtype of `q_latent`, 0 for a token that sees no key, and
         lse `[rows * q_len, heads]`, the natural-log log-sum-exp, -inf there; float32 (float64 for float64).
 
     Raises:
-        MLAError: an argument that is not so, named, or a `backend` that cannot serve this call, with the reason.
-            Lengths are checked where they are on the CPU.
+        MLAError: an argument is invalid, or `backend` cannot serve this call. Lengths are checked on the CPU only.
     """
     if not is_fake(kv_cache):
         validate.Layouts().check("kv_cache", kv_cache, validate.PAGED)
@@ -131,14 +129,15 @@ def _plan(*args: Any) -> list[Tensor]:
 
 @define_op(layouts=_LAYOUTS, run=_plan, layout=torch.Tag.flexible_layout)
 def mla_decode_plan(operands: DecodeOperands, place: int, backend: str) -> list[Tensor]:
-    """What a decode backend that divides its work by the rows' lengths computes of them, for the calls of all layers.
+    """The plan of a decode backend that divides its work by the rows' lengths, for the calls of all layers.
 
     Args:
-        operands, backend: those of one of the `mla_decode` calls. Nothing but lengths and sizes matters.
-        place: a number for each plan of a graph: what a backend keeps of one outlives the making of the next.
+        operands, backend: those of one of the `mla_decode` calls. Only lengths and sizes matter.
+        place: the number of the plan in its graph. A backend keeps one state per number, so plans do not overwrite
+            each other.
 
     Returns:
-        The tensors that `mla_decode` takes as `plan`; the `backend` knows what they hold.
+        The tensors that `mla_decode` takes as `plan`; only the `backend` interprets them.
     """
     return _plan(*operands, place, backend) if is_fake(operands.seq_lens) else []
 
@@ -147,7 +146,7 @@ decode_plan_op = torch.ops.mla_compile.mla_decode_plan.default
 
 
 def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
-    """`mla_decode` in plain torch: every device, every dtype, and the kernels' twin.
+    """`mla_decode` in plain torch, for every device and dtype; kernels must agree with it.
 
     Lengths are read on the CPU only.
     """
@@ -166,7 +165,7 @@ def decode_torch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 
 
 def decode_by_token(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
-    """`mla_decode` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    """`mla_decode` in plain torch, one token at a time: its bits do not depend on the rest of the call."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     tokens, _, rank = q_latent.shape
     page_size, width = kv_cache.shape[1:]

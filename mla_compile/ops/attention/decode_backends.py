@@ -1,8 +1,8 @@
-"""Which implementation serves a decode call: the table of backends, and the choice among them.
+"""The dispatch table of `mla_decode`: decode backends, and the choice among them.
 
-Beside what every implementation declares, a backend says what query tokens a row may have. Nothing else in the package
-asks for a backend by its name. A new one is a row of `DECODE_BACKENDS` and a function that takes `DecodeOperands`; the
-conformance suite (`tests/ops/conformance.py`) runs on every row.
+A backend is a candidate that also declares how many query tokens the rows of a call may have. Nothing else in the
+package asks for a backend by its name. A new one is an entry of `DECODE_BACKENDS` and a function that takes
+`DecodeOperands`; the conformance suite (`tests/ops/conformance.py`) runs on every entry.
 """
 
 import functools
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class QueryLenSupport(Enum):
-    """What query tokens a row may have in one call of a backend."""
+    """How many query tokens the rows of one call of a backend may have."""
 
     SINGLE_ONLY = "one token a row"
     UNIFORM = "the same number in every row"
@@ -37,11 +37,11 @@ class QueryLenSupport(Enum):
 
 @dataclass(frozen=True)
 class DecodeBackend(Candidate):
-    """One implementation of `mla_decode`. Whatever it takes of q_len, it serves every decode call: see `fitting`.
+    """One implementation of `mla_decode`. It serves every q_len, whatever `query_len_support` is: see `fitting`.
 
-    multi_token_heads: the numbers of heads with which more than one query token a row is right; None for all.
-    planner: `module:object`, a `Planner`, of one that divides its work before it runs: a compiled graph plans once for
-        all layers, since the plan depends on lengths and sizes only. It runs without a plan too, and plans by itself.
+    multi_token_heads: the numbers of heads that work with more than one query token a row; None for all.
+    planner: `module:object`, a `Planner`, for a backend that divides its work before it runs. A compiled graph plans
+        once for all layers, since the plan depends on lengths and sizes only. Without a plan the backend makes its own.
     """
 
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN
@@ -49,14 +49,14 @@ class DecodeBackend(Candidate):
     planner: str = ""
 
     def plan(self, operands: DecodeOperands, place: int) -> list[Tensor]:
-        """What `run` takes as `plan`, for calls of these lengths and sizes; where they are fake, empty tensors."""
+        """The argument `plan` of `run`, for calls with these lengths and sizes; empty tensors for fake operands."""
         planner: Planner = pkgutil.resolve_name(self.planner)
         if is_fake(operands.seq_lens):
             return planner.like(operands)
         return planner.plan(self.fitting(operands), place)
 
     def run(self, operands: DecodeOperands, plan: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Compute a call; `plan`: what the method of that name gave for it."""
+        """Compute a call; `plan`: the result of the method of that name."""
         if plan is not None:
             out, lse = self.load()(operands, plan)
         else:
@@ -64,14 +64,14 @@ class DecodeBackend(Candidate):
         return out, lse
 
     def fitting(self, operands: DecodeOperands) -> DecodeOperands:
-        """The operands as the backend takes them.
+        """The operands in the form that the backend supports.
 
-        Query tokens that it cannot take as they are become rows of one token, each with the keys that it sees: still
-        decode, at the price of reading a row's latents once for each of its tokens.
+        Rows with too many query tokens become rows of one token, each with the keys that the token sees. They are still
+        decoded, but a row's latents are read once for each of its tokens.
         """
         support, q_len, q_lens = self.query_len_support, operands.q_len, operands.q_lens
-        trusted = self.multi_token_heads
-        if trusted is not None and operands.q_latent.shape[1] not in trusted:
+        supported = self.multi_token_heads
+        if supported is not None and operands.q_latent.shape[1] not in supported:
             support = QueryLenSupport.SINGLE_ONLY
         is_uniform = q_lens is None and (q_len == 1 or support is QueryLenSupport.UNIFORM)
         if is_uniform or support is QueryLenSupport.VARLEN:
@@ -82,9 +82,10 @@ class DecodeBackend(Candidate):
 
 
 class Planner(NamedTuple):
-    """How a backend plans, by the lengths and sizes of a call alone.
+    """Functions that make a plan, from the lengths and sizes of a call alone.
 
-    plan: gives tensors that calls read; the number is `place` of `mla_decode_plan`. like: empty ones, of fake operands.
+    plan: returns the tensors that calls read; the number is `place` of `mla_decode_plan`. like: returns empty tensors
+        of the same shapes, for fake operands.
     """
 
     plan: Callable[[DecodeOperands, int], list[Tensor]]
@@ -159,12 +160,12 @@ DECODE_BACKENDS = (
         batch_invariant=True,
     ),
 )
-"""Fastest first, the order of the automatic choice. `reference` serves every call, and `by_token` every one that asks
-for a batch-invariant row."""
+"""Fastest first, the order of the automatic choice. `reference` serves every call, and `by_token` every call that asks
+for batch invariance."""
 
 
 def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bool = False) -> Call:
-    """The call that these operands make. They may be fake: symbolic sizes are not known."""
+    """The `Call` of these operands, which may be fake: symbolic sizes are unknown."""
     facts = facts_of("mla_decode", operands)
     known = {name: fact for name, fact in facts.items() if not isinstance(fact, torch.SymInt)}
     return Call(*describe_device(operands.q_latent.device), captured, known, batch_invariant)
@@ -174,7 +175,7 @@ def decode_call(operands: DecodeOperands, *, captured: bool, batch_invariant: bo
 def select_backend(
     call: Call, name: str | None = None, argument: str = "backend"
 ) -> Selection[DecodeBackend]:
-    """The backend called `name`, else the first of `DECODE_BACKENDS` that serves a call.
+    """The backend called `name`, or without a name the first of `DECODE_BACKENDS` that serves a call.
 
     Raises:
         MLAError: `name` is unknown or that backend cannot serve the call; the message names the `argument`, the reason
@@ -193,12 +194,12 @@ def select_backend(
 
 
 def backend_named(name: str) -> DecodeBackend:
-    """The backend of that name, which there must be."""
+    """The backend of that name, which must exist."""
     return next(backend for backend in DECODE_BACKENDS if backend.name == name)
 
 
 def check_name(argument: str, name: object) -> None:
-    """Raises `MLAError`, of the argument, for something that is no backend's name; None is the automatic choice."""
+    """Raises `MLAError` for an argument that is not a backend's name; None is the automatic choice."""
     names = [backend.name for backend in DECODE_BACKENDS]
     if name is not None and name not in names:
         raise MLAError(argument, f"one of {', '.join(names)}, or None", repr(name))

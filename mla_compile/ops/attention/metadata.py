@@ -1,7 +1,7 @@
-"""`mla_decode_metadata`, `mla_prefill_metadata`: where tokens of decode rows and of prompt chunks go, what they see.
+"""`mla_decode_metadata`, `mla_prefill_metadata`: slots and visible keys of the tokens of decode rows and of chunks.
 
-Ops, so that a compiled step computes them once, in one launch each. As plain torch they are pointwise nodes, and
-Inductor computes such an input of a custom op anew for every op that reads it: in each layer.
+They are ops so that a compiled step computes them once, in one launch each. As plain torch they would be pointwise
+nodes, which Inductor recomputes for every custom op that reads them: in each layer.
 """
 
 import torch
@@ -37,19 +37,19 @@ DECODE_METADATA = (
 def mla_decode_metadata(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, *, q_len: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where the next `q_len` tokens of rows go, and what they see.
+    """Slots, positions and visible keys of the next `q_len` tokens of each row.
 
     Args:
-        num_cached: tokens that a row holds, int32 `[rows]`; negative only in a row that is inactive.
+        num_cached: a row's tokens in the cache, int32 `[rows]`; negative only in an inactive row.
         block_table: int32 `[rows, max_pages]`.
-        q_lens: valid query tokens per row, int32 `[rows]`; None means all `q_len`, 0 that a row is inactive.
+        q_lens: valid query tokens per row, int32 `[rows]`; 0 for an inactive row. None means all `q_len`.
         q_len: query tokens per row, >= 1.
         page_size: tokens per cache page, >= 1.
 
     Returns:
         seq_lens: keys visible to a row's last valid query token, int32 `[rows]`; 0 for an inactive row.
-        valid: `q_lens`, written out, int32 `[rows]`.
-        slot_mapping: int64 `[rows * q_len]`; -1 for a token that is not valid or that the table cannot hold.
+        valid: `q_lens`, also if that is None, int32 `[rows]`.
+        slot_mapping: int64 `[rows * q_len]`; -1 for a token that is not valid or is past the table.
         positions: int64 `[rows * q_len]`.
     """
     validate.whole_number("q_len", q_len, 1)
@@ -62,7 +62,7 @@ def mla_decode_metadata(
 def decode_metadata_torch(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mla_decode_metadata` in plain torch: every device."""
+    """`mla_decode_metadata` in plain torch, for every device."""
     valid = torch.full_like(num_cached, q_len) if q_lens is None else q_lens.clone()
     end = num_cached + valid
     positions = num_cached[:, None].long() + torch.arange(q_len, device=num_cached.device)
@@ -95,15 +95,15 @@ PREFILL_METADATA = (
 def mla_prefill_metadata(
     lens: Tensor, bounds: Tensor, block_table: Tensor, *, tokens: int, keys: int, page_size: int
 ) -> _PrefillMetadata:
-    """Where chunks write, and what they see.
+    """Slots, positions and visible keys of prompt chunks.
 
     Args:
-        lens: of each row the length of its chunk, and that of context and chunk together, int64 `[rows, 2]`.
-        bounds: for each part the position of a row's first key, and the one behind its last, int64 `[rows, 2 * parts]`.
-            A row of padding has no keys; any other one has its last key in the last part.
+        lens: for each row the length of its chunk, and of context and chunk together, int64 `[rows, 2]`.
+        bounds: for each part the position of a row's first key, and the one after its last, int64 `[rows, 2 * parts]`.
+            A padding row has no keys; any other row has its last key in the last part.
         block_table: int32 `[rows, max_pages]`.
-        tokens: of all chunks together.
-        keys: places for the keys of a part, at least as many as any part has.
+        tokens: the total of all chunks.
+        keys: the size of a part in `key_slots`, at least the keys of any part.
         page_size: tokens per cache page, >= 1.
 
     Returns:
@@ -126,19 +126,19 @@ prefill_metadata_op = torch.ops.mla_compile.mla_prefill_metadata.default
 def prefill_metadata_torch(
     lens: Tensor, bounds: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
 ) -> _PrefillMetadata:
-    """`mla_prefill_metadata` in plain torch: every device."""
+    """`mla_prefill_metadata` in plain torch, for every device."""
     (q_lens, seq_lens), (starts, stops) = lens.unbind(1), (bounds[:, ::2], bounds[:, 1::2])
 
     def spread(first: Tensor, count: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`count[r]` places for each row r, one row after the other: the row of a place, its position, which begins at
-        `first[r]`, and whether it is any row's."""
+        """`count[r]` places for each row r, one row after the other. Returns each place's row, its position, which
+        begins at `first[r]`, and whether it belongs to a row."""
         ends = count.cumsum(0)
         place = torch.arange(places, device=lens.device)
         row = torch.searchsorted(ends, place, right=True).clamp(max=len(count) - 1)
         return row, place + (first - ends + count)[row], place < ends[-1]
 
     def slots_of(row: Tensor, position: Tensor, valid: Tensor) -> Tensor:
-        """Not by `paging.slots_of`, which would take a whole row of the table for each place."""
+        """Like `paging.slots_of`, which would gather a row's whole table for each place."""
         page = position // page_size
         pages = block_table[row, page.clamp(0, block_table.shape[1] - 1)].long()
         valid = valid & (position >= 0) & (page < block_table.shape[1])

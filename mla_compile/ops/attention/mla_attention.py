@@ -1,4 +1,4 @@
-"""`mla_attention`: the one op that a model calls, and what it means in terms of the segment ops."""
+"""`mla_attention`: the one op that a model calls, and its definition in terms of the segment ops."""
 
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from mla_compile.torch_internals import run_check
 
 
 class AttentionOperands(NamedTuple):
-    """Of the op `mla_attention`: a batch is flat."""
+    """The arguments of the op `mla_attention`, with the fields of a batch flattened."""
 
     q_nope: Tensor
     q_pe: Tensor
@@ -55,7 +55,7 @@ class AttentionOperands(NamedTuple):
     name="mla_attention",
     mutates=("kv_cache",),
     static="page_size",
-    tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is asked for by name may plan on the host
+    tags=(torch.Tag.cudagraph_unsafe,),  # a decode backend that is selected by name may plan on the host
 )
 def _attention(call: AttentionOperands) -> Tensor:
     if call.decode_backend is not None and call.decode_seq_lens is not None:
@@ -70,7 +70,7 @@ attention_op = torch.ops.mla_compile.mla_attention.default
 
 
 def lower_mla_attention(*args: Any) -> Tensor:
-    """The unified op spelled out in segment ops. Eager calls run it; `split_prefill_decode` inlines it in graphs.
+    """The unified op in terms of segment ops. Eager calls run it; `split_prefill_decode` inlines it in graphs.
 
     Only `is None`, shapes and torch functions are used, so the arguments may be graph proxies. Both split sizes
     come from metadata shapes: slicing at a symbolic bound would make unbacked symbols.
@@ -115,7 +115,7 @@ def mla_attention(
     batch: MLABatch,
     softmax_scale: float,
 ) -> Tensor:
-    """Multi-head latent attention of a packed batch over a paged latent cache, which it appends to first.
+    """Multi-head latent attention of a packed batch over a paged latent cache, after appending the new latents to it.
 
     Tokens are laid out decode rows first (`rows * q_len`), then prefill tokens. The formula is that of
     DeepSeek-V2 (arXiv 2405.04434, section 2.1); `tests/reference.py` spells it out in float64. Under
@@ -130,16 +130,15 @@ def mla_attention(
             mutated.
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`: the two
             halves of `kv_b_proj`, views are fine.
-        batch: which tokens are whose.
+        batch: the segments of the batch, which assign its tokens to rows.
         softmax_scale: multiplies the scores.
 
     Returns:
         `[tokens, heads, v_head_dim]` in the dtype of `q_nope`; 0 for a token that sees no key.
 
     Raises:
-        MLAError: an argument that is not so, named, before the cache is touched. Lengths and slots are checked
-            where they are on the CPU; compiled code reads, and checks, no `seq_lens`, `block_table` and `host_lens` of
-            prompt chunks.
+        MLAError: an argument is invalid; raised before the cache is written. Lengths and slots are checked on the CPU
+            only. Compiled code neither reads nor checks `seq_lens`, `block_table` and `host_lens` of prompt chunks.
     """
     validate.is_batch(batch)
     if torch.compiler.is_compiling():
@@ -165,13 +164,13 @@ def mla_attention(
 
 
 _UNREAD = ("seq_lens", "block_table", "host_lens")
-"""What compiled code does not read of prompt chunks. To look at it would make an input of it, on the CPU even."""
+"""Fields of prompt chunks that compiled code does not read: access would make them inputs, on the CPU too."""
 DECODE = tuple(f.name for f in fields(DecodeSegment))
 PREFILL = tuple(f.name for f in fields(PrefillSegment) if f.name not in _UNREAD)
 
 
 def check_batch(q_nope: Tensor, kv_cache: Tensor, decode: Any, prefill: Any) -> None:
-    """`validate.batch` of what compiled code reads of a batch's segments."""
+    """`validate.batch` of the segments' fields that compiled code reads."""
     if prefill:
         known: dict[str, Any] = {**dict.fromkeys(_UNREAD), **dict(zip(PREFILL, prefill))}
         prefill = PrefillSegment(**known)

@@ -1,7 +1,7 @@
-"""What is done to projected latents and queries: the norm and the rotation in plain torch, and as ops.
+"""Norm and rotation of projected latents and queries, in plain torch and as ops.
 
-`mla_rotate_queries` rotates queries where they lie. `mla_norm_rope_append` also norms and rotates what the projection
-gives, and appends it. No model calls them: the passes of these names put them in.
+`mla_rotate_queries` rotates queries in place. `mla_norm_rope_append` also normalises and rotates the output of the
+latents' projection, and appends it to the cache. Passes of these names insert the ops; no model calls them.
 """
 
 import torch
@@ -19,7 +19,7 @@ from mla_compile.ops.paging import write_latents
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm (arXiv 1910.07467) over the last dimension of `x` `[..., size]`, in float32 at least.
 
-    Rounded to the dtype of `x` before the weight multiplies, as DeepSeek's models do.
+    The result is rounded to the dtype of `x` before the weight multiplies it, as in DeepSeek's models.
     """
     return weight * F.rms_norm(x, weight.shape, eps=eps)
 
@@ -29,10 +29,11 @@ def rotate(
 ) -> Tensor:
     """Rotate pairs of the last dimension of `x` `[..., d]` (arXiv 2104.09864), in float32 at least, to its dtype.
 
-    Queries and keys that are permuted alike have the same products, so the layout of the result is free.
+    Queries and keys with the same permutation have the same products, so the layout of the result is free.
 
-    cos, sin: `[..., d / 2]`, by pair; or `[..., d]`, those of the pairs' first elements, then of the second ones.
-    interleaved_in, interleaved_out: pairs are neighbours in `x`, in the result; else they are halves apart.
+    cos, sin: `[..., d / 2]`, by pair; or `[..., d]`, for the pairs' first elements, then for the second ones.
+    interleaved_in, interleaved_out: whether the elements of a pair are adjacent in `x`, and in the result; else they
+        are `d / 2` apart.
     """
     dtype = x.dtype
     if torch.promote_types(dtype, cos.dtype) in (torch.float16, torch.bfloat16):
@@ -52,7 +53,7 @@ def rotate(
 
 
 def rotate_heads(q_pe: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool) -> None:
-    """`mla_rotate_queries` in plain torch: every device and dtype."""
+    """`mla_rotate_queries` in plain torch, for every device and dtype."""
     q_pe.copy_(rotate(q_pe, cos[:, None], sin[:, None], interleaved_in, interleaved_out))
 
 
@@ -82,10 +83,10 @@ def mla_rotate_queries(
     """Rotate every head of every token by the token's angles, in place.
 
     Args:
-        q_pe: `[tokens, heads, qk_rope_head_dim]`, float, with any strides: columns of the projection's output.
+        q_pe: `[tokens, heads, qk_rope_head_dim]`, float, any strides, such as a slice of the projection's output.
         cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float.
-        interleaved_in, interleaved_out: whether the two elements of a rotated pair are neighbours `(0, 1), (2, 3), ...`
-            before, and afterwards; else they are halves apart.
+        interleaved_in, interleaved_out: whether the elements of a rotated pair are adjacent, `(0, 1), (2, 3), ...`,
+            before and after; else they are `qk_rope_head_dim / 2` apart.
     """
     rope = q_pe.shape[2]
     if rope < 2 or rope % 2:
@@ -122,22 +123,22 @@ NORM_ROPE_APPEND = (
 def mla_norm_rope_append(operands: NormRopeAppendOperands) -> None:
     """Write `[rms_norm(kv_a[:, :rank]) | rotate(kv_a[:, rank:])]` of every token to its slot of `kv_cache`, in place.
 
-    With `q_pe` also do what `mla_rotate_queries` does, by the same angles.
+    With `q_pe` also do the work of `mla_rotate_queries`, with the same angles.
 
     Args:
-        kv_a: `[tokens, kv_lora_rank + qk_rope_head_dim]`, float; rows may lie apart.
+        kv_a: `[tokens, kv_lora_rank + qk_rope_head_dim]`, float, any stride between tokens.
         weight: of the norm, `[kv_lora_rank]`, the dtype of `kv_a`.
-        cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float; a factor
-            that scales the rotary keys is in them.
+        cos, sin: `[tokens, qk_rope_head_dim / 2]` or `[tokens, qk_rope_head_dim]` (see `rotate`), float; they
+            include any factor that scales the rotary keys.
         kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous, the dtype of `kv_a`.
-        slot_mapping: as of `mla_append`.
+        slot_mapping: as in `mla_append`.
         eps: of the norm, added to the mean square.
-        interleaved_in, interleaved_out: whether the two elements of a rotated pair are neighbours `(0, 1), (2, 3), ...`
-            in `kv_a`, and in the cache; else they are halves apart.
+        interleaved_in, interleaved_out: whether the elements of a rotated pair are adjacent, `(0, 1), (2, 3), ...`,
+            in `kv_a`, and in the cache; else they are `qk_rope_head_dim / 2` apart.
         q_pe: `[tokens, heads, qk_rope_head_dim]`, the dtype of `kv_a`: rotated in place.
 
     Raises:
-        MLAError: an argument that is not so, named. Slots are range-checked where they are on the CPU.
+        MLAError: an argument is invalid. Slots are range-checked on the CPU only.
     """
     kv_a, weight, cos, sin, kv_cache, slot_mapping, *_, q_pe = operands
     rope = kv_a.shape[1] - weight.shape[0]
@@ -148,14 +149,14 @@ def mla_norm_rope_append(operands: NormRopeAppendOperands) -> None:
     validate.angles(cos, sin, rope)
     validate.slots("slot_mapping", slot_mapping, kv_cache)
     if q_pe is not None and q_pe.shape[2] != rope:
-        raise MLAError("q_pe", f"{rope} columns, as many as are rotated of kv_a", q_pe.shape[2])
+        raise MLAError("q_pe", f"{rope} columns, those of kv_a that are rotated", q_pe.shape[2])
 
 
 norm_rope_append_op = torch.ops.mla_compile.mla_norm_rope_append.default
 
 
 def norm_rope_append_torch(operands: NormRopeAppendOperands) -> None:
-    """`mla_norm_rope_append` in plain torch: every device and dtype."""
+    """`mla_norm_rope_append` in plain torch, for every device and dtype."""
     kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out, q_pe = operands
     kv_c, k_pe = kv_a.split([weight.shape[0], kv_a.shape[1] - weight.shape[0]], dim=1)
     k_pe = rotate(k_pe, cos, sin, interleaved_in, interleaved_out)

@@ -1,6 +1,6 @@
-"""What the candidates of attention ops take: an op's arguments in one record.
+"""The operands of attention ops: an op's arguments in one record, as its candidates take them.
 
-An op's schema is flat, and so is a kernel's. Between them its arguments go as one named tuple, which the op's
+The schemas of ops and of kernels are flat. Between them the arguments are passed as one named tuple, which the op's
 declaration describes. A frozen dataclass would take four to six times as long to make, in every eager call.
 """
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class DecodeOperands(NamedTuple):
-    """Of `mla_decode`."""
+    """The operands of `mla_decode`."""
 
     q_latent: Tensor
     q_pe: Tensor
@@ -23,7 +23,7 @@ class DecodeOperands(NamedTuple):
 
 
 class PrefillOperands(NamedTuple):
-    """Of `mla_prefill`."""
+    """The operands of `mla_prefill`."""
 
     q: Tensor
     kv_cache: Tensor
@@ -36,7 +36,7 @@ class PrefillOperands(NamedTuple):
 
 
 class NormRopeAppendOperands(NamedTuple):
-    """Of `mla_norm_rope_append`."""
+    """The operands of `mla_norm_rope_append`."""
 
     kv_a: Tensor
     weight: Tensor

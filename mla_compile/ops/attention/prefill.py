@@ -15,15 +15,15 @@ from mla_compile.ops.library import define_op, empty
 from mla_compile.torch_internals import statically_known_true
 
 PREFILL = (
-    # Expanding a key costs `2 * rank * (nope + v)` flops a head, whoever attends to it. Absorbed, a token spends
-    # `2 * (2 * rank - nope - v)` more on each key that it sees, and has its own two products with w_uk and w_uv. So
-    # with many keys a token, absorbed attention has fewer flops up to `rank * (nope + v) / (2 * rank - nope - v)`
-    # tokens of a row: 171 with DeepSeek-V3's widths, 398 with GLM's. That is at one rate for all products. Expansion
-    # runs at that of cuBLAS, but writes and reads `nope + rope + v` elements a head for each latent it reads.
-    # The bounds lie below these: the tokens may all be one row's. After 4096 keys an H200 takes less time absorbed than
-    # with FlashAttention up to 64 tokens with V3's 16 heads, up to 128 with GLM, and with V3's 128 heads at 32, not 64.
+    # Expanding a key costs `2 * rank * (nope + v)` flops per head, however many tokens attend to it. Absorbed, a token
+    # spends `2 * (2 * rank - nope - v)` more per visible key, and has its own two products with w_uk and w_uv. So with
+    # many keys per token, absorbed attention has fewer flops up to `rank * (nope + v) / (2 * rank - nope - v)` tokens
+    # of a row: 171 with DeepSeek-V3's widths, 398 with GLM's. This assumes one rate for all products. Expansion runs at
+    # the rate of cuBLAS, but writes and reads `nope + rope + v` elements per head for each latent that it reads.
+    # The bounds are lower, as all tokens may belong to one row. After 4096 keys an H200 is faster absorbed than with
+    # FlashAttention up to 64 tokens with V3's 16 heads, up to 128 with GLM, and with V3's 128 heads at 32, not 64.
     triton(
-        "absorbed attention over the latents, for few tokens after long texts",
+        "absorbed attention over the latents, for few tokens after many keys",
         "mla_compile.ops.attention.kernels.absorbed_prefill:prefill_absorbed",
         name="absorbed",
         constraints={
@@ -37,7 +37,7 @@ PREFILL = (
     ),
     Candidate(
         "flash_attn",
-        "FlashAttention 4, over keys of whole texts",
+        "FlashAttention 4, over expanded keys",
         "mla_compile.ops.attention.kernels.flash_attn:prefill_flash_attn",
         ("cuda",),
         min_capability=(9, 0),
@@ -53,7 +53,7 @@ PREFILL = (
         batch_invariant=True,
     ),
     triton(
-        "keys of whole texts, read by programs of one head",
+        "expanded keys, one head per program",
         "mla_compile.ops.attention.kernels.prefill:prefill_triton",
         constraints={
             "dtype": FLOATS,
@@ -100,30 +100,30 @@ def mla_prefill(
 ) -> Tensor:
     """Causal attention over all keys of each row, exact for any chunking of a prompt.
 
-    The latents of all keys, those of the new tokens too, are read from the cache. Keys and values are these, expanded
+    The latents of all keys, including the new tokens', are read from the cache. They are expanded to keys and values
     per head with `w_uk` and `w_uv`; few tokens after many keys attend over the latents instead. A row's last query
     sees all its keys. Parts are joined by log-sum-exp.
 
     Args:
-        q: `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, float; the second part rotated.
+        q: `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, float; the second part is rotated.
         kv_cache: `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, contiguous.
         w_uk: `[heads, qk_nope_head_dim, kv_lora_rank]`; w_uv: `[heads, kv_lora_rank, v_head_dim]`.
         cu_seqlens_q: prefix sum of the chunks' lengths, int32 `[rows + 1]`.
         cu_seqlens_k, key_slots: see `PrefillSegment`.
         softmax_scale: multiplies the scores.
-        batch_invariant: a token's bits depend on nothing but its own query and keys: not on how its prompt is cut into
-            chunks, nor on the other rows.
+        batch_invariant: a token's bits depend on its own query and keys only, not on the chunks that its prompt is cut
+            into, nor on the other rows.
 
     Returns:
         `[tokens, heads, v_head_dim]` in the dtype of `q`; 0 for a token that sees no key.
 
     Raises:
-        MLAError: an argument that is not so, named. Lengths and slots are checked where they are on the CPU.
+        MLAError: an argument is invalid. Lengths and slots are checked on the CPU only.
     """
     _, nope, rank = w_uk.shape
     if statically_known_true(q.shape[2] - nope != kv_cache.shape[2] - rank):
         expected = (
-            f"{nope} + {kv_cache.shape[2] - rank} columns, those of w_uk and the keys rotated in kv_cache"
+            f"{nope} + {kv_cache.shape[2] - rank} columns, those of w_uk and the rotated keys in kv_cache"
         )
         raise MLAError("q", expected, list(q.shape))
     validate.key_ranges("", cu_seqlens_q, cu_seqlens_k, key_slots, q.shape[0], kv_cache)
@@ -134,11 +134,11 @@ prefill_op = torch.ops.mla_compile.mla_prefill.default
 
 
 KEY_BLOCK = 512
-"""Keys attended at a time: it bounds the workspace, scores being `[heads, tokens, KEY_BLOCK]`."""
+"""Keys attended at a time. It bounds the workspace: scores are `[heads, tokens, KEY_BLOCK]`."""
 
 
 def prefill_torch(operands: PrefillOperands) -> Tensor:
-    """`mla_prefill` in plain torch: every device, every dtype, and the kernels' twin. Nothing is read on the host."""
+    """`mla_prefill` in plain torch, for every device and dtype; kernels must agree with it. The host reads nothing."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, _ = q.shape
     if tokens == 0:
@@ -160,7 +160,7 @@ def prefill_torch(operands: PrefillOperands) -> Tensor:
             key = torch.arange(start, start + len(block), device=q.device)
             visible = (key >= sums[row][:, None]) & (key <= last[:, None])
             latents = flat.index_select(0, block.clamp(min=0)).to(dtype)
-            # 0 x NaN is NaN: whoever sees a latent that is no number is told so below, and nobody else.
+            # 0 x NaN is NaN: such latents count as 0, and only the tokens that see them get NaN below.
             finite = latents.isfinite().all(1)
             latents.masked_fill_(~finite[:, None], 0)
             keys = torch.cat([latents[:, :rank] @ w_uk.mT, latents[:, rank:].expand(heads, -1, -1)], dim=-1)
@@ -175,7 +175,7 @@ def prefill_torch(operands: PrefillOperands) -> Tensor:
 
 
 def prefill_by_token(operands: PrefillOperands) -> Tensor:
-    """`mla_prefill` in plain torch, a token at a time: what else is in the call does not change a bit."""
+    """`mla_prefill` in plain torch, one token at a time: its bits do not depend on the rest of the call."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     (tokens, heads, _), nope, (_, rank, v) = q.shape, w_uk.shape[1], w_uv.shape
     if tokens * heads == 0:

@@ -1,4 +1,4 @@
-"""Builders of segments, for rows whose kind is known; `pack_batch` makes a whole batch of rows of both kinds.
+"""Builders of decode and prefill segments; `pack_batch` builds a whole batch from rows of both kinds.
 
 `decode_segment` may run inside a compiled step.
 """
@@ -27,7 +27,7 @@ def decode_segment(
 ) -> tuple[DecodeSegment, Tensor]:
     """Rows that each decode `q_len` tokens after the `num_cached` (int32 `[rows]`) that they hold.
 
-    A row of which `q_lens` says 0 is inactive: it sees nothing and writes nowhere. `backend`: see `DecodeSegment`.
+    A row with `q_lens` 0 is inactive: it sees nothing and writes nowhere. `backend`: see `DecodeSegment`.
 
     Returns the segment and the tokens' positions, int64 `[rows * q_len]`.
 
@@ -53,9 +53,9 @@ def prefill_segment(
 ) -> tuple[PrefillSegment, Tensor]:
     """Prompt chunks of `chunk_lens` tokens after the `num_cached` tokens that each row already holds.
 
-    num_tokens: pad to so many tokens, with chunks of nobody that write nowhere. Where the chunks have more already,
-        nothing is padded.
-    num_chunks: pad to so many chunks, with empty ones of nobody; num_keys: to so many keys that are read. Likewise.
+    num_tokens: pad to at least this number of tokens, with padding chunks that write nowhere.
+    num_chunks: pad to at least this number of chunks, with empty ones.
+    num_keys: pad `key_slots` to at least this number of keys.
 
     Returns the segment and the tokens' positions, int64 `[tokens]`, on the device of `block_table`.
 
@@ -102,18 +102,18 @@ def _check_chunks(
 
 
 MIN_KEYS = 2
-"""A part has at least so many: then torch knows that its parts lie apart."""
+"""The least size of a part: with 2 or more keys torch knows that parts do not overlap."""
 MAX_KEYS = 32_768
-"""A row's keys are expanded so many at a time, which bounds the workspace: 0.34 GB for 16 heads of DeepSeek-V3 in
-bfloat16. They are cut at the multiples of it, so that which keys are a part does not depend on who is beside them."""
+"""The keys of a row that are expanded at once. It bounds the workspace: 0.34 GB for 16 heads of DeepSeek-V3 in
+bfloat16. Keys are cut at its multiples, so the parts of a row do not depend on the other rows."""
 
 
 def chunk_lens_and_bounds(
     chunk_lens: Sequence[int], num_cached: Sequence[int], *, num_tokens: int, num_chunks: int, capacity: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The first two arguments of `mla_prefill_metadata`, padding included; see `prefill_segment`.
+    """The arguments `lens` and `bounds` of `mla_prefill_metadata`, with padding; see `prefill_segment`.
 
-    capacity: tokens of a row at most.
+    capacity: the most tokens of a row.
     """
     lens: list[list[int]] = []
     bounds: list[list[int]] = []
@@ -128,24 +128,24 @@ def chunk_lens_and_bounds(
         bounds[row] = [*chain.from_iterable(parts), *last]
     padding = [min(capacity, rest) for rest in range(num_tokens - sum(chunk_lens), 0, -capacity)]
     padding += [0] * (num_chunks - len(lens) - len(padding))
-    # Padding sees no key: page 0 holds anything.
+    # Padding sees no key, as the content of page 0 is undefined.
     no_keys = [[0] * (2 * len(whole) + 2) for _ in padding]
     return [*lens, *([n, n] for n in padding)], [*bounds, *no_keys]
 
 
 def most_keys(bounds: Sequence[Sequence[int]]) -> int:
-    """The most keys that any part has, at least `MIN_KEYS`."""
+    """The keys of the largest part, at least `MIN_KEYS`."""
     counts = [sum(row[i + 1] - row[i] for row in bounds) for i in range(0, len(bounds[0]), 2)]
     return max(MIN_KEYS, *counts)
 
 
 def pad_table(block_table: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
-    """`block_table` with so many rows and columns more, none where below 0, of page 0, the dummy page."""
+    """`block_table` with more rows and columns of page 0, the dummy page; none for numbers below 0."""
     if rows <= 0 and columns <= 0:
         return block_table
     return torch.nn.functional.pad(block_table, (0, max(0, columns), 0, max(0, rows)))
 
 
 def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A CPU tensor on `device`. The host does not wait for what the device still has to do."""
+    """A copy of a CPU tensor on `device`. The host does not wait for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

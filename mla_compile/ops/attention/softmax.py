@@ -1,4 +1,4 @@
-"""Softmax over sets of keys: weighted values with their log-sum-exp, and how two sets join."""
+"""Softmax over sets of keys: weighted values with their log-sum-exp, and the merge of two sets."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from mla_compile.ops.dtypes import accumulate_dtype
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, accumulated and returned in `accumulate_dtype(b.dtype)`; half-precision `b` has 3 dimensions.
 
-    Half-precision operands are widened on the CPU; a GPU multiplies them as they are, `a` rounded to the dtype of `b`.
+    On the CPU half-precision operands are widened. A GPU multiplies them as they are, `a` rounded to `b.dtype`.
     """
     dtype = accumulate_dtype(b.dtype)
     if b.is_cuda and b.dtype != dtype:
@@ -22,10 +22,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def softmax_weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`softmax(scores) @ values` and the natural-log log-sum-exp of the scores.
 
-    scores: `[..., n, keys]`, -inf where a key is not seen; overwritten. values: `[..., keys, width]`, of that dtype
-    or a narrower one. Returns out `[..., n, width]` and lse `[..., n]`; 0 and -inf where no key is seen.
+    scores: `[..., n, keys]`, -inf for a key that is not seen; overwritten. values: `[..., keys, width]`, of the same
+    dtype or a narrower one. Returns out `[..., n, width]` and lse `[..., n]`; 0 and -inf if no key is seen.
     """
-    # exp(-inf - 0) is 0 where exp(-inf - -inf) would be NaN.
+    # exp(-inf - 0) is 0; exp(-inf - -inf) would be NaN.
     highest = scores.amax(dim=-1, keepdim=True)
     base = highest.masked_fill(highest == -torch.inf, 0)
     weights = scores.sub_(base).exp_()
@@ -35,7 +35,7 @@ def softmax_weighted(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join attention over two disjoint sets of keys: out `[..., n]`, lse `[...]`, natural log.
+    """Merge attention over two disjoint sets of keys: out `[..., n]`, lse `[...]`, natural log.
 
     `out = sum_s exp(lse_s - lse) out_s` with `lse = logaddexp(lse_a, lse_b)`; a set without keys has lse -inf.
     """
@@ -49,10 +49,10 @@ def in_parts(
     parts: int,
     join: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = merge,
 ) -> Tensor:
-    """Attention over keys in `parts`, which `attend` computes one at a time: out `[..., n]` and lse `[...]`.
+    """Attention over keys in `parts`, joined in float32 by `join` if there are several.
 
-    It is told the part, and whether that is the last one, in which a token sees nothing behind it. Where there are
-    more, out is joined in float32, by `merge` or what else is given.
+    `attend` computes out `[..., n]` and lse `[...]` of one part. Its arguments are the number of the part, and whether
+    it is the last one, which is causal.
     """
     out, lse = attend(0, parts == 1)
     for part in range(1, parts):

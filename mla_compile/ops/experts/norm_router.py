@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.ops.dispatch import FLOATS, apart, triton
+from mla_compile.ops.dispatch import FLOATS, triton, unfused
 from mla_compile.ops.experts.routing import ROUTER, check_router, empty_choice, moe_router_op
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op
@@ -29,7 +29,7 @@ NORM_ROUTER = (
             "experts": range(1, 1025),
         },
     ),
-    apart("mla_compile.ops.experts.norm_router:norm_then_router"),
+    unfused("mla_compile.ops.experts.norm_router:norm_then_router"),
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.ops.adjacent import num_columns
-from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, UNIT, apart, triton
+from mla_compile.ops.dispatch import FLOAT8, FLOATS, HALF, SOME, UNIT, triton, unfused
 from mla_compile.ops.library import define_op, empty
 from mla_compile.ops.linear import fp8
 from mla_compile.ops.linear.fp8_linear import check_fp8_linear, fp8_linear_op
@@ -41,7 +41,7 @@ NORM_LINEAR = (
         constraints={**_GEMV.constraints, "weights": ("one FP8 matrix",), "dtype": FLOATS, "tokens": UNIT},
         min_capability=FLOAT8,
     ),
-    apart("mla_compile.ops.linear.norm_linear:norm_then_product"),
+    unfused("mla_compile.ops.linear.norm_linear:norm_then_product"),
 )
 
 

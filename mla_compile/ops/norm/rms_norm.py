@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_compile.ops.batch_invariant import sum_by_row
 from mla_compile.ops.collectives.peers import SLOT_COLUMNS, SMALL, facts_of
-from mla_compile.ops.dispatch import FLOATS, SOME, apart, by_token, triton
+from mla_compile.ops.dispatch import FLOATS, SOME, by_token, triton, unfused
 from mla_compile.ops.dtypes import accumulate_dtype
 from mla_compile.ops.library import define_op, empty
 
@@ -36,7 +36,7 @@ ALL_REDUCE_ADD_RMS_NORM = (
     ),
     # Batch-invariant calls use two ops for any number of tokens: the kernel takes only few, and its threads may add in
     # another order.
-    apart("mla_compile.ops.norm.rms_norm:all_reduce_then_norm"),
+    unfused("mla_compile.ops.norm.rms_norm:all_reduce_then_norm"),
 )
 
 _ADD_NORM = {"x": "tokens, columns", "residual": "tokens, columns", "weight": "columns or None"}

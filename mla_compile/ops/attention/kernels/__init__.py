@@ -1,1 +1,1 @@
-"""Triton kernels: the candidates of these ops on CUDA. Each imports Triton, so the first call imports it."""
+"""Triton kernels: the CUDA candidates of the attention ops. They import Triton, so the first call imports it."""

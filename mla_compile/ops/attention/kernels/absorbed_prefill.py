@@ -1,11 +1,11 @@
-"""Absorbed prefill: a few new tokens attend over the latents of long texts where they lie, and nothing is expanded.
+"""Absorbed prefill: a few new tokens attend over many latents in their pages, and no key is expanded.
 
-Queries go to the space of the latents with `w_uk`, the result comes back with `w_uv`. Between these two products are
-the launches of `decode.py`: partial attention of each split of keys, then their sum. A program holds BLOCK_R queries
-of a chunk, its tokens times all heads, and walks over its share of the row's keys.
+`w_uk` maps queries to the latent space, `w_uv` maps the result back. Between these two products are launches as in
+`decode.py`: partial attention of each split of keys, then their sum. A program holds BLOCK_R query rows of a chunk, its
+tokens times all heads, and reads its share of the row's keys.
 
-Which keys a program reads follows from shapes and from its own row's keys, so the grid can be captured, lengths may
-change at replay, and a row's bits do not depend on its neighbours.
+The keys that a program reads follow from shapes and from its own row's keys. So the grid can be captured, lengths may
+change at replay, and a row's bits do not depend on the other rows.
 """
 
 import torch
@@ -33,7 +33,7 @@ from mla_compile.ops.device import device_of, power_of_two
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def absorbed_kernel(
     q_latent,  # [tokens, HEADS, RANK], any strides but the last
-    q_pe,  # [tokens, HEADS, ROPE], likewise
+    q_pe,  # [tokens, HEADS, ROPE], any strides but the last
     kv_cache,  # [slots, RANK + ROPE], contiguous
     key_slots,  # int64 [keys], contiguous; -1 for padding
     cu_seqlens_q,  # int32 [rows + 1]
@@ -54,7 +54,7 @@ def absorbed_kernel(
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
 ):
-    """Attention of one block of queries over one split of its row's keys; grid `[blocks of all chunks, splits]`."""
+    """Attention of a block of query rows over one split of its row's keys; grid `[blocks of all chunks, splits]`."""
     row, first = block_of(cu_seqlens_q, rows, tl.program_id(0), HEADS, ROWS_BLOCK, BLOCK_R)
     if row >= rows:
         return
@@ -89,13 +89,13 @@ def absorbed_kernel(
     acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
     key_slots += first_key
     key = start + tl.arange(0, BLOCK_N)
-    # Any slot is an int32, of which a tile needs half the registers.
+    # Any slot fits an int32, which halves the registers of a tile.
     slot = tl.load(key_slots + key, mask=key < stop, other=-1).to(tl.int32)
     for n0 in range(start, stop, BLOCK_N):
         key = n0 + tl.arange(0, BLOCK_N)
         live = slot >= 0
         latent = kv_cache + slot.to(tl.int64)[:, None] * (RANK + ROPE)
-        # One tile ahead, so that the latents' addresses are known when their turn comes.
+        # One tile ahead, so that the next iteration knows the latents' addresses.
         slot = tl.load(key_slots + key + BLOCK_N, mask=key < stop - BLOCK_N, other=-1).to(tl.int32)
         top, total, acc = attend_latents(
             q, qp, latent, live, key, bounds, scale, top, total, acc,
@@ -111,7 +111,7 @@ def prefill_absorbed(
     splits: int | None = None,
     min_keys: int = MIN_KEYS,
 ) -> Tensor:
-    """What `mla_prefill` computes, on the GPU or in Triton's interpreter.
+    """`mla_prefill` over latents, on the GPU or in Triton's interpreter.
 
     `tiles`, `splits` and `min_keys` are chosen by `tiles.py` unless given. Nothing is read on the host.
     """
@@ -121,7 +121,7 @@ def prefill_absorbed(
     parts, rows, rope = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, kv_cache.shape[2] - rank
     device = device_of(q)
     tiles = tiles or absorbed_tiles(tokens * heads, rank, q.dtype, device)
-    # Each row has blocks of its own, the last of which may be all but empty.
+    # Each row has blocks of its own, and its last one may be nearly empty.
     blocks = (tokens * heads + rows * (tiles.queries - 1)) // tiles.queries
     splits = splits or num_splits(blocks, key_slots.shape[1], device)
     q = q if q.stride(-1) == 1 else q.contiguous()

@@ -1,4 +1,4 @@
-"""Writing new latents into their pages, in one launch: a program copies one token's latent, or nothing."""
+"""Write new latents into their pages, in one launch: a program copies one token's latent, or nothing."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ from mla_compile.ops.device import power_of_two
 
 @triton.jit
 def append_kernel(
-    kv_c,  # [tokens, RANK], rows kv_c_stride apart
-    k_pe,  # [tokens, ROPE], likewise
+    kv_c,  # [tokens, RANK], last stride 1
+    k_pe,  # [tokens, ROPE], last stride 1
     kv_cache,  # [slots, RANK + ROPE], contiguous
     slot_mapping,  # int64 [tokens]; -1 writes nowhere
     kv_c_stride,
@@ -33,7 +33,7 @@ def append_kernel(
 
 
 def append_triton(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """What `mla_append` does, with its arguments, on the GPU or in Triton's interpreter."""
+    """`mla_append` on the GPU or in Triton's interpreter."""
     tokens, rank = kv_c.shape
     rope = k_pe.shape[1]
     append_kernel[(tokens,)](

@@ -1,13 +1,13 @@
 """Split-KV decode over the paged latents, in two launches: partial attention of each split of keys, then their sum.
 
-A program holds up to `BLOCK_R` query rows (a row's query tokens times its heads) and walks over its share of the
-row's keys. Keys are the rows of both products and queries the columns, `S^T = K Q^T` and `O^T += K_c^T P^T`: tensor
-cores want 64 rows, which keys always fill and 16 or 20 heads never do.
+A program holds up to `BLOCK_R` query rows (a row's query tokens times its heads) and reads its share of the row's
+keys. In both products keys are the matrix rows and queries the columns, `S^T = K Q^T` and `O^T += K_c^T P^T`: tensor
+cores need 64 matrix rows, which keys always fill, but 16 or 20 heads do not.
 
-Which keys a program reads follows from shapes and from its own row's length, so the grid can be captured, lengths
-may change at replay, and a row's bits do not depend on its neighbours.
+The keys that a program reads follow from shapes and from its own row's length. So the grid can be captured, lengths may
+change at replay, and a row's bits do not depend on the other rows.
 
-`decode_triton_invariant` attends to the splits of `fixed_splits.py`. A tile is as high whatever `q_len` is, and one
+`decode_triton_invariant` attends to the splits of `fixed_splits.py`. The tile does not depend on `q_len`, and one
 compiled kernel serves all calls: no size that changes from call to call is a constant of it.
 """
 
@@ -48,7 +48,7 @@ from mla_compile.ops.device import device_of
 
 @triton.jit
 def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
-    """Page of each key, int64; 0 from `stop` on, where table entries are never followed."""
+    """Page of each key, int64; 0 from `stop` on, where table entries are not read."""
     return tl.load(table + key // PAGE_SIZE, mask=key < stop, other=0).to(tl.int64)
 
 
@@ -64,8 +64,8 @@ def _attend_split(
     scale,
     out,
     lse,
-    first_target,  # int64: where the results of the row go
-    r,  # [BLOCK_R]: the row's queries of this program
+    first_target,  # int64: the index of the row's first result
+    r,  # [BLOCK_R]: the program's query rows, within their row
     inside,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -73,7 +73,7 @@ def _attend_split(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attention of the queries of a program over the keys from `start` to `stop` of their row."""
+    """Attention of a program's queries over the keys from `start` to `stop` of their row."""
     top = tl.full([BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
@@ -82,7 +82,7 @@ def _attend_split(
     for first in range(start, stop, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         latent = kv_cache + (page * PAGE_SIZE + key % PAGE_SIZE)[:, None] * (RANK + ROPE)
-        # One tile ahead, so that the latents' addresses are known when their turn comes.
+        # One tile ahead, so that the next iteration knows the latents' addresses.
         page = _pages(table, key + BLOCK_N, stop, PAGE_SIZE)
         top, total, acc = attend_latents(
             q, qp, latent, key < stop, key, bounds, scale, top, total, acc,
@@ -92,13 +92,13 @@ def _attend_split(
 
 
 _VARYING = ("block_table", "seq_lens", "q_lens", "lse", "has_q_lens", "q_len", "columns", "table_stride")
-"""What changes from call to call: compiled code knows nothing of it."""
+"""The arguments that change from call to call: compiled code is not specialised on them."""
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def split_kernel(
     q_latent,  # [rows * q_len, HEADS, RANK], any strides but the last
-    q_pe,  # [rows * q_len, HEADS, ROPE], likewise
+    q_pe,  # [rows * q_len, HEADS, ROPE], any strides but the last
     kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
     block_table,  # int32 [rows, columns]
     seq_lens,  # int32 [rows]
@@ -119,7 +119,7 @@ def split_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_KEYS: tl.constexpr,
-    SPLIT_UNIT: tl.constexpr,  # of the splits, of which a program may have several; 0 for a program's share of its row
+    SPLIT_UNIT: tl.constexpr,  # of fixed splits, several per program; 0: each program has a share of its row
 ):
     """Attention of one block of query rows over splits of a row's keys; grid `[rows * row blocks, programs]`."""
     R = q_len * HEADS
@@ -131,7 +131,7 @@ def split_kernel(
 
     token = r // HEADS
     bounds, keys = visible(seq_lens, q_lens, has_q_lens, row, token, q_len, columns * PAGE_SIZE)
-    bounds = tl.where(r < R, bounds, 0)  # none for the rows that only fill the block
+    bounds = tl.where(r < R, bounds, 0)  # 0 for query rows that only fill the block
     query_rows = (tl.num_programs(0) // r_blocks).to(tl.int64) * R  # of all rows
     if SPLIT_UNIT > 0:
         start, stop = first_key_of(program, SPLIT_UNIT), keys
@@ -177,7 +177,7 @@ def _launch(
     min_keys: int = MIN_KEYS,
     split_unit: int = 0,
 ) -> None:
-    """`split_kernel` with so many programs for each block of query rows."""
+    """Launch `split_kernel` with `programs` programs for each block of query rows."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     (_, heads, rank), (rows, columns), rope = q_latent.shape, block_table.shape, q_pe.shape[2]
     split_kernel[(rows * triton.cdiv(q_len * heads, tiles.queries), programs)](
@@ -216,7 +216,7 @@ def decode_triton(
     splits: int | None = None,
     min_keys: int = MIN_KEYS,
 ) -> tuple[Tensor, Tensor]:
-    """What `mla_decode` computes, with its arguments, on the GPU or in Triton's interpreter.
+    """`mla_decode` on the GPU or in Triton's interpreter.
 
     `tiles`, `splits` and `min_keys` are chosen by `tiles.py` unless given. Nothing is read on the host.
     """
@@ -247,10 +247,10 @@ def decode_triton_invariant(
     split_block: int = SPLIT_BLOCK,
     at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`decode_triton` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
+    """Batch-invariant `decode_triton`: a token's bits depend on its own query and keys only.
 
-    programs: for each block of query rows, chosen by `tiles.py` unless given; it changes no bit. `tiles` do. The others
-    are those of `decode_by_fixed_splits`.
+    programs: for each block of query rows, chosen by `tiles.py` unless given; it changes no bit. `tiles` do. For the
+    other arguments see `decode_by_fixed_splits`.
     """
     heads, rank = operands.q_latent.shape[1:]
     max_keys = operands.block_table.shape[1] * operands.kv_cache.shape[1]
@@ -279,7 +279,7 @@ def decode_triton_invariant(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Queries whose rows begin at multiples of 16 elements, else a copy: the same compiled kernel reads them all."""
+    """Queries at multiples of 16 elements, copied if necessary, so that one compiled kernel serves all calls."""
     steps = x.data_ptr() // x.element_size(), *x.stride()[:2]
     aligned = x.stride(-1) == 1 and not any(step % 16 for step in steps)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Lengths, slots and positions of decode rows in one launch: a program does a row."""
+"""Lengths, slots and positions of decode rows in one launch, one row per program."""
 
 import torch
 import triton
@@ -33,7 +33,7 @@ def decode_metadata_kernel(
     token = tl.arange(0, BLOCK)
     mine = token < q_len
     position = cached.to(tl.int64) + token
-    page = position // PAGE_SIZE  # rounds towards 0, but what is negative is not inside
+    page = position // PAGE_SIZE  # rounds towards 0, but negative positions are not inside
     inside = mine & (position >= 0) & (page < columns) & (position < end)
     number = tl.load(block_table + row * columns + page, mask=inside, other=0).to(tl.int64)
     slot = tl.where(inside, number * PAGE_SIZE + position % PAGE_SIZE, -1)
@@ -44,7 +44,7 @@ def decode_metadata_kernel(
 def decode_metadata_triton(
     num_cached: Tensor, block_table: Tensor, q_lens: Tensor | None, q_len: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `mla_decode_metadata` does, with its arguments, on the GPU or in Triton's interpreter."""
+    """`mla_decode_metadata` on the GPU or in Triton's interpreter."""
     rows = num_cached.shape[0]
     seq_lens, valid = (num_cached.new_empty(rows) for _ in range(2))
     slot_mapping, positions = (num_cached.new_empty(rows * q_len, dtype=torch.int64) for _ in range(2))

@@ -1,8 +1,8 @@
-"""What batch-invariant decode kernels share: where a row's splits begin, and how a token's are joined.
+"""The common parts of batch-invariant decode kernels: the splits of a row's keys, and their join.
 
-A token gets the same bits in every call that has the same keys: splits begin at the same keys wherever a row ends, each
-is attended to from its first key on, and the token's splits are joined in order. Those that it does not see are not
-read, and keys of a split that it does not see weigh 0. Which program attends to which split changes nothing.
+A token gets the same bits in every call with the same keys. Splits begin at the same keys for all lengths, each is
+computed from its first key on, and the token's splits are joined in order. Splits that the token does not see are not
+read, and keys that it does not see weigh 0. Which program computes which split does not matter.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,14 @@ def _halved_from(count, first):
 
 @triton.jit
 def first_key_of(split, SPLIT_UNIT: tl.constexpr):
-    """Where a split begins."""
+    """The first key of a split."""
     place = _doubled_from(_doubled_from(split, _FIFTH), _FOURTH)
     return _doubled_from(_doubled_from(place, _THIRD), _SECOND) * SPLIT_UNIT
 
 
 @triton.jit
 def splits_of(keys, SPLIT_UNIT: tl.constexpr):
-    """Into how many splits so many keys are cut."""
+    """The number of splits of a number of keys."""
     units = (tl.maximum(keys, 0) + SPLIT_UNIT - 1) // SPLIT_UNIT
     count = _halved_from(_halved_from(units, _SECOND), _THIRD)
     return _halved_from(_halved_from(count, _FOURTH), _FIFTH)
@@ -47,7 +47,7 @@ def splits_of(keys, SPLIT_UNIT: tl.constexpr):
 
 @triton.jit
 def visible(seq_lens, q_lens, has_q_lens, row, token, q_len, most_keys):
-    """`visible_keys` of query tokens of a row, below 0 for some that see none, and how many of its keys are read."""
+    """`visible_keys` of query tokens of a row, 0 or less for none, and the number of the row's keys to read."""
     length = tl.load(seq_lens + row)
     valid = tl.load(q_lens + row, mask=has_q_lens != 0, other=q_len)
     stored = tl.minimum(length, most_keys)
@@ -74,7 +74,7 @@ def join_kernel(
     BLOCK_C: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Join the splits that a query row sees, however many there are; grid `[rows * q_len * HEADS, blocks of RANK]`."""
+    """Join the splits that a query row sees; grid `[rows * q_len * HEADS, blocks of RANK]`."""
     wait_for_kernel_before(EARLY)
     i = tl.program_id(0)
     row = i // (q_len * HEADS)
@@ -85,21 +85,21 @@ def join_kernel(
 
 
 def with_unit_strides(operands: DecodeOperands) -> DecodeOperands:
-    """The same, copied where columns do not lie side by side."""
+    """The same operands; tensors whose columns are not adjacent are copied."""
     q_latent, q_pe, kv_cache, table, seq_lens, q_lens, q_len, softmax_scale = operands
     q_latent, q_pe, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_latent, q_pe, table))
     q_lens = None if q_lens is None else q_lens.contiguous()
-    # Not by `_replace`, which takes a microsecond.
+    # Without `_replace`, which takes a microsecond.
     seq_lens = seq_lens.contiguous()
     return DecodeOperands(q_latent, q_pe, kv_cache, table, seq_lens, q_lens, q_len, softmax_scale)
 
 
 Launch = Callable[[DecodeOperands, Tensor, Tensor], None]
-"""Launches a kernel that attends to each split of each row by itself: of some rows, to where the results go.
+"""Launches a kernel that computes each split of some rows by itself. Its arguments: operands, part_out, part_lse.
 
-These are sums that are divided by their weights, float32 `[splits, rows * q_len * heads, kv_lora_rank]`; and float32
-`[splits, rows * q_len * heads]`, natural log, -inf for a query row that sees no key of the split. What a query row does
-not see any key of may stay unwritten from the split after its last one on.
+part_out: each split's output, float32 `[splits, rows * q_len * heads, kv_lora_rank]`; part_lse: its log-sum-exp,
+natural log, float32 `[splits, rows * q_len * heads]`, -inf for a query row that sees no key of the split. For splits
+after the last one that a query row sees, both may stay unwritten.
 """
 
 
@@ -112,10 +112,10 @@ def decode_by_fixed_splits(
     at_once: int | None = None,
     early: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What `mla_decode` computes, over splits that `launch` attends to.
+    """`mla_decode` over fixed splits, which `launch` computes.
 
-    at_once: how many rows share the workspace, chosen by `tiles.py` unless given. early: whether the kernel that joins
-    starts early. Neither changes a bit. `split_unit` and `split_block`, the splits that are summed at a time, do.
+    at_once: number of rows that share the workspace, chosen by `tiles.py` unless given. early: whether the joining
+    kernel starts early. Neither changes a bit. `split_unit` and `split_block`, the splits summed at a time, do.
     """
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, _ = operands = with_unit_strides(operands)
     tokens, heads, rank = q_latent.shape

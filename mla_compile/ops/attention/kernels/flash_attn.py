@@ -1,7 +1,7 @@
 """Prefill with FlashAttention 4, the package `flash-attn-4`.
 
-It walks over a row's keys in one order, whatever the chunks are and whoever is beside them, so a token gets the same
-bits. It sizes nothing by lengths, so a CUDA graph may have recorded it.
+It reads a row's keys in one order, whatever the chunks and the other rows are, so a token's bits do not depend on them.
+No launch depends on lengths, so a CUDA graph may record it.
 """
 
 import warnings
@@ -13,20 +13,20 @@ from mla_compile.ops.attention.kernels.keys import expanded_keys
 from mla_compile.ops.attention.operands import PrefillOperands
 from mla_compile.ops.attention.softmax import in_parts
 
-# An argument of its own that its compiler does not know; nothing that a user could fix.
+# A warning about one of the package's own arguments, which a user cannot fix.
 warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
 
 _GAP = 144
-"""Keys of its widest tile. A row's last tile reads on behind the row: what it multiplies by 0 must be a number."""
+"""Keys of its widest tile. A row's last tile reads past the row's end: keys there weigh 0, but 0 x NaN is NaN."""
 
 
 def prefill_flash_attn(operands: PrefillOperands) -> Tensor:
-    """What `mla_prefill` computes."""
+    """`mla_prefill` with FlashAttention."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
 
     def attend(part: int, causal: bool) -> tuple[Tensor, Tensor]:
         keys = expanded_keys(kv_cache, key_slots[part], cu_seqlens_k[part], w_uk, w_uv, gap=_GAP)
-        # Where it is causal, the last query of a row sees the row's last key.
+        # If causal, the last query of a row sees the row's last key.
         out, lse = flash_attn_varlen_func(
             q,
             keys.key,

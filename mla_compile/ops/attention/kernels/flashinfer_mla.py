@@ -1,4 +1,4 @@
-"""FlashInfer's paged MLA attention behind `mla_decode`'s arguments. Written against flashinfer 0.6.18."""
+"""FlashInfer's paged MLA attention with `mla_decode`'s arguments. Written for flashinfer 0.6.18."""
 
 import functools
 import math
@@ -12,20 +12,20 @@ from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.paging import check_capacity, visible_keys
 
 _WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer recommends for partial results."""
+"""The workspace that FlashInfer recommends for partial results."""
 _ALONE = -1
-"""The place of a call that plans for itself."""
+"""The place of a call that makes its own plan."""
 
 
 @functools.cache
 def _workspace(device: torch.device) -> Tensor:
-    """One a device: calls of one stream follow one another."""
+    """One per device: calls of one stream run one after the other."""
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.int8, device=device)
 
 
 @functools.cache
 def _wrapper(device: torch.device, place: int):
-    """What keeps the plan of a place, which the next plan of this place overwrites; making one waits for the device."""
+    """The wrapper that holds the plan of a place, until the next plan there. Its creation waits for the device."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     kernels = "fa3" if torch.cuda.get_device_capability(device) == (9, 0) else "fa2"
@@ -33,12 +33,12 @@ def _wrapper(device: torch.device, place: int):
 
 
 def plan_flashinfer(operands: DecodeOperands, place: int) -> list[Tensor]:
-    """A plan for rows that all have `q_len` tokens: `q_lens` must be None.
+    """Make a plan for rows that all have `q_len` tokens: `q_lens` must be None.
 
-    The device is waited for: FlashInfer divides the work on the host, by the rows' lengths.
+    The host waits for the device, as FlashInfer divides the work on the host, by the rows' lengths.
 
     Returns:
-        The place of the plan, int64 `[1]` on the CPU; the tokens that see no key, bool `[rows * q_len]`.
+        The place of the plan, int64 `[1]` on the CPU, and which tokens see no key, bool `[rows * q_len]`.
 
     Raises:
         MLAError: a row is longer than its pages.
@@ -56,7 +56,7 @@ def plan_flashinfer(operands: DecodeOperands, place: int) -> list[Tensor]:
     _wrapper(seq_lens.device, place).plan(
         qo_indptr=torch.arange(rows + 1, dtype=torch.int32, device="cpu") * q_len,
         kv_indptr=torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int(),
-        # Never empty, also where all rows are.
+        # Padded by one entry, as it must not be empty even if all rows are.
         kv_indices=torch.nn.functional.pad(block_table[used], (0, 1)),
         kv_len_arr=lengths,
         num_heads=q_latent.shape[1],
@@ -84,7 +84,7 @@ PLANNER = Planner(plan_flashinfer, _like_plan)
 def decode_flashinfer(
     operands: DecodeOperands, plan: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `mla_decode` computes. Without a plan it makes one: see `plan_flashinfer`."""
+    """`mla_decode` with FlashInfer. Without a plan it makes one: see `plan_flashinfer`."""
     q_latent, q_pe, kv_cache, *_ = operands
     tokens, heads, rank = q_latent.shape
     place, unseeing = plan_flashinfer(operands, _ALONE) if plan is None else plan
@@ -99,5 +99,5 @@ def decode_flashinfer(
         lse=lse,
         return_lse=True,
     )
-    lse.mul_(math.log(2)).masked_fill_(unseeing[:, None], -torch.inf)  # it counts in bits
+    lse.mul_(math.log(2)).masked_fill_(unseeing[:, None], -torch.inf)  # FlashInfer's logarithm is of base 2
     return out.masked_fill_(unseeing[:, None, None], 0), lse

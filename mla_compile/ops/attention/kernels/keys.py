@@ -1,4 +1,4 @@
-"""Keys and values of prompt chunks, expanded per head from the paged latents: what the prefill kernels share."""
+"""Keys and values of prompt chunks, expanded per head from the paged latents, for the prefill kernels."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ def gather_kernel(
     ROWS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy latents out of their pages, and the rotated keys to every head; zeros where there is no key."""
+    """Copy latents out of their pages, and the rotated keys to every head; zeros for places without a key."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (n < places)[:, None]
     r = tl.arange(0, ROWS_BLOCK)
@@ -60,8 +60,8 @@ def gather_kernel(
 
 
 class ExpandedKeys(NamedTuple):
-    """key `[places, heads, qk_nope_head_dim + qk_rope_head_dim]`, value `[places, heads, v_head_dim]`; where each row's
-    places begin, the next one's behind it, int32 `[rows + 1]`, and how many of them are keys, int32 `[rows]`."""
+    """key `[places, heads, qk_nope_head_dim + qk_rope_head_dim]`; value `[places, heads, v_head_dim]`; cu_places: the
+    prefix sum of the rows' places, int32 `[rows + 1]`; lens: the number of keys of each row, int32 `[rows]`."""
 
     key: Tensor
     value: Tensor
@@ -72,10 +72,10 @@ class ExpandedKeys(NamedTuple):
 def expanded_keys(
     kv_cache: Tensor, key_slots: Tensor, cu_seqlens_k: Tensor, w_uk: Tensor, w_uv: Tensor, *, gap: int = 0
 ) -> ExpandedKeys:
-    """Keys and values of a part, see `PrefillSegment`, with `gap` places of zeros behind every row's.
+    """Keys and values of a part (see `PrefillSegment`), with `gap` places of zeros after every row's.
 
-    In half precision the products are cuBLAS's, the one with `w_uk` written where the keys are wanted, beside their
-    rotated part. In float32 cuBLAS would give a key other bits beside more of them.
+    In half precision cuBLAS computes the products, and writes the one with `w_uk` into the keys, next to their rotary
+    part. In float32 the bits of cuBLAS would depend on the number of keys.
     """
     (heads, nope, rank), rows = w_uk.shape, cu_seqlens_k.shape[0] - 1
     places, rope = key_slots.shape[0] + rows * gap, kv_cache.shape[2] - rank

@@ -1,8 +1,8 @@
-"""Split-KV attention over dense latents under a mask; products and sum of the splits are those of `decode.py`.
+"""Split-KV attention over dense latents under a mask; the products and the sum of splits are those of `decode.py`.
 
-Tile t of the keys belongs to split `t % splits`, so that the keys that a causal prefix leaves spread over all splits.
-A key that none of a program's queries sees is not read: the traffic follows the text, not the cache. Where the latents
-of a tile lie is known from shapes, whether they are read from the mask, so the grid can be captured.
+Tile t of the keys belongs to split `t % splits`, so that the visible keys of a causal prefix spread over all splits.
+Keys that none of a program's queries sees are not read: the traffic follows the text, not the cache. The addresses of a
+tile follow from shapes and the mask decides on the device whether it is read, so the grid can be captured.
 """
 
 import torch
@@ -23,13 +23,13 @@ from mla_compile.ops.attention.tiles import AttentionTiles, decode_tiles, num_sp
 from mla_compile.ops.device import device_of
 
 _LOWEST = tl.constexpr(-3.0e38)
-"""Stands for finite numbers of a mask, `finfo.min` say, that would be -inf once scores count as powers of two.
-Torch gives a query that sees nothing else the mean of all values; here each split does, and their sum some mean."""
+"""Replaces finite numbers of a mask, such as `finfo.min`, that would be -inf in units of powers of two. If a query sees
+only such keys, torch returns the mean of all values; here each split does, and their sum is a weighted mean."""
 
 
 @triton.jit
 def _bias(mask_at, key, keys, key_stride):
-    """What is added to the scores of a tile, float32 `[keys, rows or 1]`: -inf for a key that is not seen.
+    """The bias of a tile's scores, float32 `[keys, rows or 1]`: -inf for a key that is not seen.
 
     mask_at: pointers to the mask of key 0, `[1, rows or 1]`, or None.
     """
@@ -49,20 +49,20 @@ def _bias(mask_at, key, keys, key_stride):
 @triton.jit
 def masked_split_kernel(
     q_latent,  # [rows, HEADS, Q_LEN, RANK], any strides but the last
-    q_pe,  # [rows, HEADS, Q_LEN, ROPE], likewise
-    kv_c,  # [rows, keys, RANK], likewise
-    k_pe,  # [rows, keys, ROPE], likewise
+    q_pe,  # [rows, HEADS, Q_LEN, ROPE], any strides but the last
+    kv_c,  # [rows, keys, RANK], any strides but the last
+    k_pe,  # [rows, keys, ROPE], any strides but the last
     mask,  # bool or float [rows, HEADS, Q_LEN, keys], any strides; None: all keys are seen
     out,  # [splits, rows * HEADS * Q_LEN, RANK], contiguous
     lse,  # float32 [splits, rows * HEADS * Q_LEN]
     softmax_scale,
     keys,
-    q_strides,  # of each of these, but for that of the columns
+    q_strides,  # of each of these, without the last dimension
     pe_strides,
     kv_strides,
     k_pe_strides,
     mask_strides,
-    VARIES: tl.constexpr,  # whether the mask does, among the queries of a row
+    VARIES: tl.constexpr,  # whether the mask varies among the queries of a row
     Q_LEN: tl.constexpr,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
@@ -79,7 +79,7 @@ def masked_split_kernel(
     splits = tl.num_programs(1)
 
     inside = r < R
-    # Rows that only fill the block repeat the last one.
+    # Query rows that only fill the block repeat the last one.
     head = (tl.minimum(r, R - 1) // Q_LEN).to(tl.int64)
     token = (tl.minimum(r, R - 1) % Q_LEN).to(tl.int64)
     c = tl.arange(0, padded(RANK))
@@ -101,11 +101,11 @@ def masked_split_kernel(
     acc = tl.zeros([padded(RANK), BLOCK_R], tl.float32)
     key = split * BLOCK_N + tl.arange(0, BLOCK_N)
     seen = tl.max(_bias(mask_at, key, keys, mask_strides[3]), 1) > -float("inf")
-    # A tile that nobody sees costs two products of zeros, no reading. Under an `if` that saves these too, Triton 3.6
-    # pipelines no load, and on Hopper the latents would spill.
+    # A hidden tile costs two products of zeros, but no reads. An `if` would save these too, but then Triton 3.6
+    # pipelines no load, and on Hopper the latents spill.
     for first in range(split * BLOCK_N, keys, splits * BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
-        # Zeros for keys that nobody sees, not only hidden scores: 0 x NaN is NaN.
+        # Hidden keys are zeros too, not only their scores masked: 0 x NaN is NaN.
         at = key.to(tl.int64)[:, None]
         k = tl.load(
             kv_c + at * kv_strides[1] + c[None, :], mask=seen[:, None] & (c < RANK)[None, :], other=0.0
@@ -114,7 +114,7 @@ def masked_split_kernel(
             k_pe + at * k_pe_strides[1] + p[None, :], mask=seen[:, None] & (p < ROPE)[None, :], other=0.0
         )
         bias = _bias(mask_at, key, keys, mask_strides[3])
-        # One tile ahead, so that it is known which latents to read when their turn comes.
+        # One tile ahead, so that the next iteration knows which latents to read.
         after = _bias(mask_at, key + splits * BLOCK_N, keys, mask_strides[3])
         seen = tl.max(after, 1) > -float("inf")
 
@@ -140,7 +140,7 @@ def masked_decode_triton(
     tiles: AttentionTiles | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """What `mla_masked_decode` computes, with its arguments, on the GPU or in Triton's interpreter.
+    """`mla_masked_decode` on the GPU or in Triton's interpreter.
 
     `tiles` and `splits` are chosen by `tiles.py` unless given. Nothing is read on the host.
     """

@@ -1,6 +1,6 @@
 """Norm, rotation and write of new latents in one launch: a program does one token, or nothing.
 
-Programs beside these rotate the tokens' queries, if there are any.
+Further programs rotate the tokens' queries, if there are any.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _write_latent(
 ):
     """`kv_cache[slot_mapping[token]] = rms_norm(kv_a[token, :RANK]) | rotate(kv_a[token, RANK:])`."""
     HALF: tl.constexpr = S.HALF
-    # All is asked for before anything is waited for: the slot, and then the sum over the threads.
+    # All loads are issued before the first wait, for the slot and for the sum over the threads.
     slot = tl.load(slot_mapping + token)
     source = kv_a + token * kv_a_stride
     column = tl.arange(0, padded(RANK))
@@ -49,14 +49,14 @@ def _write_latent(
     tl.store(target + second_out, (b * cos_b + a * sin_b).to(dtype), mask=inside)
 
     scale = tl.rsqrt(tl.sum(latent * latent) / RANK + eps)
-    # Rounded before the weight multiplies, as in the models.
+    # Rounded before the weight multiplies it, as in the models.
     normed = (latent * scale).to(dtype).to(tl.float32)
     tl.store(target + column, (normed * factor).to(dtype), mask=(column < RANK) & (slot >= 0))
 
 
 @triton.jit
 def norm_rope_append_kernel(
-    kv_a,  # [tokens, RANK + 2 * HALF], rows kv_a_stride apart
+    kv_a,  # [tokens, RANK + 2 * HALF], last stride 1
     weight,  # [RANK]
     angles,  # `Angles`
     kv_cache,  # [slots, RANK + 2 * HALF], contiguous
@@ -79,7 +79,7 @@ def norm_rope_append_kernel(
 
 
 def norm_rope_append_triton(operands: NormRopeAppendOperands) -> None:
-    """What `mla_norm_rope_append` does, on the GPU or in Triton's interpreter."""
+    """`mla_norm_rope_append` on the GPU or in Triton's interpreter."""
     kv_a, weight, cos, sin, kv_cache, slot_mapping, eps, interleaved_in, interleaved_out, q_pe = operands
     tokens, width = kv_a.shape
     rank = weight.shape[0]

@@ -1,8 +1,8 @@
 """Prefill: expanded causal attention of ragged prompt chunks over all keys of their rows.
 
-A program holds BLOCK_M queries of one head and walks over the row's keys, block after block from its first. The blocks
-that all its queries see need no mask, but are added up by the same operations, and a key that a query does not see
-weighs 0. So a query's bits depend on its own keys only, not on the chunk or the block of queries that it is in.
+A program holds BLOCK_M queries of one head and reads the row's keys block after block, from its first key on. Blocks
+that all its queries see need no mask, but are summed by the same operations, and a key that a query does not see weighs
+0. So a query's bits depend on its own keys only, not on its chunk or its block of queries.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from mla_compile.ops.device import device_of, power_of_two
 
 
 class Widths(NamedTuple):
-    """Of a head, which a kernel is compiled for."""
+    """The widths of a head, which a kernel is compiled for."""
 
     QK: int
     QK_HEAD: int  # of the blocks that hold a query, see `qk_blocks`
@@ -34,7 +34,7 @@ class Widths(NamedTuple):
 @triton.jit
 def _attend(
     query,  # [BLOCK_M, QK_HEAD]
-    query_tail,  # [BLOCK_M, QK_TAIL]; unread where that is 0
+    query_tail,  # [BLOCK_M, QK_TAIL]; unread if QK_TAIL is 0
     key,
     value,
     first_key,
@@ -49,12 +49,12 @@ def _attend(
     MASKED: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Take BLOCK_N keys into the running softmax of `accumulate`, which has queries as columns."""
+    """Add BLOCK_N keys to a running softmax as in `accumulate`, but with queries as matrix rows."""
     c = tl.arange(0, W.QK_HEAD)
     d = tl.arange(0, W.VALUE_BLOCK)
     token = (first_key + n).to(tl.int64)
     live = n < keys
-    # Zeros past the end, not only masked scores: 0 x NaN is NaN.
+    # Keys past the end are zeros too, not only their scores masked: 0 x NaN is NaN.
     k = tl.load(
         key + token[None, :] * (heads * W.QK) + c[:, None],
         mask=live[None, :] & (c < W.QK)[:, None],
@@ -74,7 +74,7 @@ def _attend(
             other=0.0,
         )
         scores = tl.dot(query_tail, k_tail, scores, input_precision="ieee")
-    # A product of its own: fused with the subtraction, as without a mask it may be, it would not be rounded.
+    # A separate product: without a mask it could be fused with the subtraction, and would not be rounded.
     scores = tl.fma(scores, scale, 0.0)
     if MASKED:
         scores = tl.where(n[None, :] <= last_visible[:, None], scores, -float("inf"))
@@ -106,7 +106,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid `[blocks of all chunks or more, heads]`: which block of which row it is, a program finds out itself."""
+    """Grid `[blocks of all chunks or more, heads]`; a program computes the row and block that it serves."""
     head = tl.program_id(1)
     row, m0 = block_of(cu_seqlens_q, rows, tl.program_id(0), 1, ROWS_BLOCK, BLOCK_M)
     if row >= rows:
@@ -119,7 +119,7 @@ def prefill_kernel(
     unmasked = keys
     last_visible = tl.full([BLOCK_M], 0, tl.int32) + keys - 1
     if CAUSAL:
-        before = keys - q_len  # a row of padding has no keys
+        before = keys - q_len  # negative for a padding row, which has no keys
         last_visible = before + m
         unmasked = tl.minimum(keys, tl.maximum(0, before + m0 + 1))
         keys = tl.minimum(keys, tl.maximum(0, before + m0 + BLOCK_M))
@@ -151,7 +151,7 @@ def prefill_kernel(
                 masked, W,
             )  # fmt: skip
 
-    seen = total != 0  # NaN is; else the row has no key in this part
+    seen = total != 0  # true for NaN; false if the row has no key in this part
     result = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
     log_sum = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, -float("inf"))
     at = token * heads + head
@@ -164,7 +164,7 @@ def prefill_kernel(
 
 
 def prefill_triton(operands: PrefillOperands, *, tiles: AttentionTiles | None = None) -> Tensor:
-    """What `mla_prefill` computes, on the GPU or in Triton's interpreter."""
+    """`mla_prefill` over expanded keys, on the GPU or in Triton's interpreter."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, softmax_scale = operands
     tokens, heads, qk = q.shape
     parts, rows, value_dim = key_slots.shape[0], cu_seqlens_q.shape[0] - 1, w_uv.shape[2]

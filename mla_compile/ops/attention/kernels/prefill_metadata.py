@@ -7,7 +7,7 @@ from torch import Tensor
 from mla_compile.ops.device import power_of_two
 
 _MOST_AT_ONCE = 8192
-"""Places times rows that a program compares."""
+"""The most comparisons of a program, places times rows."""
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def prefill_metadata_kernel(
     inside = row < rows
     shift = tl.sum(tl.where(r[None, :] == row[:, None], (first - behind + count)[None, :], 0), 1)
     position = (place + shift).to(tl.int64)
-    # A row of padding has no keys.
+    # A padding row has no keys.
     owned = inside & (tl.load(bounds + 2 * (row + 1) * parts - 1, mask=inside, other=0) > 0)
     page = position // PAGE_SIZE
     at = block_table + row.to(tl.int64) * columns + page
@@ -71,7 +71,7 @@ def prefill_metadata_kernel(
 def prefill_metadata_triton(
     lens: Tensor, bounds: Tensor, block_table: Tensor, tokens: int, keys: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `mla_prefill_metadata` does, with its arguments, on the GPU or in Triton's interpreter."""
+    """`mla_prefill_metadata` on the GPU or in Triton's interpreter."""
     rows, parts = bounds.shape[0], bounds.shape[1] // 2
     cu_seqlens_q, seq_lens = block_table.new_empty(rows + 1), block_table.new_empty(rows)
     cu_seqlens_k = block_table.new_empty((parts, rows + 1))

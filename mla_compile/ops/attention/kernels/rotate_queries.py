@@ -18,7 +18,7 @@ def rotate_queries_kernel(queries, angles, S: tl.constexpr, EARLY: tl.constexpr)
 def rotate_queries_triton(
     q_pe: Tensor, cos: Tensor, sin: Tensor, interleaved_in: bool, interleaved_out: bool
 ) -> None:
-    """What `mla_rotate_queries` does, with its arguments, on the GPU or in Triton's interpreter."""
+    """`mla_rotate_queries` on the GPU or in Triton's interpreter."""
     tokens, heads, rope = q_pe.shape
     angles, sizes, blocks = rotation_of(cos, sin, heads, interleaved_in, interleaved_out, rope // 2)
     rotate_queries_kernel[(tokens, blocks)](

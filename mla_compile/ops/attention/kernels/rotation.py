@@ -1,4 +1,4 @@
-"""Rotation of a token's heads in place, which two kernels do."""
+"""Rotation of a token's heads in place, shared by two kernels."""
 
 from typing import Any, NamedTuple, Self
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from mla_compile.ops.device import power_of_two
 
 _MOST_PAIRS = 1024
-"""That a program rotates: eight a thread."""
+"""The most pairs that a program rotates: eight per thread."""
 
 
 class Angles(NamedTuple):
-    """Cosines and sines in a kernel, `[tokens, HALF or 2 * HALF]`: its arguments of these names."""
+    """The cosines and sines of a kernel, `[tokens, HALF or 2 * HALF]`, with their strides."""
 
     cos: Any
     sin: Any
@@ -24,7 +24,7 @@ class Angles(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What is rotated in a kernel: `[tokens, heads, 2 * HALF]`, the last stride 1; None: nothing."""
+    """The queries that a kernel rotates: `[tokens, heads, 2 * HALF]`, last stride 1; None: nothing."""
 
     q_pe: Any
     heads: Any
@@ -38,10 +38,10 @@ class Queries(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     HALF: int
-    SECOND: int  # the column of cos and sin where the second elements' ones start
+    SECOND: int  # the first column of cos and sin for the second elements of pairs
     INTERLEAVED_IN: bool
     INTERLEAVED_OUT: bool
     BLOCK_HEADS: int
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def angles_of(angles, token, pair, S: tl.constexpr):
-    """Those of a token's pairs: of the first elements, then of the second ones, which start at column SECOND."""
+    """The angles of a token's pairs: for the first elements, then for the second ones, from column SECOND on."""
     cos = angles.cos + token * angles.cos_stride
     sin = angles.sin + token * angles.sin_stride
     cos_a = tl.load(cos + pair * angles.cos_step, mask=pair < S.HALF, other=0.0).to(tl.float32)
@@ -64,7 +64,7 @@ def angles_of(angles, token, pair, S: tl.constexpr):
 def rotate_heads(queries, angles, token, block, S: tl.constexpr):
     """`q_pe[token] = rotate(q_pe[token])` for the block-th BLOCK_HEADS of the heads.
 
-    A product is rounded before another one is added to it.
+    One product is rounded before the other is added to it.
     """
     HALF: tl.constexpr = S.HALF
     head = block * S.BLOCK_HEADS + tl.arange(0, S.BLOCK_HEADS)
@@ -80,10 +80,10 @@ def rotate_heads(queries, angles, token, block, S: tl.constexpr):
     cos_a, sin_a, cos_b, sin_b = angles_of(angles, token, pair, S)
     cos_a, sin_a, cos_b, sin_b = cos_a[None, :], sin_a[None, :], cos_b[None, :], sin_b[None, :]
     if S.INTERLEAVED_IN != S.INTERLEAVED_OUT:
-        tl.debug_barrier()  # an element is written to where another thread has read
+        tl.debug_barrier()  # a thread writes where another one must have read
     first_out = 2 * pair if S.INTERLEAVED_OUT else pair
     second_out = first_out + (1 if S.INTERLEAVED_OUT else HALF)
-    # Spelled out, so that all kernels that inline this round alike.
+    # Explicit, so that all kernels that inline this round alike.
     tl.store(row + first_out[None, :], tl.fma(a, cos_a, -(b * sin_a)).to(dtype), mask=inside)
     tl.store(row + second_out[None, :], tl.fma(b, cos_b, a * sin_b).to(dtype), mask=inside)
 
@@ -91,7 +91,7 @@ def rotate_heads(queries, angles, token, block, S: tl.constexpr):
 def rotation_of(
     cos: Tensor, sin: Tensor, heads: int, interleaved_in: bool, interleaved_out: bool, half: int
 ) -> tuple[Angles, Sizes, int]:
-    """What a kernel takes to rotate `half` pairs of a head, and how many programs rotate a token's heads."""
+    """A kernel's arguments to rotate `half` pairs of each head, and the number of programs for a token's heads."""
     block_half = power_of_two(half)
     block = min(power_of_two(heads), max(1, _MOST_PAIRS // block_half))
     sizes = Sizes(half, cos.shape[1] - half, interleaved_in, interleaved_out, block, block_half)

@@ -1,4 +1,4 @@
-"""A softmax over keys that several programs share: what the Triton kernels of attention have in common."""
+"""A softmax over keys that several programs share: the common code of the Triton attention kernels."""
 
 import math
 
@@ -15,15 +15,16 @@ padded = triton.constexpr_function(power_of_two)
 """`power_of_two` in kernels."""
 
 _COMBINED = 8192
-"""Partial results, splits times columns, that a program of `join_splits` loads at once."""
+"""The partial results, splits times columns, that a program of `join_splits` loads at once."""
 
 
 @triton.jit
 def accumulate(scores, k, top, total, acc):
-    """Take a tile of keys into a running softmax, in which a score counts as a power of two.
+    """Add a tile of keys to a running softmax of base 2.
 
-    scores: `[keys, rows]`, -inf where a key is not seen; k: `[keys, rank]`; top, the highest score so far, and total,
-    the sum of `2 ** (score - top)`: `[rows]`; acc: values weighted likewise, `[rank, rows]`. All float32 but k.
+    scores: `[keys, rows]`, -inf for a key that is not seen; k: `[keys, rank]`; top: the maximum so far, `[rows]`;
+    total: the sum of `2 ** (score - top)`, `[rows]`; acc: the values with these weights, `[rank, rows]`. All are
+    float32 but k. Here and below "rows" are query rows.
     """
     new_top = tl.maximum(top, tl.max(scores, 0))
     base = tl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
@@ -36,9 +37,9 @@ def accumulate(scores, k, top, total, acc):
 
 @triton.jit
 def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
-    """Which of a row's `keys` a split reads: the first, and where it stops.
+    """The keys that a split reads of a row's `keys`: from the first returned index to before the second.
 
-    Short rows use few splits: below MIN_KEYS a split would cost more to start and to add than it saves.
+    Short rows use few splits: below MIN_KEYS keys a split costs more to start and to sum than it saves.
     """
     share = tl.cdiv(tl.maximum(tl.cdiv(keys, splits), MIN_KEYS), BLOCK_N) * BLOCK_N
     start = split * share
@@ -47,13 +48,13 @@ def split_of(keys, split, splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr)
 
 @triton.jit
 def load_queries(
-    q_latent,  # pointers to rows of queries, [rows]
-    q_pe,  # likewise
-    inside,  # [rows]: which of them there are
+    q_latent,  # pointers to query rows, [rows]
+    q_pe,  # pointers to their rotary parts, [rows]
+    inside,  # [rows]: whether the query row exists
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """Queries as the columns that `attend_latents` takes."""
+    """Queries as matrix columns, for `attend_latents`."""
     c = tl.arange(0, padded(RANK))
     p = tl.arange(0, padded(ROPE))
     q = tl.load(q_latent[:, None] + c[None, :], mask=inside[:, None] & (c < RANK)[None, :], other=0.0)
@@ -64,22 +65,22 @@ def load_queries(
 @triton.jit
 def attend_latents(
     q,  # [RANK, rows], padded to a power of two
-    q_pe,  # [ROPE, rows], likewise
+    q_pe,  # [ROPE, rows], padded to a power of two
     latent,  # pointers to the latents of a tile, [keys, 1]
-    live,  # [keys]: whether there is a latent
-    key,  # [keys]: which of the row's keys these are
-    bounds,  # [rows]: how many of these each query sees
-    scale,  # of the scores, which count as powers of two
+    live,  # [keys]: whether the latent exists
+    key,  # [keys]: the indices of these keys in their row
+    bounds,  # [rows]: number of keys that each query sees
+    scale,  # of the scores, for a softmax of base 2
     top,
     total,
     acc,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """Take a tile of keys into the running softmax of `accumulate`: a key is its latent and its rotated part."""
+    """Add a tile of keys, latents with their rotary parts, to the running softmax of `accumulate`."""
     c = tl.arange(0, padded(RANK))
     p = tl.arange(0, padded(ROPE))
-    # Zeros where there is no key, not only masked scores: 0 x NaN is NaN.
+    # Keys that do not exist are zeros too, not only their scores masked: 0 x NaN is NaN.
     k = tl.load(latent + c[None, :], mask=live[:, None] & (c < RANK)[None, :], other=0.0)
     k_pe = tl.load(latent + RANK + p[None, :], mask=live[:, None] & (p < ROPE)[None, :], other=0.0)
     scores = tl.dot(k, q, input_precision="ieee")
@@ -92,15 +93,15 @@ def attend_latents(
 def store_split(
     out,  # [splits * total, RANK], contiguous
     lse,  # float32 [splits * total]
-    target,  # [rows]: where the rows of this program are
-    inside,  # [rows]: which of them there are
-    written,  # [rows]: whose `out` is written
+    target,  # [rows]: the index of the query row in `out` and `lse`
+    inside,  # [rows]: whether the query row exists
+    written,  # [rows]: whether to write its `out`
     top,
     total,
     acc,
     RANK: tl.constexpr,
 ):
-    """Write what the running softmax of `accumulate` has come to; 0 and -inf where no key was seen."""
+    """Write the result of the running softmax of `accumulate`; 0 and -inf if no key was seen."""
     c = tl.arange(0, padded(RANK))
     filled = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + target, (top + tl.log2(total)) * LN_2, mask=inside)
@@ -110,7 +111,7 @@ def store_split(
 
 @triton.jit
 def join_splits(
-    part_out,  # float32 [splits or more, total, RANK]; what an empty split holds is never read
+    part_out,  # float32 [splits or more, total, RANK]; an empty split's is never read
     part_lse,  # float32 [splits or more, total], natural log, -inf for an empty split
     out,  # [total, RANK]
     lse,  # float32 [total]
@@ -123,7 +124,7 @@ def join_splits(
 ):
     """Join the first `splits` of a query row, BLOCK_C columns of it: `sum_s exp(lse_s - lse) out_s`.
 
-    SPLIT_BLOCK of them are loaded and summed at a time, in order. Within a block those that there are not weigh 0.
+    SPLIT_BLOCK of them are loaded and summed at a time, in order; splits past the last one weigh 0.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     top = -float("inf")
@@ -159,13 +160,13 @@ def combine_kernel(
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Join all splits of one query row, which are one block of `join_splits`."""
+    """Join all splits of one query row, as one block of `join_splits`."""
     i = tl.program_id(0).to(tl.int64)
     join_splits(part_out, part_lse, out, lse, i, SPLITS, total, RANK, SPLIT_BLOCK, BLOCK_C)
 
 
 def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Where splits write: `out` and `lse` themselves for one split, else what `combine` joins in them."""
+    """The tensors that splits write: `out` and `lse` themselves for one split, else partial results for `combine`."""
     if splits == 1:
         return out, lse
     total = lse.numel()
@@ -173,12 +174,12 @@ def split_results(out: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor
 
 
 def columns_at_once(rank: int, split_block: int) -> int:
-    """BLOCK_C of `join_splits`, for so many splits at a time."""
+    """BLOCK_C of `join_splits`, for `split_block` splits at a time."""
     return max(16, min(power_of_two(rank), _COMBINED // split_block))
 
 
 def combine(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Join float32 `[splits, total, rank]` and `[splits, total]` in `out` and `lse`, which hold `total` rows."""
+    """Join float32 `[splits, total, rank]` and `[splits, total]` into `out` and `lse`, for `total` query rows."""
     splits, total, rank = part_out.shape
     split_block = triton.next_power_of_2(splits)
     columns = columns_at_once(rank, split_block)

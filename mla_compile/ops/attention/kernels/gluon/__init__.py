@@ -1,5 +1,5 @@
-"""`mla_decode` for Hopper in bfloat16, kv_lora_rank 512, rope 64: warps that load beside warps that compute.
+"""`mla_decode` for Hopper in bfloat16, kv_lora_rank 512, rope 64, with separate warps for loads and for computation.
 
-`decode` launches; `split` shares the keys of all rows among the multiprocessors and joins the parts; `narrow` attends
-with up to 32 query rows at a time, `wide` with 64.
+`decode` launches; `split` divides the keys of all rows among the multiprocessors and joins the parts; `narrow` computes
+up to 32 query rows at a time, `wide` 64.
 """

@@ -1,4 +1,4 @@
-"""Launching the Hopper decode kernels."""
+"""Launches of the Hopper decode kernels."""
 
 import torch
 import triton
@@ -23,14 +23,14 @@ from mla_compile.ops.attention.operands import DecodeOperands
 from mla_compile.ops.device import device_of, power_of_two
 
 _JOINERS = 2048
-"""Programs that join; as many as are at work at once, or a few times more."""
+"""The most programs of `join_kernel`: as many as run at once, or a few times more."""
 
 
 def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
-    """What `mla_decode` computes, with its arguments, on a Hopper GPU. Nothing is read on the host.
+    """`mla_decode` on a Hopper GPU. The host reads no value.
 
     Raises:
-        MLAError: a cache at an address that the hardware's copies do not take.
+        MLAError: the address of the cache is not a multiple of 16, as bulk copies require.
     """
     operands = with_unit_strides(operands)
     q_latent, rows = operands.q_latent, operands.block_table.shape[0]
@@ -48,7 +48,7 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     pieces = lse.new_empty((units, 2), dtype=torch.int32)
     results = Results(out, lse, part_out, part_lse, pieces)
     _attend(operands, results, narrow_rows=block_r if is_narrow else 0)
-    # Few units are cut into many pieces each, many into few.
+    # Few units have many pieces each, many units have few.
     columns_each, at_once = (RANK.value, 8) if units * block_r >= 128 else (64, 32)
     column_blocks = RANK.value // columns_each
     share = min(block_r, query_rows, max(1, _JOINERS // (units * column_blocks)))
@@ -71,10 +71,10 @@ def decode_gluon(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 
 
 def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
-    """`decode_gluon` that gives a token the same bits whatever else is in the call, the other tokens of its row too.
+    """Batch-invariant `decode_gluon`: a token's bits depend on its own query and keys only.
 
-    The two kernels add in different orders, so which one runs follows from the number of heads alone. The narrow one
-    adds in the same order however many query rows it takes at a time.
+    The two kernels add in different orders, so the number of heads alone decides which one runs. The narrow kernel's
+    order does not depend on how many query rows it computes at a time.
     """
     heads = operands.q_latent.shape[1]
     query_rows = operands.q_len * heads
@@ -83,7 +83,7 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
     def launch(part: DecodeOperands, part_out: Tensor, part_lse: Tensor) -> None:
         units = part.seq_lens.shape[0] * triton.cdiv(query_rows, narrow_rows or ROWS.value)
         pieces = part.seq_lens.new_empty((units, 2))
-        # The first two are not written to.
+        # The kernel does not write to the first two.
         results = Results(part.q_latent, part_lse, part_out, part_lse, pieces)
         _attend(part, results, narrow_rows=narrow_rows, fixed=True)
 
@@ -91,10 +91,10 @@ def decode_gluon_invariant(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
 
 
 def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fixed: bool = False) -> None:
-    """Launch `narrow_kernel` with so many query rows at a time, or for 0 `wide_kernel`; fixed: over fixed splits."""
+    """Launch `narrow_kernel` with `narrow_rows` query rows at a time, `wide_kernel` for 0; fixed: over fixed splits."""
     q_latent, q_pe, kv_cache, block_table, seq_lens, q_lens, q_len, softmax_scale = operands
     if kv_cache.data_ptr() % 16:
-        hint = "give it storage of its own, or name another backend"
+        hint = "give it storage of its own, or select another backend"
         raise MLAError("kv_cache", "an address divisible by 16", kv_cache.data_ptr(), hint)
     heads, page_size = q_latent.shape[1], kv_cache.shape[1]
     rows, most_keys = block_table.shape[0], block_table.shape[1] * page_size
@@ -105,7 +105,7 @@ def _attend(operands: DecodeOperands, results: Results, *, narrow_rows: int, fix
         *(*q_latent.stride()[:2], *q_pe.stride()[:2], block_table.stride(0)),
     )
     units_block = max(32, triton.next_power_of_2(rows * q_blocks))
-    box = min(TILE.value, page_size & -page_size)  # the power of two in it
+    box = min(TILE.value, page_size & -page_size)  # its largest power of two
     sizes = Sizes(fixed, q_len, heads, page_size, q_blocks, units_block, box if box >= 8 else 0)
     args = (inputs, results, rows, most_keys, sizes)
     if narrow_rows:

@@ -1,7 +1,8 @@
-"""Decode with up to 64 query rows at a time: keys are the rows of both products.
+"""Decode with up to 64 query rows at a time: keys are the matrix rows of both products.
 
 `S^T = K Q^T` and `O^T += K_c^T P^T`, as in `ops/attention/kernels/decode.py`: 16 query rows cost a quarter of what 64
-cost. Four warps gather tiles through the block table with `cp.async`, two ahead, any page size; zeros past a row's end.
+cost. Four warps gather tiles of any page size through the block table with `cp.async`, two tiles ahead; keys past a
+row's end are zeros.
 """
 
 from typing import Any, NamedTuple
@@ -32,15 +33,15 @@ from mla_compile.ops.attention.kernels.gluon.split import (
 from mla_compile.ops.attention.kernels.softmax import LN_2, LOG2_E
 
 MOST_ROWS = 64
-"""Query rows of a unit."""
+"""The most query rows of a unit."""
 MOST_UNSPLIT_ROWS = 32
-"""Query rows of a row of the batch from which on `wide_kernel` is quicker."""
+"""The most query rows of a row of the batch for which this kernel is faster than `wide_kernel`."""
 STAGES = gl.constexpr(2)
-"""Tiles of 72 KB in shared memory."""
+"""Tiles in shared memory, of 72 KB each."""
 
 
 class _Shared(NamedTuple):
-    """What is in shared memory; `loaded` and `used` are barriers, one for each stage."""
+    """The buffers in shared memory; `loaded` and `used` are barriers, one for each stage."""
 
     kv_c: Any
     k_pe: Any
@@ -53,7 +54,7 @@ class _Shared(NamedTuple):
 
 @gluon.jit
 def _load(call, S: gl.constexpr, place, shared):
-    """Bring the program's tiles to shared memory; `unit` begins at `begin` on the line, the program at `at`."""
+    """Load the program's tiles into shared memory; `place` is the result of `plan`."""
     unit, begin, at, end, piece = place
     inputs = call.inputs
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -71,7 +72,7 @@ def _load(call, S: gl.constexpr, place, shared):
             latent = inputs.kv_cache + (page * S.PAGE_SIZE + key % S.PAGE_SIZE) * (RANK + ROPE)
             stage = i % STAGES
             mbarrier.wait(shared.used.index(stage), ((i // STAGES) & 1) ^ 1)
-            # Zeros past the end, not only masked scores: 0 x NaN is NaN.
+            # Latents past the end are zeros too, not only their scores masked: 0 x NaN is NaN.
             async_copy.async_copy_global_to_shared(
                 shared.kv_c.index(stage), latent[:, None] + c[None, :], mask=live[:, None]
             )
@@ -122,7 +123,7 @@ def _attend(call, S: gl.constexpr, place, shared, BLOCK_R: gl.constexpr, WARPS: 
         s_r = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, s_layout))
         bounds = bounds_of(call, S, row, first_r + s_r, length, stored)
         top = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, s_layout))
-        # A sum for each thread's keys: only the highest score must cross warps in every tile.
+        # Each thread sums its own keys: only the row maximum must cross warps in every tile.
         total = gl.zeros([TILE, BLOCK_R], gl.float32, s_layout)
         acc = gl.zeros([RANK, BLOCK_R], gl.float32, o_layout)
         for tile in range(first, last):
@@ -175,10 +176,10 @@ def narrow_kernel(
     most_keys,
     S: gl.constexpr,
     BLOCK_R: gl.constexpr,
-    num_warps: gl.constexpr,  # that compute
+    num_warps: gl.constexpr,  # the computing warps
 ):
-    """Attention of every row, or of its pieces; one program a multiprocessor."""
-    gdc_wait()  # for the kernel before
+    """Attention of every unit, or of its pieces; one program per multiprocessor."""
+    gdc_wait()  # for the previous kernel
     call = Call(inputs, results, rows, most_keys)
     place = plan(call, S, num_warps)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)

@@ -1,16 +1,16 @@
-"""How the work of a decode call is shared among multiprocessors, planned on the device, and joined.
+"""The division of a decode call's work among multiprocessors, planned on the device, and the join of its parts.
 
 A unit is a row of the batch and a block of its query rows (query tokens times heads); its keys are tiles of 64. One
-program runs on each multiprocessor. Where to cut units into pieces for them follows from all rows' lengths, which every
-program reads (`plan`): whole units or equal parts of them, so that a program has one piece and few pieces are partial,
-unless lengths differ so much that an even cut through all tiles is quicker. So the grid can be captured, but unlike
-`decode.py`'s a row's bits depend on the other rows' lengths.
+program runs on each multiprocessor. Every program reads all rows' lengths and cuts the units into pieces (`plan`):
+whole units or equal parts of them, so that a program has one piece and few pieces are partial. If lengths differ so
+much that it is faster, the tiles of all units are divided evenly instead. The grid does not depend on lengths and can
+be captured. But unlike in `decode.py`, a row's bits depend on the other rows' lengths.
 
-FIXED, for batch-invariant decode: a program's part begins and ends where the nearest of the splits of
-`attention/kernels/fixed_splits.py` begin, and each split is a piece of its own. So the plan decides who attends to a
+FIXED, for batch-invariant decode: the ends of a program's part are rounded to the nearest splits of
+`attention/kernels/fixed_splits.py`, and each split is a piece of its own. So the plan decides which program computes a
 split, and changes no bit.
 
-All rows' first blocks come before all second ones: programs that share a row's keys then read them at about the same
+The first blocks of all rows precede all second ones. So programs that share a row's keys read them at about the same
 time, once from memory and otherwise from the L2 cache.
 """
 
@@ -28,17 +28,17 @@ from mla_compile.ops.dependent_launch import wait_for_kernel_before
 RANK = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 TILE = gl.constexpr(64)
-"""Keys that a matrix instruction takes."""
+"""The keys of a matrix instruction."""
 _UNIT = gl.constexpr(SPLIT_UNIT)
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its names from Triton 3.7 on, and before
 
 
 class Inputs(NamedTuple):
-    """What a kernel reads."""
+    """The inputs of a kernel."""
 
     q_latent: Any  # [rows * q_len, heads, RANK], any strides but the last
-    q_pe: Any  # [rows * q_len, heads, ROPE], likewise
+    q_pe: Any  # [rows * q_len, heads, ROPE], any strides but the last
     kv_cache: Any  # [pages, page_size, RANK + ROPE]
     block_table: Any  # int32 [rows, columns]
     seq_lens: Any  # int32 [rows]
@@ -52,17 +52,17 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where it writes. R is `q_len * heads`, `unit_rows` how many of these a unit has."""
+    """The outputs of a kernel. R is `q_len * heads`, the query rows of a row; `unit_rows` are those of a unit."""
 
     out: Any  # [rows * R, RANK], contiguous
     lse: Any  # float32 [rows * R]
     part_out: Any  # float32 [2 * programs, unit_rows, RANK]; if FIXED [splits, rows * R, RANK]
     part_lse: Any  # float32 [2 * programs, unit_rows]; if FIXED [splits, rows * R]
-    pieces: Any  # int32 [units, 2], for `join_kernel`: the program of a unit's first piece, and how many there are
+    pieces: Any  # int32 [units, 2], for `join_kernel`: the program of a unit's first piece, and the number of pieces
 
 
 class Call(NamedTuple):
-    """What all functions of a kernel know."""
+    """The arguments that all functions of a kernel share."""
 
     inputs: Any
     results: Any
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     FIXED: bool  # over the splits of `attention/kernels/fixed_splits.py`
     Q_LEN: int
@@ -79,7 +79,7 @@ class Sizes(NamedTuple):
     PAGE_SIZE: int
     Q_BLOCKS: int  # units of a row of the batch
     UNITS_BLOCK: int  # all units, rounded up to a power of two
-    BOX: int  # keys that are surely in a row in a page, 8 to 64; 0 where they are fewer. `wide_kernel` copies so many
+    BOX: int  # keys of a bulk copy, always adjacent in a page: 8 to 64; 0 if pages do not have 8
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def _add(a, b):
 
 @gluon.jit
 def _length(call, row, live):
-    """Keys of a row, 0 for an inactive one; perhaps more than its table has room for."""
+    """Keys of a row, 0 for an inactive one; may exceed the capacity of its table."""
     length = gl.load(call.inputs.seq_lens + row, mask=live, other=0)
     if call.inputs.q_lens is not None:
         length = gl.where(gl.load(call.inputs.q_lens + row, mask=live, other=0) > 0, length, 0)
@@ -98,19 +98,19 @@ def _length(call, row, live):
 
 @gluon.jit
 def _span(length, piece):
-    """What a unit takes on the line: its tiles, rounded up to whole pieces."""
+    """The tiles of a unit, rounded up to whole pieces."""
     tiles = (length + (TILE - 1)) // TILE
     return (tiles + piece - 1) // piece * piece
 
 
 @gluon.jit
 def plan(call, S: gl.constexpr, WARPS: gl.constexpr):
-    """This program's part of the line on which all units lie, one after the other, each as whole pieces.
+    """This program's part of the sequence of all units' tiles, with each unit rounded up to whole pieces.
 
-    Returns `unit, begin, at, end, piece`: the part is from `at` to `end`, in tiles; it begins in `unit`, which begins
-    at `begin`. Each unit's span is a multiple of `piece` tiles.
+    Returns `unit, begin, at, end, piece`: the part is from tile `at` to tile `end`; it begins in `unit`, whose first
+    tile is `begin`. Each unit's span is a multiple of `piece` tiles.
     """
-    # Every warp holds all units, so that sums over them cross no warps, unless they are so many that they would spill.
+    # Every warp holds all units, so that sums over them cross no warps. More than 256 would spill and are divided.
     SHARE: gl.constexpr = 32 if S.UNITS_BLOCK <= 256 else 32 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([S.UNITS_BLOCK // SHARE], [32], [WARPS], [0])
     index = gl.arange(0, S.UNITS_BLOCK, layout=layout)
@@ -123,17 +123,17 @@ def plan(call, S: gl.constexpr, WARPS: gl.constexpr):
     even = gl.maximum((gl.sum(tiles, 0) + programs - 1) // programs, 1)
     rounds = gl.maximum(
         (units + programs - 1) // programs, 1
-    )  # more units than programs: several whole ones each
+    )  # with more units than programs: several whole ones each
     pieces_each = gl.maximum(programs // gl.maximum(units, 1), 1)
-    # As many equal pieces of the longest unit as each unit may have: one piece a program, whatever the lengths.
+    # The longest unit is cut into as many equal pieces as each unit may have: one piece per program for any lengths.
     piece = gl.maximum((longest + pieces_each - 1) // pieces_each, (even + rounds - 1) // rounds)
     if rounds == 1:
         spare = piece - even
-        for i in gl.static_range(4):  # shorter pieces, where short units leave programs free
+        for i in gl.static_range(4):  # shorter pieces, if short units leave programs free
             shorter = even + spare * (3 - i) // 4
             used = gl.sum((tiles + shorter - 1) // shorter, 0)
             piece = gl.where(used <= programs, gl.minimum(piece, shorter), piece)
-    # A few tiles more are quicker than two partial results a program.
+    # A few more tiles cost less than two partial results per program.
     cut = piece * rounds > even + even // 8 + 4
     share = gl.where(cut, even, piece * rounds)
     piece = gl.where(cut, 1, piece)
@@ -156,25 +156,25 @@ def plan(call, S: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _split_at(tile):
-    """The split that has a tile, and the tiles where this split and the next one begin."""
+    """The split that contains a tile, and the first tiles of this split and of the next one."""
     split = splits_of(tile * TILE + 1, _UNIT) - 1
     return split, first_key_of(split, _UNIT) // TILE, first_key_of(split + 1, _UNIT) // TILE
 
 
 @gluon.jit
 def _nearest_split(tile):
-    """The tile where the nearest split begins."""
+    """The first tile of the split that begins nearest."""
     _, before, after = _split_at(tile)
     return gl.where(tile - before < after - tile, before, after)
 
 
 @gluon.jit
 def piece_of(call, S: gl.constexpr, unit, begin, at, end, piece):
-    """The program's next piece, and where it goes on.
+    """The program's next piece, and the position after it.
 
     Returns `row, block, length, stored, first, last, tiles, split, next_unit, next_begin, next_at`. `stored` of the
-    row's `length` keys are in its pages. The piece's tiles are those from `first` to `last` of the unit's `tiles`; if
-    FIXED they are `split`, or none. After it the program goes on at `next_at`, in `next_unit`.
+    row's `length` keys are in its pages. The piece has the tiles from `first` to `last` of the unit's `tiles`; if FIXED
+    these are `split`, or none. The program continues at tile `next_at`, in `next_unit`.
     """
     row = unit % call.rows
     length = _length(call, row, True)
@@ -200,13 +200,13 @@ def piece_of(call, S: gl.constexpr, unit, begin, at, end, piece):
 
 @triton.jit
 def slot_of(program, starts_unit):
-    """Where a partial result is: of a program at most its first piece does not start a unit, its last not end one."""
+    """The index of a partial result. A program has at most two: its first piece, and its last if that starts a unit."""
     return (2 * program + starts_unit).to(tl.int64)
 
 
 @gluon.jit
 def query_offsets(call, S: gl.constexpr, row, r):
-    """Where in `q_latent` and in `q_pe` query rows of a row begin."""
+    """The offsets of a row's query rows in `q_latent` and in `q_pe`."""
     token = (row * S.Q_LEN + r // S.HEADS).to(gl.int64)
     q_at = token * call.inputs.q_token_stride + r % S.HEADS * call.inputs.q_head_stride
     return q_at, token * call.inputs.pe_token_stride + r % S.HEADS * call.inputs.pe_head_stride
@@ -214,7 +214,7 @@ def query_offsets(call, S: gl.constexpr, row, r):
 
 @gluon.jit
 def bounds_of(call, S: gl.constexpr, row, r, length, stored):
-    """`visible_keys`, for each query row; none for those that only fill the block."""
+    """`visible_keys` for each query row; 0 for query rows that only fill the block."""
     valid = S.Q_LEN
     if call.inputs.q_lens is not None:
         valid = gl.load(call.inputs.q_lens + row)
@@ -229,14 +229,14 @@ def store_piece(
     piece,  # row, split, first, last and tiles of `piece_of`
     first_r,
     acc,
-    r,  # the query rows of acc, counted from first_r on, and its columns
+    r,  # the query rows of acc, relative to first_r, and its columns
     c,
     log_sum,
     s_r,  # the query rows of log_sum
     WITH_LSE: gl.constexpr,
     BLOCK_R: gl.constexpr,
 ):
-    """Write to `out` and `lse` where a piece is its whole unit, else to its two parts; FIXED: to its split's place."""
+    """Write a whole unit to `out` and `lse`, other pieces to `part_out` and `part_lse`; FIXED: a split to its place."""
     row, split, first, last, tiles = piece
     results = call.results
     R: gl.constexpr = S.Q_LEN * S.HEADS
@@ -272,9 +272,9 @@ def join_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Sum the pieces of a unit, BLOCK_C of its columns, BLOCK_P pieces at a time; the last axis shares its query rows.
+    """Sum the pieces of a unit, BLOCK_C of its columns, BLOCK_P pieces at a time; the last axis divides its query rows.
 
-    Nothing to do for a unit of one piece; 0 and -inf for one without keys. Grid `[units, RANK / BLOCK_C, any]`.
+    A unit of one piece is complete already; one without keys gets 0 and -inf. Grid `[units, RANK / BLOCK_C, any]`.
     """
     unit = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

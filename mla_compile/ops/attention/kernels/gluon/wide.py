@@ -1,11 +1,11 @@
 """Decode with 64 query rows at a time: two warpgroups, each with a tile of keys and half of the output's columns.
 
-For every two tiles: warpgroup W scores tile W, the two agree on the highest scores, and each multiplies the weights of
-both tiles by columns `[256 W, 256 W + 256)` of the latents, its own tile's first. A half of a tile is loaded again as
-soon as the warpgroup that has these columns is done with it, so four loads are under way at different times.
+For every two tiles: warpgroup W scores tile W, the two exchange their row maxima, and each multiplies the weights of
+both tiles by columns `[256 W, 256 W + 256)` of the latents, its own tile's first. The buffer of a half of a tile is
+loaded again as soon as the warpgroup with these columns has used it, so four loads are in flight at different times.
 
-Whole tiles are brought by the bulk copy engine where pages hold at least 8 keys in a row, the others by `cp.async`,
-with zeros past a row's end.
+If pages hold at least 8 adjacent keys, the bulk copy engine loads whole tiles. `cp.async` loads the others, with zeros
+past a row's end.
 """
 
 from typing import Any, NamedTuple
@@ -45,18 +45,18 @@ QUARTER = gl.constexpr(128)
 
 @gluon.jit
 def _zero(x):
-    """0, which the compiler cannot know: it would hoist descriptors of constant places out of loops, and spill them."""
+    """0, hidden from the compiler: it would hoist descriptors of constant places out of loops, and spill them."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 class _Shared(NamedTuple):
-    """What is in shared memory; from `loaded` on, barriers."""
+    """The buffers in shared memory; from `loaded` on, barriers."""
 
     kv_c: Any
     k_pe: Any
     queries: Any
     weights: Any
-    told: Any
+    row_stats: Any
     loaded: Any
     used: Any
     row_max_ready: Any
@@ -69,7 +69,7 @@ class _Shared(NamedTuple):
 def _gather_half(
     call, S: gl.constexpr, table, stored, tile, last, phase, shared, W: gl.constexpr, H: gl.constexpr
 ):
-    """Half H of a tile, to the place of warpgroup W's; zeros for keys and tiles that there are not: 0 x NaN is NaN."""
+    """Load half H of warpgroup W's tile; zeros for keys and tiles that do not exist, as 0 x NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     key = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     c = H * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
@@ -81,7 +81,7 @@ def _gather_half(
     async_copy.async_copy_global_to_shared(
         shared.kv_c.index(W).slice(H * HALF, HALF, dim=1), latent[:, None] + c[None, :], mask=live[:, None]
     )
-    if W != H:  # the half that is used for longer brings the rotary part
+    if W != H:  # the half that stays in use longer has the rotary part
         async_copy.async_copy_global_to_shared(
             shared.k_pe.index(W), latent[:, None] + p[None, :], mask=live[:, None]
         )
@@ -92,7 +92,7 @@ def _gather_half(
 def _load_half(
     boxes, call, S: gl.constexpr, table, stored, tile, last, phase, shared, W: gl.constexpr, H: gl.constexpr
 ):
-    """`_gather_half`, by the bulk copy engine where the tile is whole."""
+    """`_gather_half`, with the bulk copy engine if the tile is whole."""
     if S.BOX == 0:
         _gather_half(call, S, table, stored, tile, last, phase, shared, W, H)
     else:
@@ -116,14 +116,14 @@ def _load_half(
                     tma.async_copy_global_to_shared(
                         pe_boxes, [where, RANK], full, shared.k_pe.index(W).slice(box * S.BOX, S.BOX, dim=0)
                     )
-            mbarrier.arrive(full, count=127)  # as many as gather, with the thread that told what to expect
+            mbarrier.arrive(full, count=127)  # with the arrival of `expect` as many as the gathering threads
         else:
             _gather_half(call, S, table, stored, tile, last, phase, shared, W, H)
 
 
 @gluon.jit
 def _load(boxes, call, S: gl.constexpr, place, shared):
-    """Bring the program's tiles to shared memory, in the order in which the halves before them are done with."""
+    """Load the program's tiles into shared memory, in the order in which the buffers of their halves become free."""
     unit, begin, at, end, piece = place
     i = 0
     while at < end:
@@ -161,18 +161,18 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
         )
         first_r = block * ROWS
 
-        # Each warpgroup brings half of the queries. The other one is done with the last piece's: it has said so by its
-        # last weights, which came after its last scores.
+        # Each warpgroup loads half of the queries. The other one has finished with the last piece's queries: it stored
+        # its last weights, which both have used, after its last scores.
         zero = _zero(i)
         mine, other = W + zero, 1 - W + zero
         r = first_r + gl.arange(0, ROWS, layout=gl.SliceLayout(1, q_layout))
         q_at, pe_at = query_offsets(call, S, row, r)
         inside = (r < S.Q_LEN * S.HEADS)[:, None]
-        for quarter in gl.static_range(2 * W, 2 * W + 2):  # half at once would spill
+        for quarter in gl.static_range(2 * W, 2 * W + 2):  # a half at once would spill
             c = quarter * QUARTER + gl.arange(0, QUARTER, layout=gl.SliceLayout(0, q_layout))
             part = gl.load(inputs.q_latent + q_at[:, None] + c[None, :], mask=inside, other=0.0)
             shared.queries.index(zero).slice(quarter * QUARTER, QUARTER, dim=1).store(part)
-        # The rotary part stays in registers; it gets there through the place of the weights.
+        # The rotary part stays in registers, and is loaded through the buffer of the weights.
         mbarrier.wait(shared.weights_consumed.index(mine), (i & 1) ^ 1)
         shared.weights.index(mine).store(
             gl.load(inputs.q_pe + pe_at[:, None] + p[None, :], mask=inside, other=0.0)
@@ -220,12 +220,12 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
             seen = ((tile * TILE + k)[None, :] < bounds[:, None]) & (tile < last)
             scores = gl.where(seen, scores * scale, -float("inf"))
 
-            shared.told.index(mine).store(gl.max(scores, 1))
+            shared.row_stats.index(mine).store(gl.max(scores, 1))
             barrier()
             mbarrier.arrive(shared.row_max_ready.index(mine), count=1)
             mbarrier.wait(shared.row_max_ready.index(other), phase)
             new_top = gl.maximum(
-                shared.told.index(zero).load(s_rows), shared.told.index(1 + zero).load(s_rows)
+                shared.row_stats.index(zero).load(s_rows), shared.row_stats.index(1 + zero).load(s_rows)
             )
             new_top = gl.maximum(top, new_top)
             base = gl.where(new_top == -float("inf"), 0.0, new_top)  # -inf - -inf would be NaN
@@ -258,11 +258,11 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
             mbarrier.arrive(shared.weights_consumed.index(other), count=1)
             i += 1
 
-        shared.told.index(2 + mine).store(total)
+        shared.row_stats.index(2 + mine).store(total)
         barrier()
         mbarrier.arrive(shared.row_max_ready.index(2 + mine), count=1)
         mbarrier.wait(shared.row_max_ready.index(2 + other), n & 1)
-        sums = shared.told.index(2 + zero).load(s_rows) + shared.told.index(3 + zero).load(s_rows)
+        sums = shared.row_stats.index(2 + zero).load(s_rows) + shared.row_stats.index(3 + zero).load(s_rows)
         n += 1
         filled = gl.where(sums == 0.0, 1.0, sums)
         log_sum = (top + gl.log2(sums)) * LN_2
@@ -276,17 +276,17 @@ def _attend(call, S: gl.constexpr, place, shared, W: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows", "most_keys"])
 def wide_kernel(
-    kv_boxes,  # descriptors of `kv_cache` as [pages * PAGE_SIZE, RANK + ROPE], for boxes of [BOX, HALF]
-    pe_boxes,  # and of [BOX, ROPE]
+    kv_boxes,  # a descriptor of `kv_cache` as [pages * PAGE_SIZE, RANK + ROPE], for boxes of [BOX, HALF]
+    pe_boxes,  # the same for boxes of [BOX, ROPE]
     inputs,
     results,
     rows,
     most_keys,
     S: gl.constexpr,
-    num_warps: gl.constexpr,  # that load
+    num_warps: gl.constexpr,  # the loading warps
 ):
-    """Attention of every unit, or of its pieces; one program a multiprocessor."""
-    gdc_wait()  # for the kernel before
+    """Attention of every unit, or of its pieces; one program per multiprocessor."""
+    gdc_wait()  # for the previous kernel
     call = Call(inputs, results, rows, most_keys)
     place = plan(call, S, num_warps)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -295,7 +295,7 @@ def wide_kernel(
     k_pe = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, ROPE], swizzled)
     queries = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, RANK], swizzled)
     weights_shared = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, TILE], swizzled)
-    told = gl.allocate_shared_memory(gl.float32, [4, ROWS], flat)  # highest scores, then sums
+    row_stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], flat)  # maxima, then sums, of each warpgroup
     one_barrier: gl.constexpr = mbarrier.MBarrierLayout()
     loaded = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)  # half H of tile W: 2 W + H
     used = gl.allocate_shared_memory(gl.int64, [4, 1], one_barrier)
@@ -318,7 +318,7 @@ def wide_kernel(
         k_pe,
         queries,
         weights_shared,
-        told,
+        row_stats,
         loaded,
         used,
         row_max_ready,
@@ -333,5 +333,5 @@ def wide_kernel(
             (_attend, (call, S, place, shared, 1)),
         ],
         [4, 4],
-        [224, 224],  # registers: the rest, 56, is what loading needs
+        [224, 224],  # registers per thread: the remaining 56 suffice for loading
     )
