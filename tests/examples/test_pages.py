@@ -128,7 +128,7 @@ def test_every_public_name_and_command_has_its_place() -> None:
     assert {f"help.{command.__name__}" for command in commands if command is not None} <= tables.PARTS.keys()
 
 
-def test_attributes_told_line_by_line_are_a_list_on_the_api_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_describe_attributes_are_a_list_on_the_api_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
     render = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["render"]
     text = """Rows: of a batch.
