@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _cpu_seconds() -> float:
     """CPU seconds of this process and of its ended children, compilers included."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    used = [resource.getrusage(process) for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
