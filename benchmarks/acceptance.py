@@ -1,9 +1,9 @@
-"""How many tokens a step of the shipped model emits on held-out text, and whether drafts change any token.
+"""Tokens a step of the shipped model on held-out text, and whether drafts change any token.
 
     python -m benchmarks.acceptance --output benchmarks/results/acceptance.json
 
 The prompts are beginnings of verses and functions from chapters and files that the model was not trained on. Greedy
-text of so small a model repeats itself, which is easy to draft: the share of distinct 4-token runs stands beside it.
+text of a small model repeats itself, which is easy to draft: a row also has the share of distinct 4-token runs.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""How many completions depend on what runs beside them, with and without `batch_invariant=True`.
+"""Counts completions that depend on the rest of the batch, with and without `batch_invariant=True`.
 
     python -m benchmarks.batch_invariance --output benchmarks/results/batch_invariance.json
 
 `again`: the shipped model in bfloat16 continues 32 held-out prompts greedily, by 384 tokens, in 32 rows with 3 drafts,
 in the default mode: by `--repeats` new engines, one after another, in each of three processes that run at once. Each
-process begins with an empty compile cache. How many completions differ from the first engine's?
+process starts with an empty compile cache. Counts the completions that differ from the first engine's.
 
-`differing`: the same prompts. Of how many completions does any token differ from the same prompt alone, without drafts:
-in a batch of 32 rows; with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats` times.
+`differing`: the same prompts. Counts the completions with any token that differs from those of the prompt alone,
+without drafts: in a batch of 32 rows; with 3 drafts; with both. Off, then on. Runs of 32 rows are repeated `--repeats`
+times.
 
-`compared`: `check_batch_invariance` of each of `--models`, so that at least so many tokens are compared: the shipped
-model; `v3`, 12 layers of DeepSeek-V3's architecture, and `glm`, 8 layers of GLM-4.7-Flash's, of transformers with
+`compared`: `check_batch_invariance` of each of `--models`, on at least `--compare` tokens: the shipped model; `v3`, 12
+layers of DeepSeek-V3's architecture, and `glm`, 8 layers of GLM-4.7-Flash's, of transformers with
 random weights. All in bfloat16, with 0 and 3 drafts, greedy and sampled.
 
 The output has one row for each part, mode, run and model. A run replaces those that it measures.
@@ -71,7 +72,7 @@ def completions(engine: Engine, prompts: list[list[int]], tokens: int) -> list[l
 
 
 def repeated(prompts: list[list[int]], tokens: int, repeats: int) -> list[list[list[int]]]:
-    """What each of so many engines of this process says, which has compiled nothing before."""
+    """The completions of `repeats` engines in this process, with an empty compile cache."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         model = shipped()
@@ -109,7 +110,7 @@ def differing(
 
 
 def compared(name: str, prompts: list[list[int]], tokens: int, new_tokens: int, rows: int) -> dict[str, Any]:
-    """tokens: to be compared at least."""
+    """tokens: the least number to compare."""
     sampling = [SamplingParams(), SamplingParams(temperature=0.8, top_p=0.95, seed=7)]
     texts = len(prompts) + (len(prompts) + 1) // 2
     rounds = -(-tokens // (2 * texts * new_tokens))
@@ -135,7 +136,7 @@ def compared(name: str, prompts: list[list[int]], tokens: int, new_tokens: int, 
 
 
 def what(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Of which measurement a row tells."""
+    """The measurement of a row."""
     return tuple(row.get(name) for name in ("part", "batch_invariant", "run", "model"))
 
 

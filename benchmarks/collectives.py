@@ -1,10 +1,10 @@
-"""Sums over two GPUs: ours, with the addition and norm after them or without, beside NCCL's.
+"""Sums over two GPUs: this package's, with and without the addition and norm after them, and NCCL's.
 
     python -m benchmarks.collectives --output benchmarks/results/collectives.json
 
-It starts a process for each of two GPUs. Times are microseconds of a call in a replayed CUDA graph, in which calls
-follow one another, each on what the last one gave, as in a model's step. Each line is checked in the same run: against
-float64, and bit by bit between the GPUs.
+The command starts a process for each of two GPUs. Times are microseconds of a call in a replayed CUDA graph, in which
+each call reads the result of the last one, as in a model's step. Each line is checked in the same run: against float64,
+and bit by bit between the GPUs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TOKENS = (1, 4, 32, 128, 512)
 COLUMNS = (2048, 7168)
 GPUS = 2
 CALLS = 48
-"""In a graph: those of a model of 24 layers."""
+"""Calls in a graph: those of a model of 24 layers."""
 REPLAYS = 20
 ROUNDS = 7
 Call = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -69,7 +69,7 @@ CALLED: dict[str, Call] = {
 
 
 def chain_us(call: Call, x: Tensor, residual: Tensor, weight: Tensor) -> float:
-    """Microseconds of a call among others. All GPUs replay as often, whatever the clock of each says."""
+    """Microseconds of a call in a chain. All GPUs replay equally often, whatever each one measures."""
 
     def chain() -> None:
         message, held = x, residual
@@ -124,7 +124,7 @@ def measure(tokens: int, columns: int, rank: int) -> dict[str, Any]:
 
 
 def run(rank: int, meeting: str, output: Path | None) -> None:
-    """What each process does; the first one tells."""
+    """The work of each process; rank 0 reports."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=meeting, rank=rank, world_size=GPUS)
     assert connect(torch.device("cuda")) is not None, "these GPUs do not reach one another's memory"

@@ -1,14 +1,14 @@
-"""Where the time goes when a decode step is compiled, with empty caches (cold) and with filled ones (warm).
+"""Time to compile a decode step, stage by stage, with empty caches (cold) and with filled ones (warm).
 
     python -m benchmarks.compile_time --output benchmarks/results/compile_time.cpu.json
     python -m benchmarks.compile_time --model glm --device cuda --output benchmarks/results/compile_time.glm.json
 
 `--model shipped`, the default: the step of `mla-compile demo`. `--model glm`: GLM-4.7-Flash's published shape with
 random bfloat16 weights, 47 layers, through transformers (`random_model` of `benchmarks.transformers_generate`);
-`--layers` and `--tiny` make it smaller. Each number is of a process of its own, which compiles and captures what the
-first batch waits for, `Engine.warm_up(prompts=False)`; `--prompts` adds steps with prompts, as a server does. `seconds`
-are of the clock, and `stages` parts of them; `cpu_s` are those of all cores, compilers
-included, which other processes of the machine disturb less.
+`--layers` and `--tiny` make it smaller. Each number is from a process of its own, which compiles and captures the
+steps that the first batch waits for, `Engine.warm_up(prompts=False)`; `--prompts` adds steps with prompts, as a server
+does. `seconds` are wall time, and `stages` parts of it; `cpu_s` is CPU time of all cores, compilers included, which
+other processes of the machine disturb less.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GRAPH_PASSES = ("_recursive_joint_graph_passes", "_recursive_post_grad_passes", 
 
 
 def stages(seconds: dict[str, float], passes: float) -> dict[str, float]:
-    """The parts of `_compile.compile_inner` from torch's own clocks, which count what is within others too."""
+    """The parts of `_compile.compile_inner` from torch's own timers, which overlap."""
 
     def of(*names: str) -> float:
         return sum(seconds.get(name, 0.0) for name in names)
@@ -101,8 +101,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has waited for, compilers among them."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    """CPU seconds of this process and of its ended children, compilers included."""
+    used = [resource.getrusage(process) for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 

@@ -1,15 +1,15 @@
-"""Every decode backend beside the floor, FlashInfer's fa3 and FlashMLA, over the shapes of real models.
+"""Every decode backend, FlashInfer's fa3, FlashMLA and the floor, with the shapes of real models.
 
     python -m benchmarks.decode --output benchmarks/results/decode.json --plot docs/decode.png
 
 Each result is checked against float64 in the same run before it is timed. Times are of replayed CUDA graphs, in
-microseconds, over copies of the inputs in turn, so that nothing is found in the cache that a model's other layers would
-evict. The floor is the longer of two: a row's latents read once at the rate at which a plain sum reads, the products at
-the rate that a large cuBLAS product sustains, both measured in the same run.
+microseconds, over copies of the inputs in turn, so that the cache holds no data that other layers of a model would
+evict. The floor is the longer of two times: reading the latents once at the rate of a plain sum, and the products at
+the rate of a large cuBLAS product, both measured in the same run.
 
-fa3 (`pip install '.[flashinfer]'`) and FlashMLA (`import flash_mla`) take part where they are installed. What
-they plan before each step is not in their times: fa3's `plan` works on the host and is reported by itself, in its wall
-time; FlashMLA's metadata kernel is left out.
+fa3 (`pip install '.[flashinfer]'`) and FlashMLA (`import flash_mla`) run if they are installed. Their times exclude the
+plan before each step: fa3's `plan` runs on the host and is reported separately, in wall time; FlashMLA's metadata
+kernel is left out.
 """
 
 import argparse
@@ -169,7 +169,7 @@ class Fa3:
 
 
 class FlashMLA:
-    """FlashMLA's dense decode kernel, its metadata made once."""
+    """FlashMLA's dense decode kernel, with metadata computed once."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         from flash_mla import get_mla_metadata

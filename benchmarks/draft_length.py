@@ -1,14 +1,14 @@
-"""How many drafts to make, on texts whose drafts are accepted and on texts whose are not.
+"""Tokens a second by the number of drafts, on texts with many and with few accepted drafts.
 
-    python -m benchmarks.draft_length --output benchmarks/results/draft_length.cpu.json  # where there is no GPU
+    python -m benchmarks.draft_length --output benchmarks/results/draft_length.cpu.json  # without a GPU
 
 The shipped model continues held-out texts: Python at temperature 0.1, whose drafts are mostly accepted ("high"), prose
-at temperature 0.7, of whose drafts half are ("low"), and the same with noise for the MTP layer's weights, so that none
-is ("none"). All rows are sampled, so that one kind of step is compiled.
+at temperature 0.7, with half of its drafts accepted ("low"), and the same with noise for the MTP layer's weights and no
+draft accepted ("none"). All rows are sampled, so that one kind of step is compiled.
 
-An engine for each number of drafts takes its turn, as other work on the machine slows all of them down. A first round
-compiles and is not counted. Tokens/s are medians of the rounds, prompts included; on a CPU seconds are the process's
-own ones, of one thread.
+Engines with different numbers of drafts take turns, so that other work on the machine slows all of them down. A first
+round compiles and is not counted. Tokens/s are medians of the rounds, prompts included; on a CPU seconds are CPU time
+of the process, with one thread.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TEXTS = {"high": ("python", 0.1), "low": ("bible", 0.7), "none": ("bible", 0.7)}
 
 
 def engines_of(longest: int, rows: int, device: str) -> dict[str, Engine]:
-    """By the number of drafts, each with a model of its own, whose caches it needs."""
+    """Engines by the number of drafts, each with a model of its own, since a model has one set of caches."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return {
         str(k): Engine(
@@ -53,7 +53,7 @@ def spoil(engine: Engine) -> None:
 
 
 def generate(engine: Engine, prompts: list[list[int]], temperature: float, tokens: int) -> dict[str, float]:
-    """What came of continuing all prompts."""
+    """Figures of completing all prompts."""
     sampling = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(prompts))]
     clock = time.perf_counter if engine.device.type == "cuda" else time.process_time
     before, start = engine.stats, clock()
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)  # what else runs on the machine must not be waited for
+    torch.set_num_threads(1)  # so that no thread waits for other work on the machine
     tokenizer = load_tokenizer(SHIPPED_MODEL)
     assert tokenizer is not None
     held_out = json.loads(PROMPTS.read_text(encoding="utf-8"))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.fp8_agreement --output benchmarks/results/fp8_agreement.json
 
-The text is what the model writes greedily in float32 after the beginnings of `benchmarks.acceptance`. Each model reads
-it, and its likeliest next token is compared at every place. Up to the first difference that is what it would write
-itself. A row says which share of places agrees, and after how many tokens the first differs.
+The text is the model's greedy completion in float32 of the prompts of `benchmarks.acceptance`. Each model reads it, and
+its most likely next token is compared at every position. Up to the first difference that is its own greedy text. A row
+has the share of equal positions, and the number of tokens before the first difference.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def likeliest(model: MLAForCausalLM, ids: list[int], device: str) -> list[int]:
 
 
 def agreement(model: MLAForCausalLM, texts: list[tuple[list[int], list[int]]], device: str) -> dict[str, Any]:
-    """texts: prompts, and what is compared after them."""
+    """texts: prompts, and the completions that are compared."""
     same = []
     for prompt, written in texts:
         chosen = likeliest(model, prompt + written[:-1], device)[len(prompt) - 1 :]

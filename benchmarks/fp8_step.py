@@ -2,17 +2,17 @@
 
     python -m benchmarks.fp8_step --output benchmarks/results/fp8_step.json
 
-Our own model, 47 layers and the MTP layer, random weights (`benchmarks.random_weights`), about 1,000 tokens a row. For
-each batch size, number of drafts and mode: the floor (bytes of the weights and latents that a step must read, over the
-bandwidth that a plain read reaches in the same run), `ms_per_step`, the median between two steps in which all rows
-decode, and seconds of compiling and capturing that step. Steps with prompts, which are not timed, run eagerly.
+The package's own model, 47 layers and the MTP layer, random weights (`benchmarks.random_weights`), about 1,000 tokens a
+row. For each batch size, number of drafts and mode: the floor (bytes of the weights and latents that a step must read,
+over the bandwidth that a plain read reaches in the same run), `ms_per_step`, the median between two steps in which all
+rows decode, and seconds of compiling and capturing that step. Steps with prompts, which are not timed, run eagerly.
 
-Tokens: the same is done with `--judged-layers` of the shape, few, because many random layers make noise of any
-rounding. The bfloat16 model, run eagerly, scores what those wrote. `mean_gap` and `worst_gap` are how far a chosen
-token's logit lies below the best one, `chance_gap` is the mean of tokens chosen by lot: random weights make many
-near-ties, which rounding decides. `agreement` is the share of places where its likeliest token is the chosen one.
+Tokens: the same with `--judged-layers` of the shape, few, because many random layers turn any rounding into noise. The
+bfloat16 model, run eagerly, scores their texts. `mean_gap` and `worst_gap` are the distances of a chosen token's logit
+below the best one, `chance_gap` is the mean of random tokens: random weights make many near-ties, which rounding
+decides. `agreement` is the share of positions where the model's most likely token is the chosen one.
 
-The output is one row for each kind of weights, mode, number of drafts and batch: a run replaces those that it
+The output has one row for each kind of weights, mode, number of drafts and batch: a run replaces the rows that it
 measures.
 """
 
@@ -66,7 +66,7 @@ def prompts_of(model: MLAForCausalLM, batch: int) -> list[list[int]]:
 
 
 def steps(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, float]]:
-    """What the prompts are continued by, and times."""
+    """The new tokens of the prompts, and times."""
     marks = Marks()
     for _ in range(2):
         engine.generate(prompts, max_new_tokens=WARM_UP)
@@ -77,7 +77,7 @@ def steps(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], di
 
 
 def judged(model: MLAForCausalLM, prompt: list[int], written: list[int]) -> dict[str, Any]:
-    """What the model, run eagerly, thinks of tokens after a prompt."""
+    """The scores of tokens after a prompt by the model, run eagerly."""
     ids = torch.tensor(prompt + written[:-1], device=DEVICE)
     pages = -(-len(ids) // PAGE_SIZE)
     allocate(model.cache_specs(), 1 + pages, PAGE_SIZE)
@@ -97,7 +97,7 @@ def judged(model: MLAForCausalLM, prompt: list[int], written: list[int]) -> dict
 def written(
     model: MLAForCausalLM, mode: str, drafts: int, batches: list[int]
 ) -> dict[int, tuple[dict[str, float], list[int], list[int]]]:
-    """For each batch size: times, and the first row's prompt and what the model wrote after it."""
+    """For each batch size: times, and the first row's prompt and its completion."""
     found = {}
     with patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False):
         engine = engine_of(model, max(batches), mode == "exact", drafts)

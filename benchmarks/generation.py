@@ -1,8 +1,8 @@
-"""Speculation on this machine with the shipped model: compile times, tokens per second, how close to the ideal.
+"""Speculation on this machine with the shipped model: compile times, tokens per second, share of the ideal.
 
     python -m benchmarks.generation --output benchmarks/results/generation.json
 
-For each number of drafts k a process of its own compiles the step with empty caches (cold), a second one finds them
+For each number of drafts k, one process compiles the step with empty caches (cold), a second one with filled ones
 (warm); both then generate the same greedy text. With acceptance length AL and L trunk layers, k drafts cost k more
 layers, so the speed-up over k = 0 is at most AL * L / (L + k) when verifying k + 1 tokens costs as much as one.
 """

@@ -1,4 +1,4 @@
-"""A small HTTP client over asyncio's streams: so cheap that a load of it measures the server."""
+"""A small HTTP client over asyncio's streams, so cheap that load from it measures the server."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ class Connection:
         self.reader, self.writer = reader, writer
 
     async def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
-        """A request; nothing is read."""
+        """Send a request, without reading the answer."""
         lines = {"Host": "localhost", "Content-Length": str(len(body)), **headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self.writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
@@ -62,7 +62,7 @@ class Connection:
         return Answer(status, headers, await self.body(headers))
 
     async def stream(self, body: Any) -> AsyncGenerator[bytes]:
-        """Events of `/v1/completions`, the body's `stream` set.
+        """Events of `/v1/completions`, with `stream` set in the body.
 
         Raises:
             RuntimeError: the server refuses. asyncio.IncompleteReadError: it hangs up before the end.
@@ -117,7 +117,7 @@ async def metrics(url: str) -> dict[str, float]:
 
 
 def quantile(before: Mapping[str, float], after: Mapping[str, float], histogram: str, part: float) -> float:
-    """Of what a histogram counted between two readings of `metrics`: within a bucket all values are as likely."""
+    """A quantile of a histogram between two readings of `metrics`, interpolated within a bucket."""
     prefix = f'{histogram}_bucket{{le="'
     counts = [
         (float(name.removeprefix(prefix).removesuffix('"}')), value - before[name])

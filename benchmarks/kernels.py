@@ -1,9 +1,9 @@
-"""The kernels of experts and of products by FP8 weights: each row of the ops' tables, beside what the memory allows.
+"""The kernels of experts and of products with FP8 weights: each candidate of the ops, and the floor of the memory.
 
     python -m benchmarks.kernels
 
 Each line is checked in the same run before it is timed. Times are of replayed CUDA graphs, in microseconds, over
-several copies of the weights in turn, so that nothing is found in the cache that a model's other layers would evict.
+several copies of the weights in turn, so that the cache holds no weights that other layers of a model would evict.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from mla_compile.ops.linear.fp8_linear import linear_torch
 from mla_compile.ops.linear.operands import FP8LinearOperands
 
 BYTES_PER_US = 4.3e6
-"""What an H200 reads, measured."""
+"""Measured bandwidth of an H200."""
 
 FLOPS_PER_US = 800e6
-"""What its tensor cores do in bfloat16 in large products."""
+"""Measured rate of its tensor cores in large bfloat16 products."""
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], seconds: float = 0.2) -> float:
-    """Microseconds of a call, as the calls follow one another in a replayed graph."""
+    """Microseconds of a call in a replayed graph of consecutive calls."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a model's layer: routed ones, and such that every token passes."""
+    """The experts of a model's layer: routed ones, and shared ones that every token uses."""
 
     name: str
     experts: int
@@ -82,9 +82,10 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def rows_us(op: str, calls: Sequence[tuple[Any, ...]], expected: Callable[..., torch.Tensor]) -> str:
-    """Microseconds of each row that may be fastest at these calls, each checked, as text; plain torch only without FP8.
+    """Microseconds of each candidate that may be fastest at these calls, as text; each is checked.
 
-    Without batch-invariant rows for any device: they take each token by itself, or call another op.
+    Plain torch runs only without FP8. Batch-invariant candidates for any device are left out: they run token by token,
+    or call another op.
     """
     found = []
     call = call_of(op, (*calls[0], False))
@@ -162,7 +163,7 @@ def main() -> None:
     )
     parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("it takes a GPU")
+        parser.error("this benchmark needs a GPU")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__)
     for columns, k in GLM_PRODUCTS:

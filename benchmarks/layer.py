@@ -4,13 +4,13 @@
     python -m benchmarks.layer --exact --output benchmarks/results/layer.glm.json
     python -m benchmarks.layer --weights fp8 --without fuse_linear --output benchmarks/results/layer.glm.json
 
-Our own model with random weights and few layers, whose replayed CUDA graph is traced. A layer is what lies between two
-appends to the cache. A row for each kernel in the order of the layer: its name, and `us`, the median time from the end
-of the kernel before it to its own end. So a kernel that starts before the one before it ends counts once, what a GPU
-idles counts too, and the rows' sum is the layer. `floor_us`: the bytes of a layer's weights and latents over the
-bandwidth that a plain read reaches in the same run.
+Traces the replayed CUDA graph of the package's own model with random weights and few layers. A layer runs from one
+append to the cache to the next. The output has a row for each kernel in the order of the layer: its name, and `us`, the
+median time from the end of the previous kernel to its own end. So overlapping kernels count once, idle time counts too,
+and the rows add up to the layer. `floor_us`: the bytes of a layer's weights and latents over the bandwidth of a plain
+read in the same run.
 
-`--without` measures the layer again without each of these graph passes: what it gains.
+`--without` measures the layer again without each of these graph passes, to show the gain of the pass.
 
 A run replaces the rows of the output that it measures.
 """
@@ -37,11 +37,11 @@ from mla_compile.passes import pipeline
 
 APPEND = "append_kernel"
 STEPS = 16
-"""Traced ones."""
+"""Traced steps."""
 
 
 def layers_of(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[str, float]]]:
-    """Of every layer of some steps: its kernels' names and microseconds, in order. Last ones have the head too."""
+    """For every layer of some steps: its kernels' names and microseconds, in order. Last layers have the head too."""
     for _ in range(2):
         engine.generate(prompts, max_new_tokens=8)
     requests = [engine.add(prompt, max_new_tokens=60) for prompt in prompts]
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", choices=[p.__name__ for p in pipeline.PASSES], default=[])
     args = parser.parse_args()
     if args.exact and {"fuse_rms_norm", "fuse_all_reduce"} & {*args.without}:
-        parser.error("--exact has fuse_rms_norm and fuse_all_reduce, whatever --without says")
+        parser.error("--exact always runs fuse_rms_norm and fuse_all_reduce; leave them out of --without")
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(),
@@ -89,7 +89,7 @@ def main() -> None:
         for without in (None, *args.without):
             passes = [graph_pass for graph_pass in pipeline.PASSES if graph_pass.__name__ != without]
             torch._dynamo.reset()
-            # Steps with prompts are not timed: eager, they need not be compiled.
+            # Steps with prompts are not timed: they run eagerly, to save their compile.
             eager_prompts = patch("mla_compile.engine.steps._compiles_mixed", lambda *_: False)
             with eager_prompts, patch.object(pipeline, "PASSES", passes):
                 engine = engine_of(model, max(args.batches), args.exact)
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def rows_of(layers: list[list[tuple[str, float]]], floor: float) -> Iterator[dict[str, Any]]:
-    """A row for each kernel of the commonest layer, and one without a place for the whole."""
+    """A row for each kernel of the most common layer, and one without a place for the whole layer."""
     names = statistics.mode(tuple(name for name, _ in layer) for layer in layers)
     alike = [layer for layer in layers if tuple(name for name, _ in layer) == names]
     for place, name in enumerate(names):
@@ -118,7 +118,7 @@ def rows_of(layers: list[list[tuple[str, float]]], floor: float) -> Iterator[dic
 
 
 def layer_bytes(model: MLAForCausalLM, batch: int) -> float:
-    """Of the last layer, which has experts: weights and latents that a step reads, with random routing."""
+    """Bytes of weights and latents that a step reads in the last layer, which has experts, with random routing."""
     hit = share_of_experts(model.config, batch)
     weights = (
         p.nbytes * (hit if ".experts." in name else 1) for name, p in model.layers[-1].named_parameters()

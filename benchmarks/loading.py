@@ -1,15 +1,16 @@
-"""What loading takes, by one process and by several that share a model: seconds, bytes read, memory of the host.
+"""Loading by one process and by several that share a model: seconds, bytes read, memory of the host.
 
     python -m benchmarks.loading --processes 2 --gigabytes 4 --output benchmarks/results/loading.json
 
-A checkpoint of GLM-4.7-Flash's shape with random weights is written to a temporary folder, with as many layers as the
-gigabytes need, and put out of the system's page cache before each run. Each process then calls `load_model`, and every
-weight that it has is compared with the files. Its anonymous memory, which the system cannot take back as it can mapped
-files, is looked at every two milliseconds. It should grow by no more than 1.2 times the largest tensor and a GiB.
+The benchmark writes a checkpoint of GLM-4.7-Flash's shape with random weights to a temporary folder, with as many
+layers as `--gigabytes` needs, and drops it from the system's page cache before each run. Each process then calls
+`load_model`, and each of its weights is compared with the files. Its anonymous memory, which the system cannot reclaim
+as it can mapped files, is sampled every two milliseconds. It should grow by no more than 1.2 times the largest tensor
+and a GiB.
 
 On a CPU the parameters are anonymous memory themselves. They are written to before the first tensor is read, so that
-all of them is there, and their bytes are left out. What is read of a file is what `load_model` asks for; the disk is
-read in pages and ahead, and processes of a machine share what has been read. This reads Linux's `/proc`.
+all of their memory exists, and their bytes are left out. Bytes read of a file are those that `load_model` requests; the
+disk reads pages and ahead, and processes of a machine share its cache. This reads Linux's `/proc`.
 """
 
 import argparse
@@ -42,11 +43,11 @@ from mla_compile.models.sharding import division
 
 DTYPE = torch.bfloat16
 EVERY = 0.002
-"""Seconds between two looks at the memory."""
+"""Seconds between two samples of the memory."""
 
 
 def number_of(file: str, name: str) -> int:
-    """A line's number: of `/proc/self/status` in kB, of `/proc/self/io` in bytes."""
+    """The number in a line of `/proc/self/status`, in kB, or of `/proc/self/io`, in bytes."""
     lines = Path("/proc/self", file).read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
@@ -54,7 +55,7 @@ def number_of(file: str, name: str) -> int:
 class AnonymousMemory:
     """The most by which a process's anonymous memory grows while a block runs, in bytes.
 
-    left_out: bytes that do not count. lock: while it is held, nobody looks.
+    left_out: bytes that do not count. lock: while it is held, no sample is taken.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ def measure(directory: Path, device: str, parallel: Parallel | None) -> dict[str
     memory, lay = AnonymousMemory(), checkpoint.pack_adjacent
 
     def allocated(model: MLAForCausalLM) -> None:
-        """Between allocating and reading. Parameters on a CPU have no values yet: now all of them are there."""
+        """Between allocating and reading: touches parameters on a CPU, so that all of their memory exists."""
         with memory.lock:
             lay(model)
             for parameter in model.parameters():
@@ -131,7 +132,7 @@ def measure(directory: Path, device: str, parallel: Parallel | None) -> dict[str
 
 
 def has_values_of(model: MLAForCausalLM, files: SafetensorFiles) -> bool:
-    """Whether a model has what the files hold, or its part of that, read whole and put together here."""
+    """Whether a model has the values of the files, or its part of them, which this function reads whole."""
     for ours, tensor in model.state_dict().items():
         expected = whole(ours, model, files)
         if model.parallel is not None:
@@ -144,7 +145,7 @@ def has_values_of(model: MLAForCausalLM, files: SafetensorFiles) -> bool:
 
 
 def whole(ours: str, model: MLAForCausalLM, files: SafetensorFiles) -> Tensor:
-    """One of a model's tensors, all of it; experts are in the files one by one."""
+    """One whole tensor of a model; the files hold experts one by one."""
     name = hugging_face_name(ours, model.arch.num_layers)
     stem, _, kind = name.rpartition(".")
     if kind not in ("w_gate_up", "w_down"):
@@ -158,7 +159,7 @@ def whole(ours: str, model: MLAForCausalLM, files: SafetensorFiles) -> Tensor:
 
 
 def process(rank: int, size: int, folder: Path, device: str) -> None:
-    """One of `size`: it leaves what it measures in the folder."""
+    """One process of `size`: writes its results to the folder."""
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.zeros(1, device="cuda")  # the driver's own memory is there before
@@ -176,7 +177,7 @@ def process(rank: int, size: int, folder: Path, device: str) -> None:
 
 
 def layers_for(gigabytes: float) -> int:
-    """How many layers of the shape have that many bytes, with embedding, head and MTP layer."""
+    """The number of layers with that many bytes, with embedding, head and MTP layer."""
     for layers in itertools.count(1):
         shapes = random_checkpoint.shards(random_checkpoint.config_of(layers, {}))
         numbers = (math.prod(shape) for shard in shapes for name, shape in shard.items() if not is_copy(name))
@@ -191,7 +192,7 @@ def is_copy(name: str) -> bool:
 
 
 def forget(directory: Path) -> None:
-    """Put the files out of the page cache, so that the disk is read."""
+    """Drop the files from the page cache, so that loading reads the disk."""
     for file in directory.glob("*.safetensors"):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

@@ -1,13 +1,13 @@
-"""The MTP iteration as a CUDA graph: is it captured, is it right, is the GPU kept busy?
+"""The MTP iteration as a CUDA graph: capture, correctness, and use of the GPU.
 
     python -m benchmarks.mtp_iteration --output benchmarks/results/mtp_iteration.json
 
 Prints, and writes as JSON, for the shipped model and each number of drafts k: graphs compiled over several row buckets,
-CUDA graphs recorded and which tensors each replay copies in, the first of 500+ greedy tokens that differs from
-one-token eager decoding in float32 (none, it is hoped), wall time and kernel time of an iteration. Then for 12 layers
+CUDA graphs recorded and the tensors that each replay copies in, the first of 500+ greedy tokens that differs from
+one-token eager decoding in float32 (null if none does), wall time and kernel time of an iteration. Then for 12 layers
 of DeepSeek-V3's architecture with random weights (`random_model` of `benchmarks.transformers_generate`), 32 rows of
-about 4,096 tokens: what each bucket takes to compile and capture, with Inductor's cache empty and filled, and the
-same times. The timed steps run where a wait of the host for the device is an error.
+about 4,096 tokens: the time of each bucket to compile and capture, with Inductor's cache empty and filled, and the same
+times. In the timed steps a wait of the host for the device is an error.
 """
 
 import argparse

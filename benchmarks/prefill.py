@@ -1,13 +1,13 @@
-"""Prefill attention over the shapes of real models, beside torch's own.
+"""Prefill attention with the shapes of real models, and torch's own.
 
     python -m benchmarks.prefill --output benchmarks/results/prefill.json
 
 Each result is checked against float64 in the same run before it is timed. Times are of replayed CUDA graphs, medians,
-in microseconds, over copies of the inputs in turn. All that `mla_prefill` does counts: gathering the latents of all
-keys, expanding them, attention, or absorbed attention over the latents. The floor is the fewer flops of the two ways,
-at the rate that a large cuBLAS product sustains, measured in the same run, or what the memory needs for latents and
-weights where that is longer. `sdpa` is torch's own attention where it serves, on chunks of one length without context,
-whose queries and keys are joined and expanded already; `sdpa_expanded` does that too.
+in microseconds, over copies of the inputs in turn. The times include all work of `mla_prefill`: gathering the latents
+of all keys, expanding them, attention, or absorbed attention over the latents. The floor is the smaller number of flops
+of the two forms, at the rate that a large cuBLAS product sustains in the same run, or the time to read latents and
+weights if that is longer. `sdpa` is torch's own attention on chunks of one length without context, with queries and
+keys concatenated and expanded before; `sdpa_expanded` includes the expansion.
 """
 
 import argparse

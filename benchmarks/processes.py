@@ -1,4 +1,4 @@
-"""Processes that measure together: they are started and ended, take turns, and tell each other and the starter."""
+"""Processes that measure together: starting and ending them, turns, and messages between them and the starter."""
 
 import faulthandler
 import json
@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 PATIENCE = timedelta(minutes=20)
-"""How long anybody waits for the others."""
+"""Time-out of a wait for other processes."""
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -25,29 +25,29 @@ NO_MULTICAST = {
 }
 """NVLink multicast has put shared GPUs out of service."""
 ROWS = "rows"
-TELL = signal.SIGUSR1
-"""Has a process say where it is, whatever it waits for."""
-TOLD = 12_000
-"""Characters of what a process that failed has said last."""
+DUMP_STACKS = signal.SIGUSR1
+"""Makes a process print its stacks, whatever it waits for."""
+LOG_TAIL = 12_000
+"""Characters of the log of a failed process that the error has."""
 
 
 class ProcessFailed(Exception):
-    """One ended badly. All others were ended."""
+    """A process failed. All others were ended."""
 
 
 def run(commands: Sequence[Sequence[str]], take: Callable[[dict[str, Any]], None]) -> None:
-    """Run commands side by side, each in a process that is told by its last argument where to `meet`.
+    """Run commands in parallel, each in a process whose last argument is the port of `meet`.
 
-    take: gets each row that one of them tells, when it does.
+    take: is called with each row of `send_row`, as it comes.
 
-    After Ctrl-C each process says where it is, and what it has said last is printed.
+    After Ctrl-C each process prints its stacks, and the ends of all logs are printed.
 
     Raises:
-        ProcessFailed: one ended badly; with the end of what it said.
+        ProcessFailed: a process failed; with the end of its log.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     cores = os.cpu_count() or 1
-    # Each has compilers of its own, for few different kernels.
+    # Each process has its own compilers, for few different kernels.
     each = {
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cores // (2 * len(commands)))),
         "OMP_NUM_THREADS": str(max(1, cores // (2 * len(commands)))),
@@ -71,15 +71,15 @@ def run(commands: Sequence[Sequence[str]], take: Callable[[dict[str, Any]], None
                     num_taken += 1
                 for process in ended:
                     if process.returncode != 0:
-                        raise ProcessFailed(_said(process, running[process]))
+                        raise ProcessFailed(_log_tail(process, running[process]))
                     del running[process]
                 time.sleep(0.1)
         except KeyboardInterrupt:
             for process in running:
-                process.send_signal(TELL)
+                process.send_signal(DUMP_STACKS)
             time.sleep(2)
             for process, log in running.items():
-                print(_said(process, log), file=sys.stderr, flush=True)
+                print(_log_tail(process, log), file=sys.stderr, flush=True)
             raise
         finally:
             for process in running:
@@ -88,45 +88,45 @@ def run(commands: Sequence[Sequence[str]], take: Callable[[dict[str, Any]], None
                 process.wait()
 
 
-def _said(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    end = log.read_text(errors="replace")[-TOLD:]
+def _log_tail(process: "subprocess.Popen[bytes]", log: Path) -> str:
+    end = log.read_text(errors="replace")[-LOG_TAIL:]
     return f"exit code {process.returncode} of {process.args!r}:\n{end}"
 
 
 def meet(port: str) -> Store:
-    """What all processes of a `run` share."""
-    faulthandler.register(TELL)
+    """The store that all processes of a `run` share."""
+    faulthandler.register(DUMP_STACKS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends all
     return TCPStore("localhost", int(port), is_master=False, timeout=PATIENCE)
 
 
-def tell(store: Store, row: dict[str, Any]) -> None:
-    """Give the starter a row."""
+def send_row(store: Store, row: dict[str, Any]) -> None:
+    """Send a row to the starter."""
     store.set(f"{ROWS}/{store.add(ROWS, 1) - 1}", json.dumps(row))
 
 
 class Group:
-    """The processes of one configuration, several of which get ready side by side and are timed one after the other.
+    """The processes of one configuration. Configurations prepare in parallel and are timed one after the other.
 
     Args:
         store: of `meet`.
-        rank, size: this process's place, and how many the configuration has.
-        place, count: the configuration's place, and how many there are.
+        rank, size: this process's rank, and the number of processes of the configuration.
+        place, count: the configuration's index, and the number of configurations.
     """
 
     def __init__(self, store: Store, rank: int, size: int, place: int, count: int) -> None:
         self.rank, self.size = rank, size
-        self._everyone, self._place, self._count = store, place, count
+        self._of_all, self._place, self._count = store, place, count
         self.store = PrefixStore(f"configuration {place}", store)
-        """Of its processes alone."""
+        """Shared by the processes of the configuration alone."""
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Begins when all configurations have come here and those before have had their turns.
+        """Begins when all configurations have reached it and earlier ones have finished theirs.
 
-        Who waits has nothing to do on a GPU. The first process speaks for all of its configuration.
+        Waiting processes use no GPU. Rank 0 acts for its configuration.
         """
-        leads, turns = self.rank == 0, PrefixStore(f"turn {name}", self._everyone)
+        leads, turns = self.rank == 0, PrefixStore(f"turn {name}", self._of_all)
         if leads and turns.add("here", 1) == self._count:
             turns.set("0", "")
         turns.wait([str(self._place)])
@@ -135,11 +135,11 @@ class Group:
             turns.set(str(self._place + 1), "")
 
     def gathered(self, name: str, value: object) -> list[Any]:
-        """What each process says, in JSON, by its rank."""
+        """The value of each process, as JSON, by rank."""
         self.store.set(f"{name} {self.rank}", json.dumps(value))
         return [json.loads(self.store.get(f"{name} {rank}")) for rank in range(self.size)]
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """That runs a module by this Python."""
+    """The command that runs a module with this Python."""
     return [sys.executable, "-m", module, *arguments]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.random_checkpoint DIRECTORY --layers 4
 
-It has the shipped model's tokenizer, and is loaded and served as any other: 4 layers and the MTP layer take 7 GB.
+The checkpoint has the shipped model's tokenizer and loads as any other: 4 layers and the MTP layer take 7 GB.
 `--set NAME=NUMBER` changes a setting of the shape.
 """
 
@@ -53,7 +53,7 @@ def shapes_of_mlp(name: str, hidden: int, intermediate: int) -> Iterator[tuple[s
 
 
 def shards(config: Any) -> Iterator[dict[str, tuple[int, ...]]]:
-    """The tensors of each file: what is outside of layers, then a layer each, the MTP layer last."""
+    """The tensors of each file: those outside of layers first, then one layer a file, the MTP layer last."""
     hidden, vocab, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
     ends = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
     yield ends | {"model.norm.weight": (hidden,)}
@@ -88,7 +88,7 @@ def write(directory: Path, layers: int, settings: dict[str, Any]) -> None:
         for name, shape in shapes.items():
             ending = ".".join(name.split(".")[-2:])
             tensors[name] = copied[ending] if ending in copied else draw(name, shape, generator)
-        if i == 0:  # of which the MTP layer has copies
+        if i == 0:  # the MTP layer has copies of these
             copied["embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
             copied["head.weight"] = tensors["lm_head.weight"]
         file = f"model-{i:05}.safetensors"
@@ -98,7 +98,7 @@ def write(directory: Path, layers: int, settings: dict[str, Any]) -> None:
 
 
 def draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A random weight under which hidden states keep their size; norms' are 1, and the router's bias is 0."""
+    """A random weight that keeps the size of hidden states; 1 for norms, 0 for the router's bias."""
     if len(shape) == 1:
         is_bias = name.endswith("e_score_correction_bias")
         return torch.zeros(shape) if is_bias else torch.ones(shape, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Our models of published shapes with random weights, whole or a process's part, made where they are to be.
+"""The package's models of published shapes with random weights, whole or the part of a process, made on their device.
 
-All that a model multiplies by is drawn as numbers that block FP8 holds. So models in bfloat16 and in FP8, whole and
-divided, are one and the same model, on the same kind of device; nothing of it is ever on the host or in a file.
+Every weight is drawn as numbers that block FP8 represents exactly. So models in bfloat16 and in FP8, whole and divided,
+are the same model, on the same kind of device; no weight is ever on the host or in a file.
 """
 
 import json
@@ -34,7 +34,7 @@ SMALL_V3 = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
 }
-"""DeepSeek-V3's architecture in sizes of which one GPU holds 12 layers."""
+"""DeepSeek-V3's architecture in sizes such that one GPU holds 12 layers."""
 CONFIGS = {
     "glm": json.loads(published.GLM_4_7_FLASH),
     "v2": json.loads(published.DEEPSEEK_V2),
@@ -60,13 +60,13 @@ TINY = {
     "n_group": 2,
     "topk_group": 1,
 }
-"""Blocks of FP8 end where the parts of two processes do."""
+"""Sizes such that the parts of two processes end at FP8 blocks."""
 STD = 32.0
-"""Of what is drawn, before it becomes FP8, whose largest number is 448."""
+"""Standard deviation of the drawn numbers; the largest FP8 number is 448."""
 
 
 def settings_of(name: str, layers: int | None, *, tiny: bool = False) -> dict[str, Any]:
-    """A config.json; layers: None for all that it has."""
+    """A config.json; layers: None for all of its layers."""
     return CONFIGS[name] | (TINY if tiny else {}) | ({} if layers is None else {"num_hidden_layers": layers})
 
 
@@ -88,10 +88,10 @@ def random_model(
     device: str,
     parallel: Parallel | None = None,
 ) -> MLAForCausalLM:
-    """The model of a config.json, of which a process gets its part; experts are divided by their width.
+    """The model of a config.json, or the part of a process; experts are divided by their width.
 
     Raises:
-        MLAError: a config that is refused, a number of processes that the model cannot be divided among.
+        MLAError: an unsupported config, or a number of processes that does not divide the model.
     """
     model = meta_model_of(settings, weights, mtp=mtp)
     whole = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -115,9 +115,9 @@ def random_model(
 def _draw(
     model: MLAForCausalLM, name: str, place: torch.Tensor, whole: torch.Size, generator: torch.Generator
 ) -> None:
-    """Fill a parameter, so that hidden states keep their size.
+    """Fill a parameter such that hidden states keep their size.
 
-    whole: its shape in the whole model, of which every process draws all, an expert at a time.
+    whole: its shape in the whole model. Every process draws the whole, an expert at a time.
     """
     if len(whole) == 1:
         place.fill_(1.0)

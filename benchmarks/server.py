@@ -1,17 +1,17 @@
-"""The server beside the engine called directly: tokens/s and the time to the first token of 1, 8, 32 streams.
+"""The server, and the engine called directly: tokens/s and the time to the first token of 1, 8, 32 streams.
 
     python -m benchmarks.server --output benchmarks/results/server.json
     python -m benchmarks.random_checkpoint build/glm --layers 4
     python -m benchmarks.server --model build/glm --output benchmarks/results/server.glm.json
 
-Both run the same engine settings on the same requests, one after the other: `mla-compile serve` in a process of its
-own, which this one asks over HTTP; then the engine in this process, by `Engine.step`. A stream asks for the next
-completion when it has the last one, `--requests` times; all streams begin at once. A completion has half to one and a
+Both run the same requests with the same engine settings, one after the other: `mla-compile serve` in a process of its
+own, over HTTP; then the engine in this process, by `Engine.step`. A stream sends its next request after the answer to
+the last one, `--requests` times; all streams begin at once. A completion has half to one and a
 half times `--tokens` tokens, drawn by seed. `--model` names a checkpoint with a tokenizer, whose ids of held-out texts
 are the prompts. Prefixes are not shared, or a round would find the last one's prompts.
 
 Of `--rounds` rounds, the best one's tokens/s counts, and its times from a request to its first token: the median of
-those of the streams' first requests, which come all at once, and of the others. `ratio`: the server's tokens/s by the
+the streams' first requests, which arrive at once, and of the others. `ratio`: the server's tokens/s by the
 engine's.
 """
 
@@ -43,13 +43,13 @@ from mla_compile.speculate.drafter import loads_mtp
 TEXTS = Path(__file__).parent / "held_out_prompts.json"
 
 Asked = tuple[list[int], int]
-"""A prompt, and how many tokens are wanted."""
+"""A prompt, and the number of new tokens."""
 Round = tuple[float, list[list[float]]]
-"""Seconds from the first request to the last token; of each stream's requests, from asking to the first token."""
+"""Seconds from the first request to the last token; of each stream's requests, from the request to the first token."""
 
 
 def requests_of(args: argparse.Namespace) -> list[list[Asked]]:
-    """What each stream asks for, one request after another."""
+    """The requests of each stream, in order."""
     draw = random.Random(0)
     prompts = iter(prompts_of(args.model, max(args.streams) * args.requests, args.prompt_tokens))
     least, most = args.tokens // 2, args.tokens * 3 // 2
@@ -139,7 +139,7 @@ async def through_server(url: str, streams: Sequence[Sequence[Asked]]) -> Round:
 
 
 def directly(engine: Engine, streams: Sequence[Sequence[Asked]]) -> Round:
-    """The same by `Engine.step`."""
+    """The same requests by `Engine.step`."""
     firsts: list[list[float]] = [[] for _ in streams]
     running: dict[int, tuple[Request, int, float]] = {}
 
@@ -180,7 +180,7 @@ def measure(
     run: Callable[[Sequence[Sequence[Asked]]], Round],
     streams: Sequence[Sequence[Asked]],
 ) -> dict[int, dict[str, float]]:
-    """By number of streams. A round of each goes before, unmeasured."""
+    """Figures by number of streams, after an unmeasured round of each."""
     found = {}
     for count in args.streams:
         run(streams[:count])
@@ -192,7 +192,7 @@ def measure(
 def measure_server(
     args: argparse.Namespace, streams: Sequence[Sequence[Asked]], max_model_len: int
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Its figures, and the server's own of how late bytes are, over all rounds."""
+    """The figures of the server, and its own metrics of late bytes, over all rounds."""
     with server(args, max_model_len) as url:
         before = asyncio.run(metrics(url))
         found = measure(args, lambda some: asyncio.run(through_server(url, some)), streams)

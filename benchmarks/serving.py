@@ -7,21 +7,21 @@
 run the same trace, for each number of drafts: `--rows` requests decode; after a while long prompts arrive, one every
 eight steps. For the time before they arrive and the time while they prefill: tokens/s of the rows that decode, and the
 median and 99th percentile of the time between two of a request's tokens, for several limits of a step's tokens. Tokens
-that one step gives arrive together: the time between them is then 0, so percentiles are of the gaps between steps that
-gave a request something.
+of one step arrive together, with 0 time between them, so percentiles are of the gaps between steps that emit tokens of
+a request.
 
-transformers' side (`--stock`): its continuous batching is asked first. In 5.17 its cache has one width for keys and
-values, `config.head_dim`, which for these models is only the rotary part of a key. So their keys do not fit, and each
-request ends with "index_copy_(): Source/destination tensor must have same slice shapes", which the output repeats as
-`continuous_batching`. What is measured is `generate` then, on the same prompts padded to the longest, in one batch from
-the start: nobody waits for an arrival, but all for the prefill of all, the first of their times between tokens.
+transformers' side (`--stock`): its continuous batching runs first. In 5.17 its cache has one width for keys and values,
+`config.head_dim`, which for these models is only the rotary part of a key. So their keys do not fit, and each request
+ends with "index_copy_(): Source/destination tensor must have same slice shapes", which the output repeats as
+`continuous_batching`. The figures are then of `generate` on the same prompts, padded to the longest, in one batch from
+the start: no row waits for an arrival, but all wait for the prefill of all, the first of their times between tokens.
 
-Host time of a step: median of the launches, of steps whose prompt goes on and of those without prompts, nothing being
-compiled or recorded.
+Host time of a step: median over launches that compile and record nothing, of steps whose prompt goes on and of steps
+without prompts.
 
-Then the time from `add` to the first token of one prompt, alone and prefilled in one step; beside it what the GPU is
-busy for meanwhile, by the profiler. At last, on any machine, the scheduler alone: host time of `plan` and `update` for
-256 rows that decode.
+Then the time from `add` to the first token of one prompt, alone and prefilled in one step, and the busy time of the GPU
+meanwhile, by the profiler. Last, on any machine, the scheduler alone: host time of `plan` and `update` for 256 decode
+rows.
 """
 
 import argparse
@@ -59,16 +59,16 @@ from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models import load_model
 
 LONG_PROMPTS, GAP = 8, 8
-"""How many long prompts arrive, one every so many steps."""
+"""The number of long prompts, and the steps between two of them."""
 PROMPT_LENGTHS = {"v3": 4096, "shipped": 1024}
 SHORT_PROMPT = 32
-"""Of the requests that decode from the beginning."""
+"""Tokens of the requests that decode from the beginning."""
 WARM_UP, STEPS = 20, 100
 """Decode steps before the timed ones; timed ones."""
 
 
 def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
-    """Median host time of a step's `plan` and `update`, in which requests take in two tokens each; all rows decode."""
+    """Median host time of a step's `plan` and `update` with two new tokens for each request; all rows decode."""
     settings = SimpleNamespace(
         num_speculative_tokens=k,
         max_rows=rows,
@@ -98,7 +98,7 @@ def scheduler_us(rows: int = 256, k: int = 3, steps: int = 300) -> float:
 
 
 class Clock:
-    """When requests got tokens."""
+    """The times at which requests got tokens."""
 
     def __init__(self, generations: list[Request]) -> None:
         self.generations = generations
@@ -141,7 +141,7 @@ def random_prompts(rows: int, prompt_length: int, vocab_size: int) -> tuple[list
 
 
 def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
-    """Decode alone, then beside long prompts; each request's tokens are random, its text never ends by itself."""
+    """Decode alone, then beside long prompts; prompts are random, and no stop id ends a text."""
     short_prompts, long_prompts = random_prompts(rows, prompt_length, engine.model.vocab_size)
     room = engine.config.max_model_len
     decoding = [engine.add(prompt, max_new_tokens=room) for prompt in short_prompts]
@@ -179,7 +179,7 @@ def trace(engine: Engine, rows: int, prompt_length: int) -> dict[str, Any]:
 
 @contextmanager
 def timed_launches() -> Iterator[dict[bool, list[float]]]:
-    """Meanwhile, microseconds of the host for each launch that admits nobody, of steps with prompts and without."""
+    """Meanwhile, host microseconds of each launch that admits no request, of steps with prompts and without."""
     times: dict[bool, list[float]] = {True: [], False: []}
     launch, unusual = Launcher.launch, 0.0
 
@@ -310,7 +310,7 @@ def measure_stock(name: str, rows: int, prompt_length: int, caches: list[str]) -
 
 
 def continuous_batching_error(model: PreTrainedModel) -> str | None:
-    """What keeps transformers' continuous batching from serving the model; None where it does."""
+    """The error of transformers' continuous batching with the model; None if it runs."""
     model.set_attn_implementation("paged|sdpa")
     # Its own guess at sizes takes most of the GPU's memory.
     sizes = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256, block_size=64)
@@ -326,7 +326,7 @@ def continuous_batching_error(model: PreTrainedModel) -> str | None:
 
 
 def stock_gaps(model: Any, prompts: list[list[int]], new_tokens: int, cache: str) -> list[float]:
-    """Seconds that `generate` takes for each token of a batch, prefill being the first one's."""
+    """Seconds of `generate` for each token of a batch; the first one includes prefill."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=DEVICE)
     mask: Tensor = (ids != 0).long()

@@ -1,4 +1,4 @@
-"""A batch in the middle of its steps, for loops that are not the engine's."""
+"""Prefills a batch, for decode loops without an engine."""
 
 from collections.abc import Sequence
 

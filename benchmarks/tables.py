@@ -125,8 +125,8 @@ def figures() -> str:
         ),
         (
             "decode attention over one row of 65,536 tokens",
-            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f}; on average over "
-            f"{num_cases} cases the faster of the two is {ahead(ratio)} ours",
+            f"**{long['gluon']:.1f} us**; FlashMLA {long['FlashMLA']:.1f}, FlashInfer {long['fa3']:.1f}; on average "
+            f"over {num_cases} cases the faster of the two is {ahead(ratio)} ours",
             "decode",
         ),
     ]
@@ -224,7 +224,14 @@ def fp8_agreement() -> str:
         f"{report['prompts_per_text']} prompts a text, {report['tokens_per_prompt']} tokens each, on the CPU, torch "
         f"{report['torch']}. The text is the model's own in float32."
     ) + table(
-        ["text", "dtype", "weights", "positions with the same token", "tokens before the first difference", "MB"],
+        [
+            "text",
+            "dtype",
+            "weights",
+            "positions with the same token",
+            "tokens before the first difference",
+            "MB",
+        ],
         (
             (
                 TEXTS[row["text"]],
@@ -404,8 +411,8 @@ def batch_invariance() -> str:
         return ", ".join(map(str, counts[run, batch_invariant]))
 
     before = sentences(
-        f"Completions, of {rows[0]['prompts']} with {rows[0]['tokens']} tokens each (shipped model, bfloat16), that differ "
-        "from those of one row without drafts; one number is one repetition:"
+        f"Completions, of {rows[0]['prompts']} with {rows[0]['tokens']} tokens each (shipped model, bfloat16), that "
+        "differ from those of one row without drafts; one number is one repetition:"
     )
     names = {
         "shipped": "the shipped model",

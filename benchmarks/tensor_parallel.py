@@ -1,27 +1,27 @@
-"""Models that two GPUs share, beside one GPU where it holds them: a step, memory, compiling, and whether it is right.
+"""Models that two GPUs share, beside one GPU if they fit there: steps, memory, compiling and correctness.
 
     python -m benchmarks.tensor_parallel --output benchmarks/results/tensor_parallel.json
 
 `--parts glm`: GLM-4.7-Flash's shape on one GPU and on two, in bfloat16 and in block FP8, without drafts and with one.
-`v2`: DeepSeek-V2 as published, in FP8, which no single GPU holds. `v3`: DeepSeek-V3's shape with its MTP layer, as many
-of its layers as two GPUs hold, in FP8. Our own model, random weights made on the GPUs, about 1,000 tokens a row; random
-weights accept no drafts, so steps with one cost what they cost and give a token.
+`v2`: DeepSeek-V2 as published, in FP8, which no single GPU holds. `v3`: DeepSeek-V3's shape with its MTP layer and as
+many layers as two GPUs hold, in FP8. The package's own model, random weights made on the GPUs, about 1,000 tokens a
+row. Random weights accept no drafts, so a step with one has its full cost and emits one token.
 
-A process a GPU. The configurations of a part compile side by side, and one at a time is measured, while the others wait
-without work for a GPU. Rows of the output, each written when it is known, by "what" it tells:
+Each GPU has a process. The configurations of a part compile in parallel, and one at a time is measured while the others
+leave their GPUs idle. Rows of the output, each written as soon as it is measured, by their "what":
 
 step: for each batch size `ms_per_step`, the median between two steps in which all rows decode; `floor_ms`, the bytes of
-weights and latents that a GPU must read over the bandwidth that a plain read reaches in the same run; of a trace of
-some steps the kernels' time, and of it that of collectives, by their names. Collectives wait for the other GPU inside
-of their kernels, so their time includes that, and ours may include what is fused into them.
+weights and latents that a GPU must read over the bandwidth of a plain read in the same run; from a trace of some steps
+the time of kernels, and the part of collectives, found by name. Collectives wait for the other GPU inside their
+kernels, so their time includes the wait, and those of the package may include fused ops.
 
-engine: a list has an entry for each process. `weights_gb`, by `plan`, by the tensors and by the allocator; `peak_gb` of
+engine: lists have an entry for each process. `weights_gb`, by `plan`, by the tensors and by the allocator; `peak_gb` of
 the allocator and `planned_gb`; seconds of compiling and capturing the decode step (steps with prompts run eagerly here,
-which halves the wait); whether all processes said the same tokens (null where one of them alone says any) and have the
-same latents, bit by bit, which no other tokens could have made.
+which halves the wait); whether all processes have the same tokens (null if only one of them has any) and the same
+latents, bit by bit, which only the same tokens can give.
 
-tokens: the same with `--judged-layers` of the shape, few, because many random layers make noise of any rounding, and
-steps with prompts compiled too. One process that has all of the bfloat16 model, run eagerly, judges the tokens as in
+tokens: the same with `--judged-layers` of the shape, few, because many random layers turn any rounding into noise, and
+with steps with prompts compiled too. One process with the whole bfloat16 model, run eagerly, scores the tokens as in
 `benchmarks.fp8_step`.
 """
 
@@ -47,7 +47,7 @@ from torch.distributed import PrefixStore, Store
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fp8_step import PAGE_SIZE, judged
-from benchmarks.processes import Group, ProcessFailed, meet, module_command, run, tell
+from benchmarks.processes import Group, ProcessFailed, meet, module_command, run, send_row
 from benchmarks.random_weights import Weights, meta_model_of, random_model, settings_of
 from benchmarks.reporting import add_row, write_report
 from benchmarks.transformers_generate import DEVICE, Marks, floor_bytes, read_bandwidth
@@ -63,15 +63,15 @@ WARM_UP, TIMED, TRACED = 12, 64, 4
 """Steps in which all rows decode."""
 JUDGED_ROWS, JUDGED_TOKENS = 4, 64
 COLLECTIVE = re.compile(r"(?!triton_).*(nccl|all_?reduce|all_?gather|collective)", re.IGNORECASE)
-"""A kernel of one; what Inductor makes is called by all that it computes, and none of that is one."""
+"""Names of collective kernels. Inductor's kernels are named after their ops, and are not collectives."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured of a shape.
+    """Measurements of one shape.
 
-    gpus: numbers of them. layers: None for all that were published. drafts: numbers of them.
+    gpus, drafts: numbers of them. layers: None for all published ones.
     """
 
     weights: tuple[Weights, ...]
@@ -90,9 +90,9 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One configuration of a part: a model on so many GPUs.
+    """One configuration of a part: a model on `gpus` GPUs.
 
-    first_gpu: of its processes. place, count: among those of the part.
+    first_gpu: of its processes. place, count: its index, and the number of configurations of the part.
     """
 
     shape: str
@@ -194,7 +194,7 @@ def prompts_of(count: int, vocab_size: int) -> list[list[int]]:
 
 
 def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> None:
-    """Tell what one process that has all of the model thinks of what all together say."""
+    """Send rows that score the tokens of all processes by one process with the whole model."""
     settings = settings_of(job.shape, job.judged_layers, tiny=job.tiny)
     model = random_model(settings, job.weights, mtp=job.has_mtp, device=DEVICE, parallel=parallel)
     prompts = prompts_of(JUDGED_ROWS, model.vocab_size)
@@ -204,23 +204,23 @@ def judge(job: Job, group: Group, parallel: Parallel | None, store: Store) -> No
             engine.generate(prompts, max_new_tokens=count)
         return [one.token_ids for one in engine.generate(prompts, max_new_tokens=JUDGED_TOKENS)]
 
-    said = []
+    generations = []
     for k in job.drafts:
         texts, _ = led(model, job.config(k), group, generated)
-        said.append([each for each in group.gathered(f"judged text {k}", texts) if each is not None])
+        generations.append([each for each in group.gathered(f"judged text {k}", texts) if each is not None])
     del model
     if group.rank == 0:
         free()
         whole = random_model(settings, "bf16", mtp=False, device=DEVICE)
-        for k, every in zip(job.drafts, said, strict=True):
+        for k, every in zip(job.drafts, generations, strict=True):
             row = job.row(
-                "tokens", k, judged_layers=job.judged_layers, same_tokens=told_alike(every, job.gpus)
+                "tokens", k, judged_layers=job.judged_layers, same_tokens=equal_texts(every, job.gpus)
             )
-            tell(store, row | judged(whole, prompts[0], every[0][0]))
+            send_row(store, row | judged(whole, prompts[0], every[0][0]))
 
 
 def measure(job: Job, group: Group, parallel: Parallel | None, store: Store) -> None:
-    """Tell of steps, memory and compiling."""
+    """Send rows of steps, memory and compiling."""
     free()
     before = allocated()
     model = random_model(job.settings, job.weights, mtp=job.has_mtp, device=DEVICE, parallel=parallel)
@@ -240,11 +240,11 @@ def measure(job: Job, group: Group, parallel: Parallel | None, store: Store) -> 
         }
         every = group.gathered(f"process {k}", own | {"latents": latents(model)} | (found or {}))
         if group.rank == 0:
-            tell(store, engine_row(job, k, every, list(own)))
+            send_row(store, engine_row(job, k, every, list(own)))
 
 
 def engine_row(job: Job, k: int, every: list[dict[str, Any]], listed: list[str]) -> dict[str, Any]:
-    """every: what each process says; listed: what of that stands in the row as a list."""
+    """every: the values of each process; listed: the names that the row has as lists."""
     model = meta_model_of(job.settings, job.weights, mtp=job.has_mtp)
     plan = plan_memory(model, job.config(k), job.gpus)
     return job.row(
@@ -255,38 +255,38 @@ def engine_row(job: Job, k: int, every: list[dict[str, Any]], listed: list[str])
         planned_weights_gb=gb(plan.weights),
         planned_gb=gb(plan.total),
         **{name: [one[name] for one in every] for name in listed},
-        same_tokens=told_alike([one["texts"] for one in every if "texts" in one], job.gpus),
+        same_tokens=equal_texts([one["texts"] for one in every if "texts" in one], job.gpus),
         same_latents=all_same([one["latents"] for one in every]),
     )
 
 
 def timed(job: Job, group: Group, store: Store, k: int, engine: Engine) -> dict[str, Any]:
-    """Tell of the steps of an engine; what else is to be told of it."""
+    """Send a row for each batch size; returns the texts and the other figures of the engine."""
     began, model = time.perf_counter(), engine.model
     prompts = prompts_of(max(job.batches), model.vocab_size)
     for batch in sorted(job.batches, reverse=True):
         rehearse(engine, prompts[:batch], k)
-    ready, said = time.perf_counter() - began, []
+    ready, generations = time.perf_counter() - began, []
     with group.turn(f"drafts: {k}"):
         bandwidth = read_bandwidth(2**32 if DEVICE == "cuda" else 2**24)
         free()
         for batch in job.batches:
             texts, figures = decoded(engine, prompts[:batch], k)
-            said.append(texts)
+            generations.append(texts)
             floor = floor_bytes(model, batch, CONTEXT, drafts=k) / bandwidth * 1e3
             if group.rank == 0:
-                tell(store, job.row("step", k, batch=batch, floor_ms=round(floor, 3), **figures))
-    return {"texts": said, "read_tb_per_s": round(bandwidth / 1e12, 2), "ready_s": round(ready, 1)}
+                send_row(store, job.row("step", k, batch=batch, floor_ms=round(floor, 3), **figures))
+    return {"texts": generations, "read_tb_per_s": round(bandwidth / 1e12, 2), "ready_s": round(ready, 1)}
 
 
 def rehearse(engine: Engine, prompts: list[list[int]], k: int) -> None:
-    """Compile and record what a batch needs: prompts of several steps, and some steps in which all rows decode."""
+    """Compile and record the steps of a batch: prompts of several steps, and some steps in which all rows decode."""
     short = [prompt if row < 3 else prompt[:8] for row, prompt in enumerate(prompts)]
     engine.generate(short, max_new_tokens=8 * (1 + k))
 
 
 def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list[int]], dict[str, float]]:
-    """What the prompts are continued by, and times of steps in which all rows decode."""
+    """The new tokens of the prompts, and times of steps in which all rows decode."""
     marks = Marks()
     requests = [engine.add(prompt, max_new_tokens=new_tokens(len(prompts), k)) for prompt in prompts]
 
@@ -325,7 +325,7 @@ def decoded(engine: Engine, prompts: list[list[int]], k: int) -> tuple[list[list
 
 
 def latents(model: MLAForCausalLM) -> int:
-    """A sum of the bits of all pages but the dummy one, to which any row may write."""
+    """A sum of the bits of all pages but the dummy page, to which any row may write."""
     caches = (spec.layer.kv_cache for spec in model.cache_specs())
     # Without drafts the MTP layer has none.
     return sum(int(x[1:].view(torch.int16).sum(dtype=torch.int64)) for x in caches if x is not None)
@@ -335,8 +335,8 @@ def all_same(values: list[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
-def told_alike(values: list[Any], size: int) -> bool | None:
-    """Whether all processes say the same; None where not all of them say something."""
+def equal_texts(values: list[Any], size: int) -> bool | None:
+    """Whether all processes have the same texts; None if some have none."""
     return all_same(values) if len(values) == size else None
 
 
@@ -346,7 +346,7 @@ def wait() -> None:
 
 
 def free() -> None:
-    """Give back what nobody holds any more, and forget of the peak."""
+    """Free unused memory, and reset the peak."""
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()

@@ -8,19 +8,19 @@ layers, 30B parameters), about 1,024 tokens a row. `--model v3`: 12 layers of De
 2048, 64 experts, about 4,096 tokens a row. Random bfloat16 weights and tokens. For each batch size: the floor (bytes of
 the weights and latents that a step must read, over the bandwidth that a plain read reaches in the same run), ms a step
 of stock `generate` with its dynamic cache, with its static cache compiled, the same with only `backend="mla"` changed,
-and ours without drafts and with them.
+and an accelerated model without drafts and with them.
 
 Each is one short generation that compiles and captures (`first_call_s`), another, and a timed one. An event is recorded
 on the stream after every step in which all rows decode. `ms_per_step` is the median time between two of them; where
 `mean_ms` is above it, steps waited for the host. `prompts_ms`: from the call to the first of them, all prompts read.
 
 Tokens: stock's own forward scores every variant's text. `mean_gap` and `worst_gap` are how far a chosen token's logit
-lies below the best one: rounding to bfloat16 sends tokens to other experts, stock's own steps too. `chance_gap` is the
-mean of tokens chosen by lot. A variant whose worst token is no better, or whose mean is not far better, is marked as
-failed, and the command fails in the end.
+lies below the best one: rounding to bfloat16 sends tokens to other experts, in stock's own steps too. `chance_gap` is
+the mean of random tokens. A variant whose worst token is no better, or whose mean is not far better, is marked as
+failed, and the command fails at the end.
 
-The output is one row for each variant and batch: a run replaces the rows that it measures and keeps the others. Each
-names the machine that it is from.
+The output has one row for each variant and batch: a run replaces the rows that it measures and keeps the others. Each
+row names its machine.
 """
 
 import argparse
@@ -57,16 +57,16 @@ from mla_compile.integrations.transformers import accelerate, restore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP, TIMED = 8, 64
-"""New tokens: of the generation that compiles, as many at the beginning of the timed one, and what is timed."""
+"""New tokens: of the compiling generation and of the untimed beginning of the timed one; timed ones."""
 CONTEXTS = {"glm": 1024, "v3": 4096}
 """Tokens cached halfway through the timed generation."""
 STOCK = {"stock_dynamic": None, "stock_static_inductor": "inductor", "stock_static_mla": "mla"}
-"""Variants of stock `generate`: what compiles the step on its static cache; None for its dynamic cache."""
+"""Variants of stock `generate`: the backend that compiles the step on its static cache; None for its dynamic cache."""
 OURS: dict[str, EngineSettings] = {f"ours_k{k}": {"num_speculative_tokens": k} for k in (0, 1, 3)}
 OURS |= {f"{name}_invariant": {**settings, "batch_invariant": True} for name, settings in OURS.items()}
 """Variants of an accelerated model: its settings."""
 MAX_MEAN_GAP = 0.2
-"""Of what chance gives."""
+"""The largest mean gap, as a share of `chance_gap`."""
 TINY_CONTEXT = 128
 TINY = {
     "num_hidden_layers": 4,
@@ -105,7 +105,7 @@ def random_model(
 
 
 class Marks(StoppingCriteria):
-    """Points in time on the stream, or the host's without a GPU. A stopping criterion is asked after each token."""
+    """Points in time on the stream, or on the host without a GPU. As a stopping criterion it marks each token."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []
@@ -148,7 +148,7 @@ class Marks(StoppingCriteria):
 
 
 def read_bandwidth(num_bytes: int) -> float:
-    """Bytes per second of a plain read: the maximum of so many."""
+    """Bytes per second of a plain read, the maximum of this many bytes."""
     data, marks = torch.ones(num_bytes // 8, dtype=torch.int64, device=DEVICE), Marks()
     marks.mark()
     for _ in range(10):
@@ -158,10 +158,10 @@ def read_bandwidth(num_bytes: int) -> float:
 
 
 def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> float:
-    """Weights that a step of `batch` rows reads, experts as often as random routing hits them, and the latents.
+    """Bytes that a step of `batch` rows reads: weights, experts as often as random routing hits them, and latents.
 
-    drafts: of each row. The head is read once more for each, and the layer `mtp` of our own model, which is not read
-    without drafts.
+    drafts: of each row. Each draft reads the head once more, and the layer `mtp` of the package's own model, which is
+    not read without drafts.
     """
     config, tokens = model.config, batch * (1 + drafts)
     total = 0.0
@@ -180,12 +180,12 @@ def floor_bytes(model: Any, batch: int, context: int, *, drafts: int = 0) -> flo
 
 
 def share_of_experts(config: Any, tokens: int) -> float:
-    """Of a layer's routed experts, those that some of so many tokens choose, by random routing."""
+    """The expected share of a layer's routed experts that this many tokens choose, by random routing."""
     return 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
 
 
 def latent_bytes(config: Any, tokens: int) -> int:
-    """Of one layer, in half precision."""
+    """Bytes of latents of one layer, in half precision."""
     return tokens * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
 
 
@@ -198,7 +198,7 @@ def generate(model: Any, prompts: Tensor, new_tokens: int, kwargs: dict[str, Any
 
 
 def timed(model: Any, prompts: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, float]]:
-    """The tokens of the timed generation, and what is reported of its steps."""
+    """The tokens of the timed generation, and the figures of its steps."""
     started = time.perf_counter()
     generate(model, prompts, WARM_UP, kwargs).tolist()
     first = time.perf_counter() - started
@@ -226,7 +226,7 @@ def timed(model: Any, prompts: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, 
 
 
 def gaps(model: Any, tokens: Tensor, prompt_width: int) -> dict[str, Any]:
-    """By how much the logits of the generated tokens fall short of stock's best ones; "failed" if by far too much."""
+    """The gaps of the generated tokens' logits below stock's best ones; "failed" if they are far too large."""
     chosen_gaps, chance = [], []
     for row in tokens:
         logits = model(row[None, :-1], logits_to_keep=tokens.shape[1] - prompt_width).logits[0].float()
@@ -241,7 +241,7 @@ def gaps(model: Any, tokens: Tensor, prompt_width: int) -> dict[str, Any]:
 
 
 def prepare(name: str, model: Any, mtp: MtpModel, max_rows: int, context: int) -> dict[str, Any]:
-    """Make a variant of the model; gives what its `generate` is given."""
+    """Make a variant of the model; returns the arguments of its `generate`."""
     longest = context + WARM_UP + TIMED
     if name in OURS:
         settings = OURS[name]
@@ -270,7 +270,7 @@ class Results:
     """A file with one row for each variant and batch of one model."""
 
     def __init__(self, path: Path | None, model: dict[str, Any]) -> None:
-        """model: what all rows of the file are of.
+        """model: the model of all rows of the file.
 
         Raises:
             SystemExit: the file is of another model.
@@ -284,7 +284,7 @@ class Results:
                 raise SystemExit(f"{path} has rows of {known}, not of {model}")
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take the place of an older row of the same variant and batch."""
+        """Replace an older row of the same variant and batch."""
         print(json.dumps(row), flush=True)
         self._rows[row["variant"], row["batch"]] = row
         write_report(self._model | {"rows": list(self._rows.values())}, self._path)

@@ -1,4 +1,4 @@
-"""Docstrings of this project, as the API pages render them: attributes told line by line become lists.
+"""Docstrings of this project, as the API pages render them: lines that describe attributes become lists.
 
     seq_lens: keys visible to a row's last              - **`seq_lens`**: keys visible to a row's last
         valid query token                                   valid query token
@@ -13,7 +13,7 @@ from typing import Any
 from griffe import Extension, Object
 
 _NAMES = r"\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*"
-_TOLD = re.compile(rf"({_NAMES}): (.+)")
+_ATTRIBUTE = re.compile(rf"({_NAMES}): (.+)")
 _SEVERAL = re.compile(rf"    ({_NAMES}): (.+(?:\n        .*)*)")
 
 
@@ -24,17 +24,18 @@ def render(text: str) -> str:
 
 
 def _attributes(paragraph: str) -> str:
-    """A paragraph whose first line tells of an attribute, as a list; any other as it is."""
-    if _TOLD.match(paragraph) is None:
+    """A list, if the first line of the paragraph describes an attribute; other paragraphs unchanged."""
+    if _ATTRIBUTE.match(paragraph) is None:
         return paragraph
     return "\n".join(map(_item, paragraph.splitlines()))
 
 
 def _item(line: str) -> str:
-    told = _TOLD.fullmatch(line)
-    return (
-        line if told is None else f"- {', '.join(f'**`{name}`**' for name in told[1].split(', '))}: {told[2]}"
-    )
+    found = _ATTRIBUTE.fullmatch(line)
+    if found is None:
+        return line
+    names = ", ".join(f"**`{name}`**" for name in found[1].split(", "))
+    return f"- {names}: {found[2]}"
 
 
 def _arguments(section: str) -> str:

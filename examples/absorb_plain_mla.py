@@ -1,10 +1,10 @@
-"""MLA in plain PyTorch, as a paper writes it, made fast by the compiler alone.
+"""MLA in plain PyTorch, as in a paper, accelerated by the compiler alone.
 
     python examples/absorb_plain_mla.py
 
-The module below has no op of ours in it. Every step expands all cached latents to keys and values of every head, to
-attend from one new token. `backend="mla"` recognises that and attends in the latent space instead. The tokens are
-compared with the uncompiled model's, the time of a step with that of `torch.compile` alone.
+The module below has no op of mla-compile. Every step expands all cached latents to keys and values of every head, to
+attend from one new token. `backend="mla"` recognises that and attends in the latent space instead. The program compares
+the tokens with those of the uncompiled model, and the time of a step with that of `torch.compile` alone.
 """
 
 import logging
@@ -38,7 +38,7 @@ class PlainMLA(nn.Module):
         self.register_buffer("cache", torch.zeros(rows, max_len, RANK + ROPE))
 
     def forward(self, x: Tensor, start: Tensor) -> Tensor:
-        """x: `[rows, tokens, HIDDEN]`, at positions `start`, `[rows]`, and on."""
+        """x: `[rows, tokens, HIDDEN]`, at positions from `start`, `[rows]`."""
         rows, tokens, _ = x.shape
         positions = start[:, None] + torch.arange(tokens)
         q = self.q_proj(x).view(rows, tokens, HEADS, NOPE + ROPE).transpose(1, 2)

@@ -1,11 +1,11 @@
-"""A drafter of your own: a table of which token follows which, handed to the engine.
+"""A drafter of your own for the engine: a table of the most frequent next token.
 
-A drafter is a class with two methods that are part of the compiled step, so they are tensor ops and read nothing on the
-host. What it keeps from step to step stands in tensors, here in none. Whatever it drafts, the tokens stay the same: a
-good drafter only makes fewer steps of them.
+A drafter is a class with two methods. Both are part of the compiled step, so they are tensor ops and read nothing on
+the host. State between steps is in tensors; this drafter has none. Drafts never change a token: a good drafter only
+reduces the number of steps.
 
-To add one to the library, the class and its row go to `mla_compile/speculate/drafter.py`, its name to
-`mla_compile/defaults.py`, for the command's `--drafter`. `docs/add-a-drafter.md` has what else names the drafters.
+A drafter of the library also needs an entry in `mla_compile/speculate/drafter.py` and its name in two more files:
+`docs/add-a-drafter.md` lists them.
 
     python examples/add_a_drafter.py [--no-compile]
 """
@@ -31,7 +31,7 @@ from mla_compile.speculate import (
 
 
 class Bigrams(nn.Module):
-    """Drafts what most often followed the newest token in some text, what followed that, and so on."""
+    """Drafts the most frequent successor of the newest token in a text, then the successor of that, and so on."""
 
     def __init__(self, text: Sequence[int], vocab_size: int) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Bigrams(nn.Module):
         self.register_buffer("follower", follower)
 
     def fill(self, chunks: PromptChunks, output: ForwardOutput) -> None:
-        """Nothing is kept of prompts."""
+        """Prompts need no state."""
 
     def draft(self, state: DecodeState, verified: Verified) -> Tensor:
-        """The table, k times in turn, from the last token that each row emits: int64 `[rows, k]`."""
+        """k lookups in the table, from the last token of each row: int64 `[rows, k]`."""
         token = verified.targets.gather(1, verified.accepted[:, None].long())[:, 0]
         drafts = []
         for _ in range(verified.k):
@@ -54,7 +54,7 @@ class Bigrams(nn.Module):
 
 
 def main(max_new_tokens: int = 64, *, compile: bool = True) -> None:
-    """Complete a prompt without drafts and with these: the tokens are the same."""
+    """Complete a prompt without drafts and with the table: the tokens are the same."""
     model, tokenizer = load_model(SHIPPED_MODEL), load_tokenizer(SHIPPED_MODEL)
     text = tokenizer(Path(torch.__file__).with_name("functional.py").read_text()[:200_000], verbose=False)
     prompt = tokenizer("def norm(x: Tensor) -> Tensor:\n")["input_ids"]

@@ -3,11 +3,11 @@
     python examples/add_a_pass.py
 
 A pass takes Dynamo's graph and its fake inputs and returns the graph. It only rewrites nodes: the backend computes the
-example values of new ones, checks the graph and writes its code. This pass runs after the split, where decode and
-prefill segments are ops of their own amid plain torch calls. It changes decoding and leaves prompts alone, which the
-model could not: there, both are one call.
+example values of new nodes, checks the graph and generates its code. This pass runs after the split, where decode and
+prefill segments are separate ops amid plain torch calls. It changes decoding and leaves prompts alone, which the code
+of the model cannot, because there both are one call.
 
-`TORCH_LOGS="+mla_compile"` logs what each pass changed and how long it took. `mla_compile.explain(model, *args,
+`TORCH_LOGS="+mla_compile"` logs the changes and the time of each pass. `mla_compile.explain(model, *args,
 passes=[*PASSES, clamp_decode_queries])` shows it without compiling.
 """
 
@@ -42,7 +42,7 @@ def main(num_layers: int = 2) -> None:
     torch.manual_seed(0)
     model = Model(num_layers).requires_grad_(False)
     for layer in model.layers:
-        layer.q_proj.weight.mul_(10)  # large queries, so that the bound is felt
+        layer.q_proj.weight.mul_(10)  # large queries, so that the bound matters
     options = {"passes": [*PASSES, clamp_decode_queries]}
     compiled = torch.compile(model, backend="mla", fullgraph=True, options=options)
     for what, packed in islice(batches(), 3):  # a prompt, a row that decodes, both at once

@@ -2,8 +2,8 @@
 
     python examples/mtp_generation.py
 
-With k drafts, a step verifies k + 1 tokens of every row and drafts k more, all in one compiled call. Drafts decide
-how many tokens a step yields, never which: the target accepts only what it would have chosen itself.
+With k drafts, a step verifies k + 1 tokens of every row and drafts k more, all in one compiled call. Drafts change
+the number of tokens a step emits, never the tokens: the target accepts only the tokens that it would choose itself.
 """
 
 import time

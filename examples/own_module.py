@@ -2,10 +2,10 @@
 
     python examples/own_module.py
 
-The model knows nothing of decode and prefill: it projects all tokens of a batch alike, and the compiler splits the
-attention into the segments that the batch has. Ten different batches run, as a small service would make them: prompts
-in chunks, rows that verify up to two drafts, both at once. Each is compared with eager, and all of them together make
-three graphs: decode rows, prompts, both.
+The model does not distinguish decode from prefill: it projects all tokens of a batch alike, and the compiler splits the
+attention into the segments of the batch. The program runs ten different batches, as a small service would: prompts in
+chunks, rows that verify up to two drafts, both at once. It compares each with eager. All of them together compile three
+graphs: decode rows, prompts, both.
 """
 
 import copy
@@ -39,13 +39,13 @@ class Block(nn.Module):
         self.q_proj = nn.Linear(HIDDEN, HEADS * (NOPE + ROPE), bias=False)
         self.kv_proj = nn.Linear(HIDDEN, RANK + ROPE, bias=False)
         self.kv_norm = nn.RMSNorm(RANK)
-        # From the latent to keys and values per head. The op takes both, and expands or absorbs as it sees fit.
+        # From the latent to keys and values per head. The op takes both, to run the expanded or the absorbed form.
         self.w_uk = nn.Parameter(torch.randn(HEADS, NOPE, RANK) * RANK**-0.5)
         self.w_uv = nn.Parameter(torch.randn(HEADS, RANK, V) * RANK**-0.5)
         self.o_proj = nn.Linear(HEADS * V, HIDDEN, bias=False)
         self.norm_1, self.norm_2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        # One cache tensor per layer, a buffer: its address is fixed, which CUDA graphs need. Page 0 belongs to nobody.
+        # One cache tensor per layer, a buffer: its address is fixed, which CUDA graphs need. Page 0 is unused.
         self.register_buffer("kv_cache", torch.zeros(1 + ROWS * PAGES_PER_ROW, PAGE_SIZE, RANK + ROPE))
 
     def forward(self, x: Tensor, positions: Tensor, batch: MLABatch) -> Tensor:
@@ -99,7 +99,7 @@ STEPS: Sequence[Sequence[tuple[int, int, bool]]] = [
 
 
 def batches() -> Iterator[tuple[str, PackedBatch]]:
-    """The steps' batches, with token ids, and what is in them, in words."""
+    """The batches of the steps, with token ids, and a description of each."""
     tables = 1 + torch.arange(ROWS * PAGES_PER_ROW, dtype=torch.int32).view(ROWS, -1)
     num_cached = [0] * ROWS  # here every draft is accepted, so each step adds all of its tokens
     for step in STEPS:
@@ -126,7 +126,7 @@ def batches() -> Iterator[tuple[str, PackedBatch]]:
 def main(num_layers: int = 2) -> None:
     torch.manual_seed(0)
     eager = Model(num_layers).requires_grad_(False)
-    # fullgraph=True: one graph for the whole model, or an error that says why not.
+    # fullgraph=True: one graph for the whole model, or an error with the reason.
     compiled = torch.compile(copy.deepcopy(eager), backend="mla", fullgraph=True)
     before = counters["stats"]["unique_graphs"]
     for what, packed in batches():

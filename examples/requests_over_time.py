@@ -1,4 +1,4 @@
-"""Requests that arrive over time, served by one engine: rows that decode go on while new prompts prefill.
+"""Requests that arrive over time, in one engine: decode rows go on while new prompts prefill.
 
 python examples/requests_over_time.py
 """
@@ -12,11 +12,11 @@ PROMPTS = ["In the beginning", "And it came to pass", "Blessed are", "The LORD i
 
 
 async def client(engine: Engine, checkpoint: Checkpoint, number: int, max_tokens: int) -> str | None:
-    """Ask a little later than the one before, and read the tokens as they come."""
+    """Send a request a little later than the previous client, and read the tokens as they come."""
     await asyncio.sleep(0.05 * number)
     params = SamplingParams(temperature=0.7, seed=number, max_tokens=max_tokens, stop="\n")
     request = engine.add(checkpoint.encode(PROMPTS[number]), params, stop_ids=checkpoint.stop_ids)
-    async for _ in request:  # each token, as soon as a step has given it
+    async for _ in request:  # each token, as soon as a step has emitted it
         pass
     return request.completion.text
 

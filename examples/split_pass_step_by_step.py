@@ -2,8 +2,8 @@
 
     python examples/split_pass_step_by_step.py
 
-Read it beside `passes/split_prefill_decode.py`: it runs the passes one by one, as `backend="mla"` does before it
-hands the graph to Inductor.
+Read it beside `passes/split_prefill_decode.py`: the program runs the passes one by one, as `backend="mla"` does before
+it passes the graph to Inductor.
 """
 
 import re
@@ -43,7 +43,7 @@ INPUTS = {"l_args_0_": "x"}
 COMMENTS = {
     "captured": "What Dynamo sees: one opaque op. It attends, and writes kv_cache.",
     "split_prefill_decode": (
-        "The op is spelled out: append the latents, move the queries into the latent space (times w_uk), attend\n"
+        "The op is expanded: append the latents, move the queries into the latent space (times w_uk), attend\n"
         "there, and come back (times w_uv). No row is a prompt, so nothing of prefill is built."
     ),
 }

@@ -1,8 +1,8 @@
-"""A Hugging Face model with an MTP layer, generating several times faster with nothing about it edited.
+"""A Hugging Face model with an MTP layer, unedited, generates several times faster.
 
     python examples/transformers_accelerate.py
 
-The model is the one that comes with mla-compile, loaded by transformers as any other DeepSeek-V3 checkpoint.
+The model is the shipped one, which transformers loads as any DeepSeek-V3 checkpoint.
 """
 
 import time
@@ -27,7 +27,7 @@ def timed(model: Any, inputs: Any, max_new_tokens: int) -> tuple[Tensor, float]:
 
 def main(max_new_tokens: int = 128, compile: bool = True) -> None:
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # transformers reports the MTP layer's weights as unexpected: we load them
+    logging.set_verbosity_error()  # transformers reports the MTP layer's weights as unexpected; `accelerate` loads them
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(SHIPPED_MODEL, dtype=torch.float32)

@@ -3,7 +3,7 @@
     python examples/transformers_compile_config.py
 
 The cache holds latents, which transformers expands to keys and values of its full length in every step. The pass
-`absorb_mla` sees that in the graph and attends to the latents themselves. The longer the cache, the more it saves.
+`absorb_mla` recognises that in the graph and attends to the latents instead. The longer the cache, the more it saves.
 """
 
 import time

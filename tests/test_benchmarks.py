@@ -86,7 +86,7 @@ def test_random_weights_are_one_model_in_bfloat16_in_fp8_and_divided() -> None:
 
 
 @pytest.mark.long
-def test_a_process_that_fails_ends_the_others_and_its_words_are_told() -> None:
+def test_a_failed_process_ends_the_others_and_its_log_is_in_the_error() -> None:
     began = time.perf_counter()
     commands = [[sys.executable, "-c", code] for code in ("import time; time.sleep(60)", "exit('broken')")]
     with pytest.raises(ProcessFailed, match=r"(?s)exit code 1.*broken"):
@@ -118,4 +118,4 @@ def test_two_processes_that_share_a_model_are_measured(
     monkeypatch.setattr(tables, "result", lambda name: report)
     assert tables.tensor_parallel_steps().count("DeepSeek-V2's, 2 layers, FP8") == 2
     assert tables.tensor_parallel_memory().count("\n| ") == 1 + 1 + len(engines)
-    assert "Of 2 engines on two GPUs, in 2 both" in tables.tensor_parallel_tokens()
+    assert "In 2 of 2 engines on two GPUs both" in tables.tensor_parallel_tokens()

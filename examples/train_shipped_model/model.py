@@ -1,7 +1,7 @@
 """The shipped model's shape, and the few overrides that make transformers' DeepSeek-V3 modules fast to train.
 
 The architecture is transformers' own: `DeepseekV3ForCausalLM` for the trunk, `MtpLayer` for the drafter. Three things
-are replaced while training, none of which changes what is computed:
+are replaced for training, without a change of the result:
 
 - every expert runs on every token as one matrix product (8 small experts: cheaper than sorting tokens by expert);
 - top-k is a comparison of all pairs, which the compiler fuses (a sort of 8 numbers per token is not);
@@ -101,9 +101,9 @@ def dense_moe(moe: DeepseekV3MoE, hidden: Tensor) -> Tensor:
 def initialise(modules: list[nn.Module]) -> None:
     """Every branch starts as zero, every other matrix keeps the scale of its input.
 
-    With transformers' own start (0.02 everywhere) the sum of ten branches drowns the embedding, and the trunk learns
-    more slowly than one layer would. It also leaves the router and the experts of a bare `MtpLayer` at zero, which no
-    gradient ever changes.
+    With transformers' own initialisation (0.02 for all weights) the sum of ten branches drowns the embedding, and the
+    trunk learns more slowly than one layer would. It also leaves the router and the experts of a bare `MtpLayer` at
+    zero, which no gradient ever changes.
     """
     for name, parameter in (named for module in modules for named in module.named_parameters()):
         if parameter.dim() == 1:

@@ -116,6 +116,56 @@ def test_names_that_a_page_for_developers_mentions_are_in_the_code(page: Path) -
     assert not gone, "the page mentions names that were changed"
 
 
+TERMS = {
+    "latent": r"latents",
+    "draft": r"draft(?:s|ers?|ing)?",
+    "capture": r"CUDA graphs?|captured|captures",
+    "host": r"the host",
+    "verify": r"verif(?:y|ies|ied|ication)",
+    "absorbed": r"absorbed|absorbs",
+    "decode-backend": r"decode backends?",
+    "acceptance-length": r"acceptance length",
+    "aux-hidden-states": r"aux hidden states",
+    "batch-invariant": r"batch-invariant",
+    "inactive-row": r"inactive rows?",
+    "page": r"block tables?|dummy page",
+    "prefix-cache": r"prefix cache",
+}
+"""Terms of art by their anchor in the glossary; those that are everyday words too (row, plan) are left out."""
+
+
+def prose_of(page: Path) -> str:
+    """A page without headings, code and generated parts."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(
+        r"```.*?```|<!-- filled.*?/filled -->|^#.*?$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in tables.pages()[1:] if page.stem not in ("api", "changelog", "glossary")],
+    ids=lambda page: page.name,
+)
+def test_a_term_links_to_the_glossary_on_its_first_use(page: Path) -> None:
+    text = prose_of(page)
+    unlinked = re.sub(r"\[[^\]]*\]\([^)]*\)", lambda link: " " * len(link[0]), text)
+    for anchor, words in TERMS.items():
+        use = re.search(rf"\b(?:{words})\b", unlinked, re.IGNORECASE)
+        link = text.find(f"](glossary.md#{anchor})")
+        assert use is None or 0 <= link < use.start(), (
+            f"{use[0]!r} comes before a link to glossary.md#{anchor}"
+        )
+
+
+def test_the_glossary_defines_every_term_that_pages_link_to() -> None:
+    linked = {
+        anchor for page in tables.pages() for anchor in re.findall(r"glossary\.md#([\w-]+)", page.read_text())
+    }
+    anchors = re.findall(r"\{ #([\w-]+) \}", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    assert linked | TERMS.keys() <= set(anchors) and len(anchors) == len(set(anchors))
+
+
 # --- the API pages
 
 
@@ -128,7 +178,7 @@ def test_every_public_name_and_command_has_its_place() -> None:
     assert {f"help.{command.__name__}" for command in commands if command is not None} <= tables.PARTS.keys()
 
 
-def test_attributes_told_line_by_line_are_a_list_on_the_api_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_describe_attributes_are_a_list_on_the_api_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))
     render = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["render"]
     text = """Rows: of a batch.
