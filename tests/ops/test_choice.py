@@ -314,12 +314,11 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
             parts,
         )
     ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).rejected
-    assert reason == f"supports keys per token of {least} or more, got 2"
+    assert re.search(rf"keys per token .*\b{least}\b.*\b2$", reason)
     asked = choose("mla_prefill", fake(prefill_of(16, 8208, batch_invariant=True), (9, 0)))
     assert asked.chosen.name == "flash_attn"
-    assert asked.rejected == (
-        ("absorbed", "is not batch-invariant: a token's bits depend on the rest of the batch"),
-    )
+    ((name, reason),) = asked.rejected
+    assert name == "absorbed" and "bits" in reason
 
 
 def test_a_reason_names_what_is_supported_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,16 +355,13 @@ def test_some_candidate_of_every_table_serves_every_call_and_functions_exist() -
 
 
 def serves_every_call(candidate: Candidate) -> bool:
-    anywhere = candidate.device_types is None and not candidate.packages and candidate.capturable
-    return (
-        anywhere
+    anywhere = (
+        candidate.device_types is None
+        and not candidate.packages
+        and candidate.capturable
         and callable(candidate.load())
-        and candidate.constraints
-        in (
-            {},
-            {"dtype": DTYPES},
-        )
-    )  # every float dtype is all that an op takes
+    )
+    return anywhere and candidate.constraints in ({}, {"dtype": DTYPES})  # an op takes no other dtypes
 
 
 X, W, COLUMNS = torch.ones(3, 4), torch.ones(5, 4), torch.ones(2, 4, 6)

@@ -205,15 +205,15 @@ X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)
         ((X[:, :100], WEIGHT, SCALE), r"first: .*\b100\b.*\[\d+, \d+\]"),
         (
             (X, WEIGHT.float(), SCALE),
-            r"first: .*contiguous float8_e4m3fn, .*got torch.float32",
+            "first: .*float8_e4m3fn.*float32",
         ),
         (
             (X, torch.cat([WEIGHT] * 2, 1)[:, :200], SCALE),
             "first: .*contiguous.*strides",
         ),
-        ((X, WEIGHT, SCALE[:1]), r"first_scale: .*block of 128 x 128: \[2, 2\]"),
-        ((X, WEIGHT, SCALE.double()), "first_scale: expected contiguous float32"),
-        ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: expected contiguous float32 \[2, 2\], got None"),
+        ((X, WEIGHT, SCALE[:1]), r"first_scale: .*128 x 128.*\[2, 2\].*\[1, 2\]"),
+        ((X, WEIGHT, SCALE.double()), "first_scale: .*float32.*float64"),
+        ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: .*\[2, 2\].*None"),
     ],
     ids=range(7),
 )
@@ -225,10 +225,10 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate_up_scale": None}, "gate_up_scale: expected contiguous float32 .*got None"),
+        ({"gate_up_scale": None}, "gate_up_scale: .*float32.*None"),
         ({"down_scale": torch.ones(3)}, "down_scale: .*block"),
-        ({"w_down": torch.zeros(8, 48, 40)}, "w_down: expected contiguous float8_e4m3fn"),
-        (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: expected float16, bfloat16"),
+        ({"w_down": torch.zeros(8, 48, 40)}, "w_down: .*float8_e4m3fn"),
+        (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: .*bfloat16"),
     ],
     ids=range(4),
 )

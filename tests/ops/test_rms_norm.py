@@ -45,7 +45,7 @@ def test_a_mistake_is_named() -> None:
         fused_rms_norm(x, weight.to("meta"), 1e-5)
     with pytest.raises(MLAError, match=r"^weight: .*requires_grad"):
         fused_rms_norm(x, torch.nn.Parameter(weight), 1e-5)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\).*, got \[2, 12\]"):
+    with pytest.raises(MLAError, match=r"^residual: .*\b3\b.*\[2, 12\]"):
         fused_add_rms_norm(x, x[:2], weight, 1e-5)
     with pytest.raises(MLAError, match=r"^residual: .*float32.*float16"):
         fused_add_rms_norm(x, x.half(), weight, 1e-5)
