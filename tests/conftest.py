@@ -1,4 +1,4 @@
-"""What every test starts from: its share of the machine, a fixed seed, nothing compiled by another file."""
+"""What every test starts with: its share of the machine, a fixed seed, nothing compiled by another file."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import sys
 # Before torch loads: the test processes share the cores, and Inductor compiles inside the test's own process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# What vectors the CPU has it says itself: Inductor compiles programs to be sure of each kind, 8 s in an empty cache.
+# Trust the CPU's own list of vector instructions: Inductor compiles programs to test each, 8 s in an empty cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: looking for garbage in it again and again took 6% of the tests' time."""
+    """Freezes what is imported: collecting garbage in it took 6% of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
@@ -46,23 +46,26 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def compiled_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile steps with prompts from the first one on, where they record no CUDA graphs too."""
+    """Engines compile steps with prompts from the first one on, also without CUDA graphs.
+
+    Private, here and below: no setting forces one way, as an engine knows which is faster.
+    """
     monkeypatch.setattr("mla_compile.engine.steps._compiles_mixed", lambda model, why_not_captured: True)
     monkeypatch.setattr("mla_compile.engine.steps.EAGER_MIXED_STEPS", -1)
 
 
 @pytest.fixture
 def eager_mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines run steps with prompts eagerly, for tests of the others: half of what there is to compile."""
+    """Engines run steps with prompts eagerly, for tests of other steps: half as much to compile."""
     monkeypatch.setattr("mla_compile.engine.steps._compiles_mixed", lambda model, why_not_captured: False)
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def lowering(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `backend="mla"` ends with, for tests that are about the graph and its inputs, not about generated code.
+    """Replaces Inductor in `backend="mla"` for tests of the graph and its inputs, not of generated code.
 
-    AOTAutograd's graph, op by op: Dynamo's graph and guards, our passes and what becomes of writes are as with
-    Inductor, which takes ten times as long and runs in `make test-all`.
+    AOTAutograd's graph runs op by op. Dynamo's graph and guards, our passes and writes are as with Inductor, which
+    takes ten times as long and runs in `make test-all`.
     """
     if request.param == "inductor":
         return

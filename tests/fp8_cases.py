@@ -1,4 +1,4 @@
-"""Weights in block FP8 for tests, and what products by them are by definition."""
+"""Weights in block FP8 for tests, and the definition of products by them."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A dispatch-level check that fails on anything for which the host would wait for the device."""
+"""A dispatch-level check that fails on everything that would make the host wait for the device."""
 
 from typing import Any
 

@@ -54,7 +54,7 @@ def decode_case(
     device: str = "cpu",
     seed: int = 0,
 ) -> DecodeCase:
-    """Pages are shuffled. What no row owns is NaN, page 0 and last pages' tails too; unused table entries are huge."""
+    """Pages are shuffled. Memory that no row owns (page 0, page tails) is NaN; unused table entries are huge."""
     g = torch.Generator(device).manual_seed(seed)
     used = [-(-n // page_size) for n in seq_lens]
     columns = columns or max(1, *used)
@@ -198,7 +198,7 @@ def check_masked(case: MaskedCase, got: Tensor) -> None:
     assert got.is_contiguous() and got.dtype == case.q_latent.dtype and got.shape == case.q_latent.shape
     expected = masked_reference(case)
     assert got.isfinite().all()
-    # Each query on its own scale, which is 0 where it sees nothing: nothing but 0 is right there.
+    # Each query on its own scale; only 0 is right for a query that sees nothing.
     error = (got.double() - expected).abs() / expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     assert error.numel() == 0 or error.max() < 2 * TOLERANCE[case.q_latent.dtype], error.max()
 
@@ -229,7 +229,7 @@ class MoeCase:
 
 
 def padding(case: MoeCase, q_len: int, lens: list[int]) -> tuple[Tensor, int, Tensor]:
-    """`row_lens` and `q_len` for the op, and which tokens run; the others get NaN for all that may be NaN."""
+    """`row_lens` and `q_len` for the op, and which tokens run; the others get NaN in every input that may be NaN."""
     runs = torch.ones(case.x.shape[0], dtype=torch.bool, device=case.x.device)
     for row, n in enumerate(lens):
         runs[row * q_len + n : (row + 1) * q_len] = False
@@ -239,7 +239,7 @@ def padding(case: MoeCase, q_len: int, lens: list[int]) -> tuple[Tensor, int, Te
 
 
 def check_padded_moe(case: MoeCase, got: Tensor, runs: Tensor) -> None:
-    """0 for padding, and for the other tokens what they have without it."""
+    """0 for padding; the other tokens have their results without padding."""
     assert not got[~runs].any()
     kept = replace(case, x=case.x[runs], topk_weights=case.topk_weights[runs], topk_ids=case.topk_ids[runs])
     check_moe(kept, got[runs].contiguous())
@@ -259,7 +259,7 @@ def moe_case(
     seed: int = 0,
     fp8: bool = False,
 ) -> MoeCase:
-    """Tokens choose from the first `among` experts, the same one twice perhaps; the others get none.
+    """Tokens choose from the first `among` experts, perhaps the same one twice; the other experts get none.
 
     fp8: whether weights are in FP8.
     """
@@ -334,7 +334,7 @@ def check_moe(case: MoeCase, got: Tensor) -> None:
 
 
 def prefill_args(case: Case) -> tuple:
-    """Arguments of `mla_prefill`'s op for a case of prompt chunks only: what `mla_attention` makes of it.
+    """Arguments that `mla_attention` passes to the op `mla_prefill` for a case of prompt chunks only.
 
     The new latents are in its cache already.
     """
@@ -370,7 +370,7 @@ def norm_rope_append_case(
     device: str = "cpu",
     seed: int = 0,
 ) -> NormRopeAppendOperands:
-    """Rows of `kv_a` lie apart; every fifth token has slot -1; the cache is NaN. Cos and sin are no unit vectors.
+    """`kv_a` is strided; every fifth token has slot -1; the cache is NaN. Cos and sin are no unit vectors.
 
     per_column: cos and sin differ between the two elements of a pair; else they are by pair, and strided.
     heads: of queries, columns of a wider tensor; 0 for none.
@@ -417,7 +417,7 @@ def norm_rope_append_reference(case: NormRopeAppendOperands) -> Tensor:
 
 
 def check_norm_rope_append(case: NormRopeAppendOperands, before: Tensor, units: float = 1.5) -> None:
-    """Valid slots of the cache, which held `before`, hold the definition's values; the others what they held.
+    """Valid slots of the cache hold the definition's values; the others hold those of `before`.
 
     units: the relative error allowed, in units of the dtype.
     """
@@ -484,7 +484,7 @@ def drawn_matmul(
 ) -> tuple[Tensor, Tensor]:
     """Arguments of `batch_invariant_matmul` of any strides: weights transposed or not, whole or a slice; x too.
 
-    Terms differ much in size, so that another order shows.
+    Terms differ much in size, which shows another order.
     """
     g = torch.Generator(device).manual_seed(draw.randint(0, 10**6))
     dtype = draw.choice(dtypes)
@@ -492,7 +492,7 @@ def drawn_matmul(
     k, n = (draw.choice([draw.randint(1, most), 16 * draw.randint(1, 1 + most // 16)]) for _ in range(2))
 
     def randn(*shape: int) -> Tensor:
-        """With rows as they are, or apart and from anywhere on."""
+        """Contiguous, or strided and at any offset."""
         before, after = draw.choice([(0, 0), (draw.randint(0, 9), draw.randint(0, 9))])
         wide = torch.randn(*shape[:-1], before + shape[-1] + after, generator=g, device=device)
         return wide.to(dtype)[..., before : before + shape[-1]]

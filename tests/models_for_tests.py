@@ -39,12 +39,12 @@ def tiny_config() -> DeepseekV3Config:
 def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> MLAForCausalLM:
     model = MLAForCausalLM(tiny_config(), mtp=True)
     randomize(model, seed)
-    model.lm_head.weight.mul_(3)  # or noise alone would decide what is sampled
+    model.lm_head.weight.mul_(3)  # otherwise noise would decide what is sampled
     return model.to(dtype)
 
 
 def one_layer_model(dtype: torch.dtype = torch.float64) -> MLAForCausalLM:
-    """One dense layer and an MTP layer: its steps take milliseconds, and compile much quicker than `tiny_model`'s."""
+    """One dense layer and an MTP layer: its steps take milliseconds, and compile much faster than `tiny_model`'s."""
     config = DeepseekV3Config(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -77,6 +77,6 @@ def caches_of(model: ServedModel) -> list[Tensor]:
 
 
 def poison_caches(model: MLAForCausalLM) -> None:
-    """NaN in every page: whatever is read before it was written shows."""
+    """NaN in every page, which shows in results if it is read before it is written."""
     for each in caches_of(model):
         each.fill_(torch.nan)

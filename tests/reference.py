@@ -1,4 +1,4 @@
-"""MLA from its definition, in float64, row by row: slow, obvious, and what every implementation is checked against.
+"""MLA from its definition, in float64, row by row: slow and obvious, the reference of every implementation.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1, equations 9-17, after the rotary embedding.
 """
@@ -53,7 +53,7 @@ def mla_attention_reference(
 
 
 def _tokens(batch: MLABatch) -> list[tuple[Tensor, int]]:
-    """Each packed token's row of the block table, and how many keys the token sees."""
+    """Each packed token's row of the block table, and the number of keys that it sees."""
     tokens: list[tuple[Tensor, int]] = []
     if (decode := batch.decode) is not None:
         for row, seq_len in enumerate(decode.seq_lens.tolist()):

@@ -64,7 +64,7 @@ def _collect(texts: list[list[int]], state: DecodeState) -> None:
 def _plant_drafts(
     rng: random.Random, state: DecodeState, texts: list[list[int]], expected: list[list[int]], k: int
 ) -> None:
-    """In most rows: drafts of which a random number are right, as the tiny model's own hardly ever are."""
+    """In most rows a random number of drafts is right; those of the tiny model are almost never right."""
     drafts = state.drafts.tolist()
     for row, (text, whole) in enumerate(zip(texts, expected)):
         if rng.random() < 0.75:

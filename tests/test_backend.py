@@ -18,7 +18,7 @@ from tests.cases import Case, make_case
 
 
 class OwnModule(nn.Module):
-    """What a user writes: projections of their own around one call of the unified op."""
+    """A user's module: its own projections around one call of the unified op."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ def test_settings_of_a_mode_are_those_of_inductor_with_partitions() -> None:
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        ("fastest", None, "^mode: expected one of default, "),
-        (None, {"epilog_fusion": True}, "^options: .*got epilog_fusion"),
-        (None, {"passes": "split"}, r"^options\['passes'\]: expected a list of functions"),
+        ("fastest", None, "^mode: .*default.*fastest"),
+        (None, {"epilog_fusion": True}, "^options: .*epilog_fusion"),
+        (None, {"passes": "split"}, r"^options\['passes'\]: .*list.*split"),
         (None, {"passes": [3]}, r"^options\['passes'\]"),
-        (None, {"decode_backend": "fast"}, r"^options\['decode_backend'\]: expected one of .*, got 'fast'"),
+        (None, {"decode_backend": "fast"}, r"^options\['decode_backend'\]: .*reference.*'fast'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(mode: str | None, options: dict | None, message: str) -> None:
@@ -107,7 +107,7 @@ def test_a_decode_backend_is_taken_and_one_that_cannot_serve_stops_the_compile_w
     check(options={"decode_backend": "reference"})
     case = make_case(**MIXED)
     compiled = torch.compile(OwnModule(case), backend="mla", options={"decode_backend": "triton"})
-    with torch.no_grad(), pytest.raises(Exception, match="got triton, which runs on cuda, got cpu"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"backend: .*triton.*cuda.*cpu"):
         compiled(case.q_nope, case.q_pe, case.kv_c, case.k_pe, case.batch)
 
 
@@ -119,7 +119,7 @@ def test_a_module_without_mla_compiles_as_with_inductor() -> None:
 
 @pytest.mark.long
 def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a thread, which compiles a kernel of its own; what fails there, the compile tells."""
+    """In a thread, which compiles a kernel of its own; an error in it does not end the compile."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     written, done = [], threading.Event()
@@ -136,18 +136,19 @@ def test_the_cpp_compiler_begins_before_the_first_kernel_is_written(monkeypatch:
         raise OSError("no compiler")
 
     monkeypatch.setattr(CppPythonBindingsCodeCache, "load_pybinding", classmethod(loaded))
-    torch_internals._start_cpp_compiler.cache_clear()  # which another test's compile may have called
+    # Private: the compiler starts once a process, and an earlier compile may have started it.
+    torch_internals._start_cpp_compiler.cache_clear()
     function = torch.compile(lambda x: x.sin() + 1, backend="mla")
     function(torch.ones(8))
     assert done.wait(60) and written[0][0] == 0
 
 
 def test_an_op_that_comes_late_in_a_deep_graph_is_not_spelled_out_with_all_that_it_is_made_of() -> None:
-    """Torch 2.11 always does so, torch 2.13 where it logs: a text that doubles with each layer."""
+    """Torch 2.11 always makes such a text, torch 2.13 for its log; it doubles with each layer."""
 
-    class Said(logging.Handler):
+    class Messages(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
     @torch.compile(backend="mla", fullgraph=True)
     def deep(x: Tensor) -> Tensor:
@@ -158,10 +159,11 @@ def test_an_op_that_comes_late_in_a_deep_graph_is_not_spelled_out_with_all_that_
 
     from torch._inductor.utils import fresh_inductor_cache
 
-    said: list[str] = []
+    messages: list[str] = []
     logger = logging.getLogger("torch._inductor.graph")
-    handler, level = Said(), logger.level
-    with torch.library._scoped_library("mla_deep", "FRAGMENT") as library, fresh_inductor_cache():
+    handler, level = Messages(), logger.level
+    library = torch.library.Library("mla_deep", "FRAGMENT")
+    with fresh_inductor_cache():
         for name in ("early", "late"):
             library.define(f"{name}(Tensor x, Tensor y) -> Tensor")
             library.impl(name, torch.add, "CompositeExplicitAutograd")
@@ -173,5 +175,5 @@ def test_an_op_that_comes_late_in_a_deep_graph_is_not_spelled_out_with_all_that_
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
-    (of_late,) = [text for text in said if "target: mla_deep.late" in text]
+    (of_late,) = [text for text in messages if "target: mla_deep.late" in text]
     assert "mla_deep.early" not in of_late

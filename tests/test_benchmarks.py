@@ -1,4 +1,4 @@
-"""What benchmarks do besides measuring."""
+"""The code of the benchmarks around the measurements."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def test_loading_keeps_no_copy_on_the_host_and_one_would_be_noticed(
 ) -> None:
     settings = {"hidden_size": 1024, "vocab_size": 20_000, "n_routed_experts": 16}
     random_checkpoint.write(tmp_path, 1, settings)
-    load_model(tmp_path)  # what is imported for it counts elsewhere
+    load_model(tmp_path)  # imports do not count
     row = loading.measure(tmp_path, "cpu", None)
     allowed = 1.2 * row["largest_tensor_mb"] + 32
     assert row["same_values"] and row["anonymous_mb"] < allowed < 1000 * row["gb_asked_for"] / 2
@@ -98,7 +98,7 @@ def test_a_failed_process_ends_the_others_and_its_log_is_in_the_error() -> None:
 def test_two_processes_that_share_a_model_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uncompiled, which is enough for the rows and what is made of them."""
+    """Uncompiled, which is enough for the rows and their tables."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
     options = "--tiny --parts glm v2 --weights fp8 --batches 1 2 --drafts 0 --layers 2 --judged-layers 2"

@@ -1,4 +1,4 @@
-"""`mla_compile.explain`: what it says, and that it runs nothing and leaves nothing behind."""
+"""`mla_compile.explain`: its text and picture; it runs nothing and leaves nothing behind."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -32,7 +32,7 @@ def nothing_is_compiled_yet() -> None:
     torch.compiler.reset()
 
 
-def test_a_mixed_batch_is_told_segment_by_segment_with_identical_layers_folded() -> None:
+def test_a_mixed_batch_is_shown_by_segment_with_identical_layers_folded() -> None:
     text, total, _ = str(explain(Stack(3), *make_inputs(**DECODE, **PREFILL))).partition("  all nodes")
     assert total
     expected = """\
@@ -64,16 +64,16 @@ nodes after each pass
 
 
 @pytest.mark.parametrize(
-    ("batch", "told", "untold"),
+    ("batch", "shown", "hidden"),
     [
         (DECODE, "mla_decode", ["mla_prefill", "join", "split "]),
         (PREFILL, "mla_prefill", ["mla_decode", "join"]),
     ],
     ids=["decode only", "prefill only"],
 )
-def test_a_segment_that_the_batch_lacks_is_not_told(batch: dict, told: str, untold: list[str]) -> None:
+def test_a_segment_that_the_batch_lacks_is_not_shown(batch: dict, shown: str, hidden: list[str]) -> None:
     text = str(explain(Stack(1), *make_inputs(**batch))).split("nodes after")[0]
-    assert told in text and not any(f"  {word}" in text for word in untold)
+    assert shown in text and not any(f"  {word}" in text for word in hidden)
 
 
 def test_dynamic_sizes_are_numbered_and_come_with_the_calls_sizes() -> None:
@@ -81,13 +81,13 @@ def test_dynamic_sizes_are_numbered_and_come_with_the_calls_sizes() -> None:
     for tensor in (x, batch.decode.seq_lens, batch.decode.block_table, batch.decode.slot_mapping):
         torch._dynamo.mark_dynamic(tensor, 0)
     text = str(explain(Stack(1), x, batch))
-    assert "s0" in text and "dynamic sizes, as they were in this call: s0 = " in text
+    assert re.search(r"^.*dynamic sizes.*\bs0 = \d+", text, re.MULTILINE)
 
 
 @pytest.mark.long
 def test_the_speculative_step_is_explained() -> None:
     text = str(inspect_step(tiny_model(torch.float32), num_speculative_tokens=3, rows=2))
-    assert "model.layers.0.self_attn ... drafter.model.mtp.layer.self_attn: 3 calls, all the same" in text
+    assert "model.layers.0.self_attn ... drafter.model.mtp.layer.self_attn: 3 calls" in text
     assert "5 attention calls" in text
 
 
@@ -97,9 +97,9 @@ def test_a_forward_of_the_model_is_explained() -> None:
 
 
 def test_inspecting_nothing_is_refused_by_name() -> None:
-    with pytest.raises(MLAError, match="rows, prefill_tokens: expected a batch of at least one token"):
+    with pytest.raises(MLAError, match=r"^rows, prefill_tokens: "):
         inspect_forward(tiny_model(torch.float32), rows=0, prefill_tokens=0)
-    with pytest.raises(MLAError, match="rows: expected at least one sequence"):
+    with pytest.raises(MLAError, match=r"^rows: .*\b0\b"):
         inspect_step(tiny_model(torch.float32), rows=0)
 
 
@@ -145,7 +145,7 @@ def test_mla_in_plain_torch_is_explained_with_the_pass_that_absorbs_it(tmp_path:
 
 
 def halve(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """A pass of a user's: every decode segment's queries are halved."""
+    """A user's pass that halves the queries of every decode segment."""
     for node in calls(gm.graph, decode_op):
         query = op_arguments(node)["q_latent"]
         with gm.graph.inserting_before(node):
@@ -176,7 +176,7 @@ def test_a_unified_call_that_no_pass_splits_is_counted_and_not_drawn(passes: lis
     explanation = explain(Stack(2), *make_inputs(**DECODE), passes=passes)
     assert list(explanation.graphs) == ["captured"] and not explanation.layers.groups
     text = str(explanation)
-    assert text.startswith("2 attention calls; passes: none\n") and "Not every mla_attention is one" in text
+    assert text.startswith("2 attention calls; passes: none\n") and "mla_attention" in text
     ET.parse(explanation.save(tmp_path / "unsplit.svg"))
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_calls_the_segment_ops_itself_is_explained_too() -> None:
 
 
 def test_a_call_without_tensor_operations_is_an_error() -> None:
-    with pytest.raises(MLAError, match="model: expected a call with tensor operations"):
+    with pytest.raises(MLAError, match=r"^model: .*tensor operations"):
         explain(lambda: 3)
 
 
@@ -256,7 +256,7 @@ def test_the_picture_shows_segments_and_says_which_one_is_absent(tmp_path: Path)
 
 
 def test_a_picture_is_an_svg() -> None:
-    with pytest.raises(MLAError, match=r"ends in \.svg"):
+    with pytest.raises(MLAError, match=r"\.svg\b.*picture\.png"):
         mla_compile.explain(nn.Linear(3, 2), torch.zeros(1, 3)).save("picture.png")
 
 

@@ -181,7 +181,7 @@ def test_captured_steps_give_the_tokens_of_eager_one_token_decoding(
 
 
 def fresh_engines(k: int, **settings: object) -> tuple[Engine, Engine]:
-    """One that captures, nothing being recorded yet, and an eager one without drafts."""
+    """An engine that captures, with nothing recorded yet, and an eager one without drafts."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     sizes = {"max_rows": 8, "max_model_len": 256, "page_size": 4, "prefix_caching": False}
@@ -204,7 +204,7 @@ def test_rows_may_have_any_numbers_of_drafts_without_another_recording() -> None
         assert texts(requests) == expected[:rows], f"{rows} rows"
     assert compile_counters() == {"graphs": 1, "cudagraph_skips": 0}
     recorded = recorded_cuda_graphs(torch.cuda.current_device())
-    assert len(recorded) == 4, "nothing was recorded anew"
+    assert len(recorded) == 4, "nothing was recorded again"
     assert not any(recorded), f"tensors copied on each replay: {recorded}"
 
 
@@ -262,7 +262,7 @@ def test_tokens_chosen_on_the_host_do_not_depend_on_the_budget(monkeypatch: pyte
     def usage(device: torch.device) -> tuple[int, int, int]:
         return num_cuda_graphs(device), num_cuda_graphs(device), 0
 
-    # A byte each: small graphs fit in the memory that the first one's warm-up took.
+    # A byte each: small graphs fit in the memory of the first one's warm-up.
     monkeypatch.setattr("mla_compile.engine.capture.cuda_graph_usage", usage)
 
     def choose(logits: torch.Tensor, drafts: torch.Tensor, completions: object) -> torch.Tensor:
@@ -331,11 +331,11 @@ def test_weights_that_moved_between_streams_are_noticed() -> None:
         assert generate(captured, 2, SamplingParams(), 40) == generate(plain, 2, SamplingParams(), 40)
         for engine in (captured, plain):
             for parameter in engine.model.parameters():
-                parameter.data = parameter.data * 0.9  # elsewhere, while a recorded graph knows the old place
+                parameter.data = parameter.data * 0.9  # at another address than in the recorded graph
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_captured_engine_multiplies_once_by_weights_that_lie_side_by_side(
+def test_a_captured_engine_multiplies_once_by_adjacent_weights(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
@@ -347,7 +347,7 @@ def test_a_captured_engine_multiplies_once_by_weights_that_lie_side_by_side(
 
     def noted(first: torch.Tensor, second: torch.Tensor) -> bool:
         found = lies_before(first, second)
-        if not isinstance(first, FakeTensor):  # Inductor's have a storage each
+        if not isinstance(first, FakeTensor):  # Inductor gives each its own storage
             seen.append(found)
         return found
 
@@ -366,9 +366,9 @@ def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone(
 ) -> None:
     """Whether steps with prompts run eagerly, as the first few do, or compiled.
 
-    The third time nothing is compiled or recorded, and a wait of the host for the device would be an error.
+    The third time nothing is compiled or recorded, and the host must not wait for the device.
     """
-    replaying, has_prompts = capture._replaying, set()
+    replaying, has_prompts = capture._replaying, set()  # private, like every sign of a replay
 
     def noted(graph: torch.cuda.CUDAGraph, step: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         has_prompts.add(len(args) > 1)

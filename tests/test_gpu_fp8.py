@@ -58,7 +58,7 @@ def test_a_tokens_bits_depend_on_no_other_token() -> None:
 
 
 def test_no_tile_changes_a_bit() -> None:
-    """Those of few tokens are multiplied by another instruction than those of many."""
+    """Few tokens are multiplied by another instruction than many."""
     for columns, k in ((5120, 768), (2048, 5120), (200, 300)):
         weight, scale = fp8_weight(columns, k, device="cuda")
         for dtype in (torch.bfloat16, torch.float16):
@@ -77,7 +77,7 @@ def glm_case(tokens: int) -> MoeCase:
 
 
 def test_no_tile_of_experts_changes_a_bit() -> None:
-    """Nor does it matter whether an instruction takes the weights from registers."""
+    """Nor does an instruction that reads the weights from registers."""
     case = glm_case(600)
     whole = moe_triton(case.operands(), in_order=True)
     device = device_of(case.x)
@@ -130,7 +130,7 @@ def test_few_tokens_and_sizes_that_fill_no_tile(sizes: tuple[int, int, int], dty
 
 
 def test_a_nan_weight_is_seen() -> None:
-    """It has the bits that a number of half precision would have; FP8 has no infinity."""
+    """It has the bits of a number of half precision; FP8 has no infinity."""
     case = moe_case(2, 2, hidden=256, intermediate=256, dtype=torch.bfloat16, device="cuda", fp8=True)
     case.w_down.view(torch.uint8)[case.topk_ids[0, 1], 5, 200] = 0x7F
     weight, scale = fp8_weight(200, 300, device="cuda")
@@ -144,7 +144,7 @@ def test_a_nan_weight_is_seen() -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_an_engines_tokens_are_those_of_the_dequantised_model(k: int) -> None:
-    """In float32 and by CUDA graphs. The dequantised model has the same values: those that were quantised."""
+    """In float32 with CUDA graphs. The dequantised model has the values of the quantised one."""
     model = load_model(SHIPPED_MODEL, device="cuda", quantize="fp8")
     prompts = [[5, 9, 1, 30, 7], [2, 2, 8], list(range(1, 40))]
     found = Engine(model, num_speculative_tokens=k, max_rows=4, max_model_len=128).generate(

@@ -112,7 +112,7 @@ def sizes(model: str) -> dict[str, int]:
 
 
 class TestOnTheGpu(DecodeConformance):
-    """The conformance suite, and what only a GPU has: models' sizes, far pages, captured graphs."""
+    """The conformance suite, and tests for a GPU alone: models' sizes, far pages, captured graphs."""
 
     @pytest.mark.parametrize(
         "lengths", [[1], [1000], [5000, 1, 63], [1000] * 32, [0, 1, 64, 65, 9000, *range(100, 127)]], ids=str
@@ -458,7 +458,7 @@ class TestPrefill(PrefillConformance):
     def test_a_captured_call_serves_other_lengths(
         self, subject: PrefillSubject, sizes: dict[str, int]
     ) -> None:
-        """Within the same numbers of tokens, rows and keys; and a token's bits do not depend on the chunks."""
+        """With the same numbers of tokens, rows and keys; a token's bits do not depend on the chunks."""
         sizes = {"rope": 64, "rank": 512, "heads": 8, "page_size": 16} | sizes
         first, second = ([(300, 0), (1, 700), (129, 64)], [(200, 500), (30, 30), (200, 234)])
         args = [
@@ -508,7 +508,7 @@ class TestBatchInvariantPrefill(PrefillInvariance):
     def test_models(
         self, subject: PrefillSubject, model: str, dtype: torch.dtype, drawn_weights: bool
     ) -> None:
-        """With weights that are drawn, it is a test of the products that make keys, too."""
+        """Drawn weights also test the products that make keys."""
         texts = Prompts(
             replace(subject, drawn_weights=drawn_weights),
             [900, 70],
@@ -610,7 +610,7 @@ def test_a_router_in_two_launches(name: str, dtype: torch.dtype) -> None:
     ("rows", "columns"),
     [
         *((rows, columns) for rows in (1, 6, 40) for columns in (1, 7, 1000, *argmax_rows.VOCABULARIES)),
-        (2200, 3001),  # so many that a program takes a whole row
+        (2200, 3001),  # enough for a program to reduce a whole row
     ],
     ids=str,
 )
@@ -669,7 +669,7 @@ def test_captured_decode_metadata_serves_other_lengths_at_replay() -> None:
         assert all(map(torch.equal, got, decode_metadata_torch(cached, table, q_lens, q_len, page_size)))
 
 
-# The product of which a token's bits are the same in any batch, and the experts.
+# The product that gives a token the same bits in any batch, and the experts.
 
 # groups, k, n
 MATMULS = {
@@ -734,6 +734,7 @@ def order_sensitive(
     """Up to 4096 tokens and weights whose products differ in most elements when they add in another order."""
     groups, k, n = shape
     strides = (k * n if groups > 1 else 0, *((1, k) if transposed else (n, 1)))
+    # Private: the inputs of cuBLAS's trial, which are made to show the order.
     x, w = cublas._draw(cublas.Weights(torch.device("cuda", 0), dtype, *shape, strides))
     return x, w.as_strided(shape, (k * n, *strides[1:]))
 
@@ -741,7 +742,7 @@ def order_sensitive(
 def bits_are_those_of_all(
     call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, numbers: Iterable[int]
 ) -> None:
-    """The first, the last and some tokens between, by themselves and shuffled, have their bits among all."""
+    """The first, the last and some other tokens, alone and shuffled, have the same bits as among all."""
     whole = call(x)
     assert whole.is_contiguous() and whole.isfinite().all()
     for tokens in numbers:
@@ -870,7 +871,7 @@ def test_bits_of_captured_products_are_those_of_eager_ones(name: str) -> None:
 
 
 def test_compiling_tries_a_shape_and_recording_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "_same_bits", {})
+    monkeypatch.setattr(cublas, "_same_bits", {})  # private: asking by the public call would be a trial
     x, w = torch.randn(8, 2, 512, device="cuda").half(), torch.randn(2, 264, 512, device="cuda").half().mT
     matmul_triton(x, w)
     state = torch.cuda.get_rng_state()
@@ -900,7 +901,7 @@ def experts_in_any_batch(case: MoeCase) -> torch.Tensor:
 def test_bits_of_experts_do_not_depend_on_other_tokens(
     dtype: torch.dtype, size: dict[str, int], topk: int
 ) -> None:
-    """Around the numbers of pairs from which on they are sorted and get other tiles, and beside padding."""
+    """Around the numbers of pairs at which sorting and other tiles begin, and beside padding."""
     case = moe_case(3000, topk, **size, dtype=dtype, device="cuda")
     whole = experts_in_any_batch(case)
     for tokens in (1, 2, 7, 8, 16, 33, 63, 64, 65, 127, 128, 129, 200, 500, 552, 1100, 2200, 2999):
@@ -964,7 +965,7 @@ def test_a_product_of_few_tokens(dtype: torch.dtype, columns: int, k: int) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("of", ["w_uk", "w_uv"])
 def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int, of: str) -> None:
-    """Of weights as the models have them: parts of `kv_b_proj`, w_uv transposed."""
+    """Weights as in the models: parts of `kv_b_proj`, w_uv transposed."""
     kv_b = torch.randn(heads, 448, 512, device="cuda", dtype=dtype)
     w = kv_b[:, :192] if of == "w_uk" else kv_b[:, 192:].mT
     k = w.shape[1]
@@ -985,7 +986,7 @@ def test_a_product_by_head_copies_nothing(dtype: torch.dtype, heads: int, of: st
 
 
 def test_products_and_norms_that_start_early_wait_for_each_other() -> None:
-    """Each starts while the one before runs: in a graph, on random inputs, they are what they are one by one."""
+    """In a graph each kernel starts while the one before runs; results are those of separate launches."""
     hidden, layers = 2048, 20
     weights = [torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) * 0.03 for _ in range(layers)]
     scale = torch.rand(hidden, device="cuda", dtype=torch.bfloat16)
@@ -1027,7 +1028,7 @@ def test_a_norm_in_the_launch_of_its_product(dtype: torch.dtype, k: int) -> None
 
 
 def test_a_norm_in_the_launch_of_its_product_waits_for_the_kernel_before() -> None:
-    """In a graph each launch starts while the one before runs; the results are those of one by one."""
+    """In a graph each launch starts while the one before runs; the results are those of separate launches."""
     hidden, layers = 2048, 20
     weights = [torch.randn(hidden, hidden, device="cuda", dtype=torch.bfloat16) * 0.03 for _ in range(layers)]
     scale = torch.rand(hidden, device="cuda", dtype=torch.bfloat16)

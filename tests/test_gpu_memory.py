@@ -1,4 +1,4 @@
-"""On a CUDA device: what the allocator says of a model and its engine is what was planned."""
+"""On a CUDA device: the allocator's bytes for a model and its engine are those of the plan."""
 
 import gc
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tensors so large that it does not matter how the allocator rounds."""
+    """Tensors so large that the rounding of the allocator does not matter."""
     config = v3_config(
         vocab_size=8192,
         hidden_size=1024,
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_allocator_has_what_was_planned(checkpoint: Path, quantize: str | None) -> None:
     config = EngineConfig(num_speculative_tokens=1, max_rows=8, max_model_len=4096, capture_budget=2**28)
     torch.compiler.reset()
-    gc.collect()  # what other tests have left would be freed meanwhile
+    gc.collect()  # memory of other tests would be freed meanwhile
     plan = plan_memory(meta_model(checkpoint, dtype=torch.bfloat16, quantize=quantize), config)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -25,8 +25,8 @@ def test_collectives(check: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
-def test_engines_say_the_same_on_both_gpus(dtype: str, exact: bool, tmp_path: Path) -> None:
-    """Each step being one CUDA graph, in float32 what one GPU says that has all of the model."""
+def test_engines_give_the_same_tokens_on_both_gpus(dtype: str, exact: bool, tmp_path: Path) -> None:
+    """With one CUDA graph a step, tokens in float32 are those of one GPU with the whole model."""
     checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE))
     job: dict[str, Any] = {
         "load": {"device": "cuda", "dtype": dtype},
@@ -48,7 +48,7 @@ def test_engines_say_the_same_on_both_gpus(dtype: str, exact: bool, tmp_path: Pa
 
 
 def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
-    """With a budget that each rank would find spent at another time."""
+    """With a budget that each rank would exhaust at another time."""
     checkpoint(tmp_path, v3_config(vocab_size=96, **WIDE))
     job: dict[str, Any] = {
         "load": {"device": "cuda", "dtype": "bfloat16"},

@@ -1,4 +1,4 @@
-"""What `help` says: every argument of what users call is there, with what it is, and what errors come."""
+"""`help` of the public calls: every argument with its type, and the errors."""
 
 import inspect
 import re
@@ -28,31 +28,32 @@ CALLS: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_help_tells_every_argument_with_its_type_and_the_errors(name: str) -> None:
+def test_help_has_every_argument_with_its_type_and_the_errors(name: str) -> None:
     text, signature = inspect.getdoc(CALLS[name]) or "", inspect.signature(CALLS[name])
     for parameter in list(signature.parameters.values())[name.startswith("Engine") :]:
-        told = re.search(rf"^ *([\w, ]+, )?{parameter.name}(, [\w, ]+)?: ", text, re.MULTILINE)
-        assert told, f"{parameter.name} is not in the docstring"
+        explained = re.search(rf"^ *([\w, ]+, )?{parameter.name}(, [\w, ]+)?: ", text, re.MULTILINE)
+        assert explained, f"{parameter.name} is not in the docstring"
         assert parameter.annotation is not inspect.Parameter.empty
     assert "Raises:\n    MLAError: " in text
 
 
-def test_what_holds_values_tells_all_of_them() -> None:
+def test_the_docstrings_of_parameter_classes_name_all_parameters() -> None:
     for of in (SamplingParams, Grammar):
         text = inspect.getdoc(of) or ""
         for name in inspect.signature(of).parameters:
-            assert re.search(rf"\b{name}\b", text), f"{of.__name__} does not tell of {name}"
+            assert re.search(rf"\b{name}\b", text), f"{of.__name__} does not name {name}"
 
 
 @pytest.mark.parametrize("name", get_args(DrafterName))
-def test_every_drafter_is_told_of_by_its_name(name: str) -> None:
+def test_every_drafter_is_documented_by_its_name(name: str) -> None:
     page = Path(__file__).parents[1] / "docs" / "speculation.md"
-    told = {
+    documented = {
         "`--drafter`'s help in mla_compile/engine_settings.py": f" {name}: " in flags_of("generate"),
         "the docstring of `EngineConfig`": f'"{name}", ' in (inspect.getdoc(EngineConfig) or ""),
         "the table of docs/speculation.md": f'| `"{name}"` |' in page.read_text(encoding="utf-8"),
     }
-    assert all(told.values()), f"tell of {name} there: {[where for where in told if not told[where]]}"
+    missing = [where for where, found in documented.items() if not found]
+    assert not missing, f"document {name} there: {missing}"
 
 
 def flags_of(command: str) -> str:

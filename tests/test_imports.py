@@ -1,4 +1,4 @@
-"""What importing the package brings, and that torch knows the backend by name."""
+"""What importing the package loads, and that torch finds the backend by name."""
 
 import ast
 import copy
@@ -16,7 +16,7 @@ ROOT = Path(mla_compile.__file__).parents[1]
 
 
 def names_for_type_checkers() -> dict[str, set[str]]:
-    """Of the block that only they read: the names by the part that they come from."""
+    """The names of the block for type checkers, by the module that they come from."""
     tree = ast.parse(inspect.getsource(mla_compile))
     (block,) = (
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

@@ -1,4 +1,4 @@
-"""The package's outside: what importing it costs, and which part may use which."""
+"""What importing the package costs, and which part may import which."""
 
 import ast
 import subprocess
@@ -53,12 +53,12 @@ MODULES = {module_of(file): file for file in PACKAGE.rglob("*.py")}
 
 
 def part_of(module: str) -> str:
-    """`ops` for `mla_compile.ops.attention.append`; nothing for the package itself, which only tells its version."""
+    """`ops` for `mla_compile.ops.attention.append`; nothing for the package itself, which only has the version."""
     return module.partition(".")[2].partition(".")[0]
 
 
 def imports_of(file: Path) -> set[str]:
-    """The modules of the package that a file imports: inside functions too, and for type checkers alone."""
+    """The modules of the package that a file imports, also inside functions and for type checkers."""
     package = ("mla_compile", *file.relative_to(PACKAGE).parent.parts)
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -82,7 +82,7 @@ IMPORTS = {module: imports_of(file) for module, file in MODULES.items()}
 
 
 def behind(module: str) -> set[str]:
-    """What it imports, and what that imports, and so on."""
+    """All modules that it imports, directly or not."""
     found: set[str] = set()
     pending = [module]
     while pending:
@@ -133,7 +133,7 @@ MADE_OF_OTHERS = ("mla_compile.ops.linear.norm_linear", "mla_compile.ops.experts
 
 
 def test_implementations_of_ops_import_no_other_implementation() -> None:
-    """A kernel's folder counts as one. An op's file has its plain torch."""
+    """A kernel's folder counts as one. The plain torch implementation is in the op's file."""
     rows = [row.function.partition(":")[0] for table in tables.values() for row in table]
     owner_of = {}
     for module in rows:

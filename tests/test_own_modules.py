@@ -1,9 +1,10 @@
-"""Modules of users under `torch.compile`: any batches in one module, and the same refusals as in eager."""
+"""Modules of users under `torch.compile`: any batches in one module, and the same errors as in eager."""
 
 import copy
 import dataclasses
 import pickle
 import random
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers with a cache and a batch each, over the same tokens or over those of each batch."""
+    """Layers, each with a cache and a batch, over the same tokens or over those of each batch."""
 
     def __init__(self, page_sizes: Sequence[int], *, same_tokens: bool) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ def changed_tensor(r: random.Random, x: Tensor) -> Any:
 
 
 def changed_batch(r: random.Random, batch: MLABatch) -> MLABatch:
-    """A batch with one field of a segment changed, but for those of prompts that compiled code does not read."""
+    """A batch with one field of a segment changed, except prompt fields that compiled code does not read."""
     name = r.choice([n for n in ("decode", "prefill") if getattr(batch, n) is not None])
     segment = getattr(batch, name)
     unread = ("backend", *(("seq_lens", "block_table", "host_lens") if name == "prefill" else ()))
@@ -260,7 +261,7 @@ def test_a_cache_of_any_page_size_must_have_that_of_the_batch() -> None:
 
 
 def with_wrong_values(r: random.Random, batch: MLABatch) -> MLABatch:
-    """A batch with values of one field out of bounds, of those that compiled code reads."""
+    """A batch with out-of-bounds values in one field that compiled code reads."""
     name = r.choice([n for n in ("decode", "prefill") if getattr(batch, n) is not None])
     segment = getattr(batch, name)
     unread = ("seq_lens", "block_table", "host_lens") if name == "prefill" else ()
@@ -310,12 +311,12 @@ def test_values_and_the_number_of_tokens_of_a_mixed_batch_are_checked_after_good
     kept = model.kv_cache.clone()
     expected, got = (p.positions.shape[0] for p in packed[:0:-1])
     assert expected != got
-    with pytest.raises(MLAError, match=rf"^q_nope: expected {expected} tokens \(those of batch\), got {got}"):
+    with pytest.raises(MLAError, match=rf"^q_nope: .*\b{expected} tokens.*batch.*\b{got}\b"):
         compiled(packed[1].tensors[0].clone(), packed[1].positions.clone(), packed[2].batch)
     decode = packed[2].batch.decode
     wrong = dataclasses.replace(decode, slot_mapping=decode.slot_mapping + 10_000)
     batch = dataclasses.replace(packed[2].batch, decode=wrong)
-    with pytest.raises(MLAError, match=r"^batch\.decode\.slot_mapping: expected slots in "):
+    with pytest.raises(MLAError, match=r"^batch\.decode\.slot_mapping: .*slots"):
         compiled(packed[2].tensors[0].clone(), packed[2].positions.clone(), batch)
     assert torch.equal(model.kv_cache, kept)
 
@@ -403,11 +404,9 @@ def test_an_error_of_compiled_code_begins_with_its_sentence_and_shows_the_users_
     compiled = torch.compile(Layer(4), backend="mla", fullgraph=True)
     with pytest.raises(MLAError) as caught:
         compiled(packed.tensors[0], packed.positions, packed.batch)
-    sentence = (
-        "q_nope: expected a tensor that needs no gradient, got requires_grad=True; the ops are for inference"
-    )
+    sentence = str(caught.value).partition("\n")[0]
     shown = "".join(traceback.format_exception(caught.value))
-    assert str(caught.value).startswith(sentence)
+    assert re.match("q_nope: .*requires_grad=True; .*inference", sentence)
     assert shown.partition("mla_compile.errors.MLAError: ")[2].startswith(sentence)
     assert shown.index(sentence) < 2000 and "in forward\n    out = mla_attention(q_nope" in shown
     assert "torch_internals" not in shown
@@ -421,7 +420,7 @@ def test_a_call_with_more_tokens_than_the_batch_is_refused_by_name_after_a_good_
     compiled = torch.compile(Layer(4).requires_grad_(False), backend=Passes(), fullgraph=True)
     compiled(one.tensors[0], one.positions, one.batch)
     for x, positions in ((two.tensors[0], two.positions), (torch.randn(8, HIDDEN), torch.arange(8))):
-        with pytest.raises(MLAError, match=r"^q_nope: expected 4 tokens \(those of batch\), got 8"):
+        with pytest.raises(MLAError, match=r"^q_nope: .*\b4 tokens.*batch.*\b8\b"):
             compiled(x, positions, one.batch)
     compiled(two.tensors[0], two.positions, two.batch)
 
@@ -434,9 +433,7 @@ def test_a_batch_is_not_packed_in_compiled_code(fullgraph: bool) -> None:
         return pack_batch([2], [3], table, x, has_sampled=[True], page_size=4).positions
 
     compiled = torch.compile(step, backend="eager", fullgraph=fullgraph)
-    with pytest.raises(
-        MLAError, match=r"^pack_batch: expected a call outside of compiled code, got .*call it bef"
-    ):
+    with pytest.raises(MLAError, match=r"^pack_batch: .*compile.*; .*before"):
         compiled(torch.ones(1, 2, dtype=torch.int32), torch.zeros(2))
 
 
@@ -457,12 +454,10 @@ def test_a_batch_that_is_made_in_compiled_code_is_refused_there() -> None:
 
 def test_a_cache_that_is_a_view_is_not_advised_to_be_copied() -> None:
     wrong = torch.zeros(9, 4, 3, RANK + ROPE)[:, :, 0]
-    with pytest.raises(
-        MLAError, match=r"kv_cache: expected a contiguous tensor.*do not copy it: one layer of"
-    ):
+    with pytest.raises(MLAError, match=r"^kv_cache: .*contiguous.*; .*layer"):
         mla_append(torch.zeros(2, RANK), torch.zeros(2, ROPE), wrong, torch.arange(2))
     right = torch.zeros(3, 9, 4, RANK + ROPE)
     mla_append(torch.ones(2, RANK), torch.ones(2, ROPE), right[1], torch.arange(2))
     assert right[1].count_nonzero() == 2 * (RANK + ROPE) == right.count_nonzero()
-    with pytest.raises(MLAError, match=r"kv_cache: expected the dtype of kv_c, .*; allocate the cache in it"):
+    with pytest.raises(MLAError, match=r"^kv_cache: .*dtype of kv_c.*float32.*float64.*; "):
         mla_append(torch.ones(2, RANK), torch.ones(2, ROPE), right[1].double(), torch.arange(2))

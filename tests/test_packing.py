@@ -31,7 +31,7 @@ from tests.reference import mla_attention_reference
 SINGLE_ONLY, UNIFORM, VARLEN = QueryLenSupport
 
 
-# --- requirement D1: which rows decode
+# --- which rows decode
 
 
 def dealt(lens: list[int], threshold: int, support: QueryLenSupport, *, padded: bool = False) -> RowLayout:
@@ -74,7 +74,7 @@ def test_a_row_that_has_not_sampled_prefills_whatever_its_length() -> None:
     st.sampled_from(QueryLenSupport),
     st.booleans(),
 )
-def test_every_row_is_dealt_once_and_within_what_the_backend_takes(
+def test_every_row_is_placed_once_and_within_the_backends_constraints(
     rows: list[tuple[int, bool]], threshold: int, support: QueryLenSupport, padded: bool
 ) -> None:
     lens, has_sampled = [n for n, _ in rows], [sampled for _, sampled in rows]
@@ -95,7 +95,7 @@ HEADS, NOPE, ROPE, RANK, V = 3, 6, 4, 16, 5
 
 
 def whole_text(lens: Sequence[int], seed: int) -> list[Tensor]:
-    """q_nope, q_pe, kv_c, k_pe of the rows' whole texts, one row after the other."""
+    """q_nope, q_pe, kv_c, k_pe of the rows' whole texts, concatenated."""
     g = torch.Generator().manual_seed(seed)
     shapes = ((HEADS, NOPE), (HEADS, ROPE), (RANK,), (ROPE,))
     return [torch.randn(sum(lens), *shape, generator=g, dtype=torch.float64) for shape in shapes]
@@ -236,7 +236,7 @@ def test_drawn_rows_equal_the_definition(
     if pad and prefill is not None:
         assert prefill.slot_mapping.shape[0] % 16 == 0
     tensors = [packed.positions, packed.order, *packed.tensors, *tree_leaves(packed.batch)]
-    # No view of another one: Dynamo would guard on what they have in common.
+    # No views of one tensor: Dynamo would guard on their shared storage.
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
@@ -244,7 +244,7 @@ def test_drawn_rows_equal_the_definition(
 
 
 class Model(nn.Module):
-    """Embedding, positions, a layer and a head: what a user's module does with the tensors that it gets."""
+    """A user's module: embedding, positions, a layer and a head."""
 
     def __init__(self, num_ids: int = 32) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def packed_rows(
 
 
 class DeepSeek(nn.Module):
-    """A model with routed experts, which are told of padding, called as `Model` is."""
+    """A model with routed experts, which skip padding; called like `Model`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def test_the_backend_knows_that_no_size_is_0_and_that_there_are_two_tokens_at_le
         for node in gm.graph.find_nodes(op="placeholder"):
             value = node.meta["example_value"]
             if isinstance(value, Tensor):
-                # What torch 2.11 asks of a CUDA graph's inputs; strides that it cannot compare are an error.
+                # Torch 2.11 compares the strides of a CUDA graph's inputs; symbolic ones are an error.
                 assert not any(stride == 0 for stride in value.stride())
                 assert sorted(value.stride())[0] == 1
                 of_tokens = node.target.endswith(("ids_", "positions_", "slot_mapping"))
@@ -457,31 +457,31 @@ def arguments(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query_lens": [2, 0]}, r"query_lens\[1\]: expected at least one token a row, got 0; leave"),
-        ({"query_lens": [2]}, r"query_lens: expected one entry per row of block_table \(2\), got 1"),
-        ({"query_lens": torch.tensor([2, 3])}, r"query_lens: expected a list of int.*\.tolist"),
-        ({"query_lens": [2.0, 3]}, "query_lens: expected a list of int"),
-        ({"num_cached": [4, -1]}, r"num_cached\[1\]: expected at least 0, got -1"),
-        ({"num_cached": [7, 0]}, r"row 0: expected at most 8 tokens \(2 pages of 4\), got 7 \+ 2; widen"),
-        ({"has_sampled": [1, 0]}, "has_sampled: expected a list of bool"),
-        ({"block_table": torch.zeros(2, 2)}, "block_table: expected int32"),
-        ({"block_table": [[1, 2], [3, 4]]}, r"block_table: expected a tensor \[rows, max_pages\]"),
-        ({"page_size": 0}, "page_size: expected an integer >= 1"),
-        ({"page_size": 4.0}, "page_size: expected an integer >= 1, got 4.0"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens: expected an integer >= 0"),
-        ({"backend": "fast"}, "backend: expected one of"),
-        ({"backend": "triton"}, "backend: expected one that serves this call .*runs on cuda, got cpu"),
+        ({"query_lens": [2, 0]}, r"query_lens\[1\]: .*\b0\b.*; "),
+        ({"query_lens": [2]}, r"query_lens: .*block_table.*\b2\b.*\b1\b"),
+        ({"query_lens": torch.tensor([2, 3])}, r"query_lens: .*list of int.*\.tolist"),
+        ({"query_lens": [2.0, 3]}, "query_lens: .*list of int"),
+        ({"num_cached": [4, -1]}, r"num_cached\[1\]: .*\b0\b.*-1"),
+        ({"num_cached": [7, 0]}, r"row 0: .*\b8\b.*2 pages of 4.*7 \+ 2.*; "),
+        ({"has_sampled": [1, 0]}, "has_sampled: .*list of bool"),
+        ({"block_table": torch.zeros(2, 2)}, "block_table: .*int32.*float32"),
+        ({"block_table": [[1, 2], [3, 4]]}, r"block_table: .*\[rows, max_pages\]"),
+        ({"page_size": 0}, r"page_size: .*\b1\b.*\b0\b"),
+        ({"page_size": 4.0}, r"page_size: .*integer.*4\.0"),
+        ({"num_speculative_tokens": -1}, r"num_speculative_tokens: .*\b0\b.*-1"),
+        ({"backend": "fast"}, "backend: .*reference.*'fast'"),
+        ({"backend": "triton"}, "backend: .*reference.*triton.*cuda.*cpu"),
     ],
 )
 def test_rows_that_cannot_be_packed_are_refused(changes: dict[str, Any], message: str) -> None:
     given = arguments(**changes)
     head = [given.pop(name) for name in ("query_lens", "num_cached", "block_table")]
-    with pytest.raises(MLAError, match=message):
+    with pytest.raises(MLAError, match=f"^{message}"):
         pack_batch(*head, **given)
 
 
 def test_a_batch_of_no_rows_is_refused() -> None:
-    with pytest.raises(MLAError, match=r"block_table: expected at least one row, got \[0, 2\]"):
+    with pytest.raises(MLAError, match=r"^block_table: .*row.*\[0, 2\]"):
         pack_batch([], [], torch.zeros(0, 2, dtype=torch.int32), has_sampled=[], page_size=4)
 
 
@@ -496,17 +496,17 @@ def test_padding_does_not_count_as_a_holder_of_page_0() -> None:
 def test_a_tensor_of_another_number_of_tokens_is_refused(tensor: Any) -> None:
     given = arguments()
     head = [given.pop(name) for name in ("query_lens", "num_cached", "block_table")]
-    with pytest.raises(MLAError, match=r"per_token\[1\]: expected a tensor \[5, \.\.\.\]"):
+    with pytest.raises(MLAError, match=r"^per_token\[1\]: .*\[5, \.\.\.\]"):
         pack_batch(*head, torch.zeros(5, 2), tensor, **given)
 
 
 def test_what_is_no_segment_is_refused_where_the_batch_is_made() -> None:
     made = decode_segment(torch.zeros(2).int(), torch.ones(2, 2).int(), q_len=1, page_size=4)
-    with pytest.raises(MLAError, match=r"batch\.decode: expected a DecodeSegment .* tuple; .* unpack it"):
+    with pytest.raises(MLAError, match=r"^batch\.decode: .*DecodeSegment.*tuple.*; "):
         MLABatch(decode=made)
-    with pytest.raises(MLAError, match="batch: expected a decode segment, a prefill segment or both"):
+    with pytest.raises(MLAError, match=r"^batch: .*decode.*prefill"):
         MLABatch()
     case = make_case([3], [(4, 0)])
     other = replace(case.batch.prefill, page_size=8)
-    with pytest.raises(MLAError, match="batch: expected segments of one page size, got 4 and 8"):
+    with pytest.raises(MLAError, match=r"^batch: .*page.size.*\b4\b.*\b8\b"):
         MLABatch(case.batch.decode, other)

@@ -1,7 +1,8 @@
-"""What takes long is announced: by one warning, or by a bar on a terminal."""
+"""Slow work is announced: by one warning, or by a bar on a terminal."""
 
 import io
 import logging
+import re
 import time
 
 import pytest
@@ -28,7 +29,7 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def test_what_takes_long_is_one_warning(impatient, caplog):
+def test_slow_work_is_one_warning(impatient, caplog):
     with announce_if_slow("working"):
         wait_for(lambda: caplog.records)
         time.sleep(0.2)
@@ -38,7 +39,7 @@ def test_what_takes_long_is_one_warning(impatient, caplog):
     assert caplog.records[0].name == "mla_compile.progress"
 
 
-def test_what_is_quick_says_nothing(caplog, capsys):
+def test_quick_work_is_not_announced(caplog, capsys):
     for num_bytes in (0, 100):
         with announce_if_slow("working", num_bytes):
             pass
@@ -46,7 +47,7 @@ def test_what_is_quick_says_nothing(caplog, capsys):
 
 
 @pytest.mark.long
-def test_a_compile_is_told_of_once(impatient, caplog, monkeypatch):
+def test_a_compile_is_announced_once(impatient, caplog, monkeypatch):
     def slow(gm, example_inputs, settings):
         time.sleep(0.3)
         return gm.forward
@@ -56,14 +57,12 @@ def test_a_compile_is_told_of_once(impatient, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "mla_compile"):
         engine.generate([[1, 2, 3]] * 3, max_new_tokens=5)
     lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.progress"]
-    assert lines == [
-        "compiling the step (greedy, drafts: 1), a minute or two if it is new to this machine ..."
-    ]
+    assert len(lines) == 1 and re.match(r"compiling .*greedy.*\b1\b.*\.\.\.$", lines[0])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100])
 def test_without_stderr_nothing_is_shown(impatient, monkeypatch, num_bytes):
-    """As where a shell closed it: `2>&-`."""
+    """A shell closes it with `2>&-`."""
     monkeypatch.setattr("sys.stderr", None)
     with announce_if_slow("working", num_bytes):
         time.sleep(0.1)
@@ -81,7 +80,7 @@ def test_a_terminal_gets_a_bar_of_bytes_once_it_is_long(impatient, monkeypatch, 
     assert not caplog.records
 
 
-def test_of_several_processes_the_others_say_nothing(impatient, monkeypatch, caplog):
+def test_one_of_several_processes_announces(impatient, monkeypatch, caplog):
     err = Terminal()
     monkeypatch.setattr("sys.stderr", err)
     for num_bytes in (0, 100):

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU that is not there: what a launch would use, without launching.
+"""Triton kernels compiled for an absent GPU: what a launch would use, without launching.
 
 The kernels' own launch code runs on CPU tensors. A stand-in for the driver names the GPU; `run` stops after compiling.
 """
@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 @dataclass
 class Compiled:
-    """A kernel as the GPU's assembler left it."""
+    """A kernel's assembled code."""
 
     name: str
     shared_memory: int
@@ -43,7 +43,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 @contextmanager
 def compiled_for(capability: int) -> Iterator[list[Compiled]]:
-    """Inside, launching a kernel compiles it for compute capability 90, say, and appends it to the list."""
+    """Inside, a launch compiles the kernel for a compute capability (90, say), and appends it to the list."""
     target = GPUTarget("cuda", capability, 32)
     stand_in = SimpleNamespace(
         get_current_target=lambda: target,
@@ -61,7 +61,7 @@ def compiled_for(capability: int) -> Iterator[list[Compiled]]:
         kernels.append(Compiled(kernel.name, shared, used["REG"], spilled, kernel.asm["ptx"]))
         return kernel
 
-    active = driver._active
+    active = driver._active  # private: `driver.active` would start the default driver
     driver.set_active(stand_in)
     JITFunction.run = compile_only
     try:

@@ -1,7 +1,9 @@
-"""Triton kernels without a GPU: run in Triton's interpreter, and compiled for a GPU that is not there.
+"""Triton kernels without a GPU, in Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, and Inductor's kernels must not see it: interpreted tests live in
-files that pytest does not collect by itself (`tests/ops/interpreted/`), run in processes of their own.
+Triton reads TRITON_INTERPRET when it is imported, and Inductor's kernels must not see it: interpreted tests are in
+files that pytest does not collect by itself (`tests/ops/interpreted/`), and run in separate processes.
+
+Private parts of Triton are patched, as its interpreter has no public way to change how it runs.
 """
 
 import math
@@ -18,7 +20,7 @@ INTERPRETED = Path(__file__).parent / "ops" / "interpreted"
 
 
 def run_interpreted(marks: str) -> None:
-    """Run the tests of `tests/ops/interpreted/` that have these marks, in one process; fails with their report."""
+    """Runs tests of `tests/ops/interpreted/` with these marks, in one process; a failure shows their report."""
     command = [
         sys.executable,
         "-m",
@@ -42,7 +44,7 @@ def mend_interpreter() -> None:
     """What the interpreter of triton 3.6 lacks: `range` over kernel scalars under NumPy 2.4, bfloat16 products, float32
     of the smallest bfloat16 numbers, and the nearest bfloat16 of a float32 number.
 
-    And some speed, without which it takes three times as long.
+    And speed: without it the tests take three times as long.
     """
     import numpy as np
     import triton.language as tl
@@ -83,7 +85,7 @@ def mend_interpreter() -> None:
 
 
 def _patch_language_once_a_launch() -> None:
-    """Not again for every kernel that another calls; and Triton's built-in functions are looked for once."""
+    """Patches once, not for every kernel that another calls, and finds Triton's built-in functions once."""
     import inspect
 
     import triton.language as tl
@@ -113,10 +115,9 @@ def _patch_language_once_a_launch() -> None:
 
 
 def _keep_types_of_tensors() -> None:
-    """Dtypes, shapes and sizes are looked up, where Triton makes them anew for every tensor.
+    """Caches dtypes, shapes and sizes, which Triton makes again for every tensor.
 
-    And sums of indices are computed once, not a second time in int64 to see whether they overflow: tests have small
-    ones.
+    Sums of indices are computed once, without a second sum in int64 that detects overflow: tests have small ones.
     """
     import numpy as np
     import triton.language as tl
@@ -154,7 +155,7 @@ def _keep_types_of_tensors() -> None:
 
 
 def add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of tiles add along k one after another, as a GPU's plain cores do. (NumPy's order follows the tile.)"""
+    """Products of tiles add along k in order, like a GPU's plain cores. (NumPy's order depends on the tile.)"""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter

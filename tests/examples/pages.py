@@ -1,7 +1,7 @@
-"""What README.md and docs/ show: their blocks, and what each one's test is.
+"""The code blocks of README.md and docs/, and the test of each.
 
-A fence names its language. `python` blocks of a page are one program, from top to bottom. A comment above a fence says
-how it runs where that is not eagerly on the CPU:
+A fence names its language. `python` blocks of a page are one program, from top to bottom. A comment above a fence
+marks a block that does not run eagerly on the CPU:
 
     <!-- test: compiled -->    through Dynamo and the passes, with `aot_eager` in Inductor's place
     <!-- test: gpu -->         on a GPU only, as it stands
@@ -30,7 +30,7 @@ _INCLUDE = re.compile(r"--8<--\n(.+)\n--8<--\n")
 class Block:
     """A fenced block.
 
-    line: of its first line of code, from 1.
+    line: number of its first line of code, from 1.
     mark: one of `MARKS`.
     """
 
@@ -56,7 +56,7 @@ def pages() -> list[Path]:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks of a page. Raises ValueError for one that no test would find or know what to do with."""
+    """All blocks of a page. Raises ValueError for a block that no test would find or run."""
     text = page.read_text(encoding="utf-8")
     blocks = []
     for found in _FENCE.finditer(text):

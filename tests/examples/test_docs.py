@@ -1,4 +1,4 @@
-"""What README.md and docs/ show works: Python runs, commands run or name what there is."""
+"""README.md and docs/: Python blocks run, commands run or name flags and files that exist."""
 
 import argparse
 import importlib
@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def reader(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader's folder, which has what the pages' examples name."""
+    """A reader's folder, with the files that the examples name."""
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "checkpoint").symlink_to(checkpoint)
     for name, text in FILES.items():
@@ -84,7 +84,7 @@ def test_a_block_that_no_test_would_run_is_an_error(tmp_path: Path, text: str) -
 
 
 def programs() -> list[object]:
-    """Each page's program; once more with the blocks of a mark that only some machines run."""
+    """Each page's program; again with the blocks of a mark that only some machines run."""
     found = []
     for page in pages():
         marks = {block.mark for block in blocks_of(page) if block.language == "python" and not block.included}
@@ -174,14 +174,14 @@ def test_a_command_that_does_not_exist_is_noticed(command: str, monkeypatch: pyt
 
 
 def rule_for(words: list[str], what: str) -> "Rule":
-    """How a command is checked; one that no rule is for fails."""
+    """How a command is checked; a command without a rule fails."""
     rules = [rule for start, rule in RULES.items() if words[: len(start)] == list(start)]
     assert len(rules) == 1, f"{what} is no command that this test knows"
     return rules[0]
 
 
 def runs(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mla-compile`, eagerly, with few tokens, in one process; `serve` up to where it would begin to."""
+    """`mla-compile`, eagerly, with few tokens, in one process; `serve` stops before it serves."""
     words = ["1" if before == "--tensor-parallel-size" else word for before, word in pairwise(["", *words])]
     few = ["--max-new-tokens", NEW_TOKENS] if words[1] in ("generate", "demo") else []
     few *= "--max-new-tokens" not in words and "--help" not in words
@@ -208,7 +208,7 @@ def is_an_extra(words: list[str], _: pytest.MonkeyPatch) -> None:
 
 
 def has_such_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark, up to where it would begin to measure."""
+    """A benchmark; it stops before it measures."""
 
     class ParsedError(Exception):
         pass
@@ -228,7 +228,7 @@ def has_such_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_a_launch_of_torch(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """Of the page's own program, which tests/parallel runs."""
+    """The launch of the page's own program, which tests/parallel runs."""
     assert words[1:3] == ["--standalone", "--nproc-per-node"] and words[4:] == ["program.py"], words
 
 

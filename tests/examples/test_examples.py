@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The example as `python examples/NAME.py` sees it: with its own folder on the path.
 
-    What it makes the passes log, they do not log in later tests.
+    Its log settings do not last into later tests.
     """
     torch.compiler.reset()
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -91,7 +91,7 @@ def test_generation_with_and_without_drafts_prints_the_same_text(
 
 
 @runs("requests_over_time")
-def test_requests_over_time_are_served_side_by_side(
+def test_requests_over_time_are_served_together(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example.main(max_tokens=8, compile=False)
@@ -106,7 +106,7 @@ def test_requests_over_time_are_served_side_by_side(
 def test_plain_mla_gives_the_same_tokens_absorbed(
     example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What it compares ours with is torch's business.
+    # The other side of its comparison is torch's.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     example.main(num_layers=1, max_len=64, new_tokens=4)
     *steps, ratio = [line for line in lines_of(capsys) if "ms a step" in line or "times as fast" in line]

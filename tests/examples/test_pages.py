@@ -1,4 +1,4 @@
-"""Figures are those of the committed results, lines are short, every public name has its place on the API pages."""
+"""Figures are those of the committed results, lines are short, every public name is on the API pages."""
 
 import random
 import re
@@ -93,7 +93,7 @@ def test_links_of_notes_lead_to_files(page: Path) -> None:
 
 
 def quoted(page: Path) -> set[str]:
-    """What a page has in backticks, code blocks left out."""
+    """Text in backticks on a page, without code blocks."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return set(re.findall(r"`([^`\n]+)`", text))
 

@@ -1,8 +1,8 @@
-"""What every decode backend must do, whatever the device: `DecodeConformance` is the one list, run for each of them.
+"""What every decode backend must do on every device: `DecodeConformance`, run for each backend.
 
-What the batch-invariant ones must do besides is `DecodeInvariance`. `test_decode_conformance.py` runs both on the CPU,
+`DecodeInvariance` is for the batch-invariant backends. `test_decode_conformance.py` runs both on the CPU,
 `interpreted/decode.py` in Triton's interpreter and `../test_gpu_kernels.py` on a GPU. Each defines a fixture `subject`
-and a subclass. Every case has NaN in all that no row owns, page 0 and the tails of last pages included, and huge
+and a subclass. Every case has NaN in memory that no row owns, also page 0 and the tails of last pages, and huge
 numbers in unused table entries (`decode_case`); `check_decode` compares out and lse with float64, row by row.
 """
 
@@ -26,7 +26,7 @@ INVARIANT = [backend for backend in DECODE_BACKENDS if backend.batch_invariant]
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend on a device, with the sizes that its cases have unless a test wants others."""
+    """A backend on a device, with the default sizes of its cases."""
 
     backend: DecodeBackend
     device: str = "cpu"
@@ -37,7 +37,7 @@ class Subject:
     dtype: torch.dtype = torch.float32
 
     def case(self, lengths: list[int], **sizes: Any) -> DecodeCase:
-        """A case that the backend takes; the test is skipped where it declares not to."""
+        """A case that the backend accepts; other cases skip the test."""
         names = ("device", "heads", "rank", "rope", "page_size", "dtype")
         case = decode_case(lengths, **{name: getattr(self, name) for name in names} | sizes)
         unmet = replace(self.backend, device_types=None).why_not(
@@ -88,7 +88,7 @@ class DecodeConformance:
 
     def test_queries_may_have_any_strides(self, subject: Subject) -> None:
         case = subject.case([20, 5], q_len=2)
-        # As a batched product over heads leaves them, as a slice of wider heads, and with the width outermost.
+        # The output of a batched product over heads, a slice of wider heads, and the width outermost.
         by_head = case.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
         of_wider = torch.cat([case.q_pe, case.q_pe], -1)[..., : subject.rope]
         for strided in (
@@ -102,7 +102,7 @@ class DecodeConformance:
         first = subject.run(case)
         assert all(map(torch.equal, first, subject.run(case)))
         other = replace(case, q_latent=case.q_latent.clone(), q_pe=case.q_pe.clone())
-        padding = [2, 3, 5]  # the tokens of the inactive row, and the one of the third that does not count
+        padding = [2, 3, 5]  # the tokens of the inactive row, and the invalid one of the third
         other.q_latent[padding], other.q_pe[padding] = torch.nan, torch.inf
         other.kv_cache = case.kv_cache.nan_to_num(nan=1e4)
         other.block_table = torch.where(case.block_table == HUGE, -HUGE, case.block_table)
@@ -155,7 +155,7 @@ class DecodeConformance:
 
 @dataclass(frozen=True)
 class Shown:
-    """A row of a call: a text up to the token `stop`, of which the last `valid` are queries; none where it is 0."""
+    """A row of a call: a text up to the token `stop`, whose last `valid` tokens are queries."""
 
     text: int
     stop: int
@@ -163,7 +163,7 @@ class Shown:
 
 
 class Texts:
-    """Texts that are cached to their ends, with queries for all their tokens, and calls that show parts of some."""
+    """Fully cached texts with queries for all their tokens, and calls with parts of them."""
 
     def __init__(self, subject: Subject, lengths: list[int], **sizes: Any) -> None:
         self.subject, self.lengths = subject, lengths
@@ -174,7 +174,7 @@ class Texts:
     def call(
         self, rows: list[Shown], q_len: int, more_columns: int = 0
     ) -> dict[tuple[int, int], list[Tensor]]:
-        """out and lse of every query, by its text and position. All that nobody sees in this call is NaN."""
+        """out and lse of every query, by its text and position. Memory that no query sees is NaN."""
         page_size = self.case.kv_cache.shape[1]
         used = [-(-row.stop // page_size) for row in rows]
         table = self.case.block_table.new_full((len(rows), max(1, *used) + more_columns), HUGE)
@@ -211,7 +211,7 @@ class Texts:
 
 
 class DecodeInvariance:
-    """A token has the bits that it has alone, as the only row of one token in the narrowest table, in every call."""
+    """In every call a token has its bits as the only row of one token in the narrowest table."""
 
     borders: tuple[int, ...] = (1, 16, 64, 256, 512)
     """Of pages, tiles, splits and what a backend sums at a time: the texts end, and tokens are, about these."""

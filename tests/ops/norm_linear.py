@@ -1,4 +1,4 @@
-"""What `norm_linear` must do, whatever computes it."""
+"""What every implementation of `norm_linear` must do."""
 
 from collections.abc import Callable
 from itertools import product
@@ -13,8 +13,8 @@ EPS = 1e-5
 
 
 def check(norm_linear: NormLinear, dtype: torch.dtype, tokens: int, k: int, device: str = "cpu") -> None:
-    """Of drawn tokens: near float64, with and without residual and weight of the norm, rows of any distance, weights
-    in their dtype and in FP8, one or two that lie side by side."""
+    """Drawn tokens: near float64, with and without residual and weight of the norm, rows of any stride, weights
+    in their dtype and in FP8, one or two adjacent ones."""
     generator = torch.Generator().manual_seed(k)
     wide, other = (torch.randn(tokens, k + 24, generator=generator).to(device, dtype) for _ in range(2))
     factor = torch.randn(k, generator=generator).to(device, dtype)
@@ -39,5 +39,5 @@ def check(norm_linear: NormLinear, dtype: torch.dtype, tokens: int, k: int, devi
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
             if residual is None:
                 assert total.shape == (0, k)
-            else:  # Triton's interpreter cuts digits off where it should round
+            else:  # Triton's interpreter truncates instead of rounding
                 torch.testing.assert_close(total, added, rtol=torch.finfo(dtype).eps, atol=0)

@@ -1,8 +1,8 @@
-"""What every implementation of `mla_prefill` must do, whatever the device: `PrefillConformance`, run for each of them.
+"""What every implementation of `mla_prefill` must do on every device: `PrefillConformance`, run for each.
 
 `test_prefill.py` runs it on the CPU, `interpreted/prefill.py` in Triton's interpreter and `../test_gpu_kernels.py` on
-a GPU. Each defines a fixture `subject` and a subclass. Every case has NaN in all that no row owns, page 0 included.
-What the batch-invariant ones must do besides is `PrefillInvariance`.
+a GPU. Each defines a fixture `subject` and a subclass. Every case has NaN in memory that no row owns, also page 0.
+`PrefillInvariance` is for the batch-invariant ones.
 """
 
 import random
@@ -27,7 +27,7 @@ Chunks = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation on a device, with the sizes that its cases have unless a test wants others."""
+    """An implementation on a device, with the default sizes of its cases."""
 
     row: Candidate
     device: str = "cpu"
@@ -41,7 +41,7 @@ class Subject:
     drawn_weights: bool = False  # of `Texts`
 
     def case(self, chunks: Chunks, **sizes: Any) -> Case:
-        """chunks: (length, tokens cached before) of each. The test is skipped where the row declares not to take it."""
+        """chunks: (length, tokens cached before) of each. Skips the test if the implementation rejects them."""
         names = ("dtype", "heads", "nope", "rope", "v", "rank")
         given = {name: getattr(self, name) for name in names} | sizes
         facts = {
@@ -114,7 +114,7 @@ class PrefillConformance:
         for start in range(0, 20, chunk):
             subject.check([(min(chunk, 20 - start), start)])
 
-    def test_nobody_is_spoilt_by_a_neighbours_latents_that_are_no_numbers(self, subject: Subject) -> None:
+    def test_a_neighbours_nan_latents_change_no_other_row(self, subject: Subject) -> None:
         for chunks in ([(5, 3), (7, 0), (4, 2)], [(70, 0), (3, 200), (130, 0)]):
             q, kv_cache, *others = prefill_args(subject.case(chunks))
             cu_seqlens_q, cu_seqlens_k, key_slots = others[2:5]
@@ -156,10 +156,10 @@ class PrefillConformance:
 
 
 class Texts:
-    """Texts that are cached to their ends, with queries for all their tokens, and calls that have chunks of some.
+    """Fully cached texts with queries for all their tokens, and calls with chunks of them.
 
-    Unless weights are drawn, the numbers of a key and of a value are single elements of a latent: then the product that
-    makes them has the same bits whoever multiplies.
+    Unless weights are drawn, the elements of a key and of a value are single elements of a latent, so every
+    implementation of the product that makes them gives the same bits.
     """
 
     def __init__(self, subject: Subject, lengths: list[int], **sizes: Any) -> None:
@@ -175,7 +175,7 @@ class Texts:
         self.whole = [self.call([(text, 0, n)])[0] for text, n in enumerate(lengths)]
 
     def call(self, chunks: list[tuple[int, int, int]], **padding: int) -> tuple[Tensor, ...]:
-        """Attention of chunks: text, first token and the one behind the last. What nobody sees in the call is NaN."""
+        """Attention of chunks (text, first token, end). Memory that no query sees is NaN."""
         texts, starts, _ = map(list, zip(*chunks))
         segment, _ = prefill_segment(
             [stop - start for _, start, stop in chunks],
@@ -203,7 +203,7 @@ class Texts:
 
 
 def one_each(weight: Tensor) -> Tensor:
-    """Like a weight `[heads, n, rank]`, but in each row one 1 and zeros."""
+    """Like a weight `[heads, n, rank]`, but with one 1 and zeros along the last dimension."""
     chosen = torch.randint(
         weight.shape[2], (*weight.shape[:2], 1), generator=torch.Generator().manual_seed(0)
     )
@@ -211,7 +211,7 @@ def one_each(weight: Tensor) -> Tensor:
 
 
 class PrefillInvariance:
-    """A token has the bits that it has where its text is one chunk, alone, in every call."""
+    """In every call a token has the bits of a call with its text alone, in one chunk."""
 
     borders: tuple[int, ...] = (1, 16, 64, 256)
     """Of tiles and of what an implementation sums at a time: the texts end, and chunks are cut, about these."""
@@ -234,7 +234,7 @@ class PrefillInvariance:
     def test_parts_and_rows_that_have_no_key_in_some(
         self, subject: Subject, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A chunk that goes beyond a multiple of MAX_KEYS would have other parts; whoever cuts prompts cuts there."""
+        """Chunks end at multiples of MAX_KEYS: a chunk beyond one would be split into other parts."""
         size = 48
         monkeypatch.setattr(segments, "MAX_KEYS", size)
         texts = Texts(subject, [3 * size, size, 9])

@@ -1,4 +1,4 @@
-"""What `fused_rms_norm` and `fused_add_rms_norm` must do, whatever computes them."""
+"""What every implementation of `fused_rms_norm` and `fused_add_rms_norm` must do."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 
 
 def check(norm: Norm, add_norm: AddNorm, dtype: torch.dtype, columns: int, device: str = "cpu") -> None:
-    """Of drawn rows: near float64, and a row's bits alone, anywhere in a batch, and in views of all kinds.
+    """Drawn inputs: near float64, and the same bits alone, anywhere in a batch, and in views of all kinds.
 
     The sum is near torch's, and its norm has the bits of the norm alone.
     """
@@ -30,7 +30,7 @@ def check(norm: Norm, add_norm: AddNorm, dtype: torch.dtype, columns: int, devic
         for rows, view in views(x, columns):
             assert torch.equal(norm(view, factor, 1e-5), normed[rows]), rows
         of_sum, total = add_norm(x, residual, factor, 1e-5)
-        # Triton's interpreter cuts digits off where it should round.
+        # Triton's interpreter truncates instead of rounding.
         torch.testing.assert_close(total, x + residual, rtol=torch.finfo(dtype).eps, atol=0)
         assert torch.equal(of_sum, norm(total, factor, 1e-5))
         for rows, view in views(x, columns):

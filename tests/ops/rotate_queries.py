@@ -1,4 +1,4 @@
-"""Cases of `mla_rotate_queries`, and what must come of them on every device."""
+"""Cases of `mla_rotate_queries`, and their results on every device."""
 
 import torch
 from torch import Tensor
@@ -33,13 +33,13 @@ def rotation_case(
 def whole(case: Case) -> Tensor:
     """The queries with their other columns."""
     q_pe = case[0]
-    base = q_pe._base
+    base = q_pe._base  # private: torch has no public way from a view to its tensor
     assert base is not None
     return base
 
 
 def expected(case: Case) -> Tensor:
-    """All columns of what the queries must become, in float64."""
+    """The expected queries with their other columns, in float64."""
     q_pe, cos, sin, *layout = case
     out = whole(case).double()
     out[..., -q_pe.shape[2] :] = rotate(q_pe.double(), cos.double()[:, None], sin.double()[:, None], *layout)

@@ -1,4 +1,4 @@
-"""What `moe_router` must do, whatever computes it."""
+"""What every implementation of `moe_router` must do."""
 
 import random
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ROUTINGS: dict[str, tuple[int, tuple[Any, ...]]] = {
 
 
 def router_args(name: str, tokens: int, hidden: int, dtype: torch.dtype, device: str = "cpu") -> list[Any]:
-    """Arguments of the op whose choices are no near-ties."""
+    """Arguments of the op without near-ties."""
     experts, rest = ROUTINGS[name]
     generator = torch.Generator().manual_seed(experts + tokens)
     x, weight, bias = (
@@ -31,7 +31,7 @@ def router_args(name: str, tokens: int, hidden: int, dtype: torch.dtype, device:
     )
     weight, bias = weight / hidden**0.5, None if rest[3] else 0.1 * bias.float()
     logits, choices = x.double() @ weight.double().T, []
-    for _ in range(5):  # a near-tie is chosen otherwise by scores that are a little off
+    for _ in range(5):  # rounding may turn the choice of a near-tie
         off = 1e-5 * torch.randn(logits.shape, generator=generator, dtype=torch.float64)
         choices.append(choose_experts(logits + off, bias, *rest)[1].sort(1).values)
     clear = torch.stack([choice == choices[0] for choice in choices]).all(0).all(1)
@@ -56,7 +56,7 @@ def check(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) -> None
 
 
 def check_bits(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) -> None:
-    """A token's bits are the same alone, anywhere in a batch, and in rows that lie apart."""
+    """A token's bits are the same alone, anywhere in a batch, and in strided tensors."""
     x, weight, bias, *rest = args
     weights, ids = router(*args)
     rng = random.Random(len(x))
@@ -71,11 +71,11 @@ def check_bits(router: Callable[..., tuple[Tensor, Tensor]], args: list[Any]) ->
 
 
 def check_after_norm(norm_router: Callable[..., tuple[Tensor, ...]], args: list[Any]) -> None:
-    """Norm and sum near torch's; the choice is that of the norm as it is rounded."""
+    """Norm and sum are near torch's; the choice is that of the rounded norm."""
     x, *rest = args
     generator = torch.Generator().manual_seed(len(x))
     residual = torch.randn(x.shape, generator=generator).to(x)
-    # What is normed to about the rows whose choices are no near-ties.
+    # Its norm is about the tokens without near-ties.
     given = (x - residual).to(x.dtype)
     for norm_weight in (None, torch.ones_like(x[0])):
         normed, total, weights, ids = norm_router(given, residual, norm_weight, 1e-5, *rest)

@@ -1,4 +1,4 @@
-"""What `row_argmax` must do, whatever computes it."""
+"""What every implementation of `row_argmax` must do."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def rows_of(count: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def check(argmax: Argmax, x: Tensor) -> None:
-    """torch's `argmax`, of rows that are alone, apart, at odd addresses or one in memory, too."""
+    """torch's `argmax`; also of single, strided, misaligned and expanded rows."""
     whole = argmax(x)
     assert whole.dtype == torch.int64 and torch.equal(whole, x.argmax(dim=-1))
     last, columns = x[-1:], x.shape[1]

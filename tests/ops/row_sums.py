@@ -1,4 +1,4 @@
-"""What `batch_invariant_sum` must do, whatever computes it."""
+"""What every implementation of `batch_invariant_sum` must do."""
 
 import random
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Sum = Callable[[Tensor], Tensor]
 
 
 def check(row_sum: Sum, dtype: torch.dtype, columns: int, device: str = "cpu") -> None:
-    """Of drawn rows: near float64, and a row's bits alone, anywhere in a batch, and in views of all kinds."""
+    """Drawn inputs: near float64, and the same bits alone, anywhere in a batch, and in views of all kinds."""
     x = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns)).to(device, dtype)
     whole = row_sum(x)
     assert whole.dtype == torch.promote_types(dtype, torch.float32) and whole.shape == (7,)
@@ -20,7 +20,7 @@ def check(row_sum: Sum, dtype: torch.dtype, columns: int, device: str = "cpu") -
 
 
 def views(x: Tensor, columns: int) -> list[tuple[slice, Tensor]]:
-    """Rows of `x` and tensors that hold them: alone, together, apart, at odd addresses, columns first."""
+    """Matrix rows of `x` and tensors that hold them: alone, together, strided, misaligned, columns first."""
     found = []
     rng = random.Random(columns)
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""`batch_invariant_matmul`: bits on the CPU, who serves it, how cuBLAS is tried (by a product that stands in for it).
+"""`batch_invariant_matmul`: bits on the CPU, which kernel serves a call, how cuBLAS is tried (with a stand-in for it).
 
 The kernel's results: `test_interpreted.py`; a GPU's bits: `tests/test_gpu_kernels.py`.
 """
@@ -44,7 +44,7 @@ def parts(draw: random.Random, tokens: int) -> Iterator[slice]:
 
 
 def elsewhere(draw: random.Random, x: Tensor) -> Tensor:
-    """The same values in memory that begins anywhere, strided as they are or not."""
+    """The same values at another offset, with the same or other strides."""
     if draw.random() < 0.3:
         return x
     shape = (*x.shape[:-1], x.shape[-1] + draw.randint(0, 20))
@@ -124,7 +124,7 @@ def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
     assert not shapes.guards
 
 
-# Who serves a call.
+# Which kernel serves a call.
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
     ],
     ids=str,
 )
-def test_who_serves_a_call(
+def test_which_kernel_serves_a_call(
     machine: object, dtype: torch.dtype, bits: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
@@ -166,7 +166,7 @@ def test_who_serves_a_call(
     ],
     ids=str,
 )
-def test_who_serves_one_matrix(
+def test_which_kernel_serves_one_matrix(
     machine: object,
     n: int,
     dtype: torch.dtype,
@@ -208,10 +208,10 @@ def test_symbolic_sizes_of_weights_are_not_tried_and_add_no_guard(monkeypatch: p
 
 
 @pytest.mark.parametrize("strides", [(192, None, 1), (None, 192, 1), (3072, 192, 1)], ids=str)
-def test_strides_that_nobody_knows_add_no_guard(
+def test_symbolic_strides_add_no_guard(
     strides: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None: as far as all tokens are. Transformers' queries lie by head, and Inductor asks of them as they will lie."""
+    """None: the stride of all tokens. Transformers' queries are laid out by head; Inductor asks with those strides."""
     monkeypatch.setattr(cublas, "_as_contiguous", {})
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
@@ -221,6 +221,7 @@ def test_strides_that_nobody_knows_add_no_guard(
         )
         weights = cublas.weights_of(x, torch.empty(16, 128, 64, dtype=torch.half))
         assert weights is not None
+        # Private: the public call would try these strides, which a fake tensor cannot.
         cublas._as_contiguous[weights, (3072, 192)] = True
         assert cublas._takes_as_is(weights, x) == (None not in strides)
     assert not shapes.guards
@@ -230,7 +231,7 @@ def test_strides_that_nobody_knows_add_no_guard(
 
 
 class Library:
-    """A product that adds the halves of k by themselves for `splits(tokens)`; it counts its calls."""
+    """A product that adds the halves of k separately if `splits(tokens)`, and counts its calls."""
 
     def __init__(self, splits: Callable[[int], bool]) -> None:
         self.splits, self.calls, self.recording = splits, 0, False
@@ -249,6 +250,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library(lambda tokens: False)
+    # Private: the product of cuBLAS has a stand-in, and the answers so far, cached in the process, are set aside.
     monkeypatch.setattr(cublas, "_product", made.product)
     monkeypatch.setattr(cublas, "NUMBERS", (*range(1, 20), 31, 32, 63, 64, 65, 127, 128, 129, 255, 256, 300))
     monkeypatch.setattr(cublas, "_same_bits", {})
@@ -285,6 +287,7 @@ def test_whether_bits_are_the_same_in_any_batch(
 @pytest.mark.parametrize("groups", [1, 3])
 def test_many_tokens_are_divided(groups: int, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library.splits = lambda tokens: tokens > 300
+    # Private: the limit is too large for a test.
     monkeypatch.setattr(cublas, "_MOST_OUTPUT", 290 * groups * 24)
     x, w = arguments(1000, groups, dtype=torch.float16)
     whole = cublas.multiply(x, w)
@@ -313,7 +316,8 @@ def test_compiling_tries_with_real_tensors_and_the_callers_random_numbers_stay(l
     with torch.no_grad():
         torch._dynamo.mark_dynamic(x, 0)
         compiled(x, w)
-    assert library.calls > 50 and cublas._same_bits == {cublas.weights_of(x, w): True}
+    calls = library.calls
+    assert calls > 50 and cublas.has_same_bits(x, w) and library.calls == calls, "known by now"
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -331,7 +335,7 @@ def test_strides_of_x_that_give_other_bits_are_made_contiguous(
     monkeypatch.setattr(cublas, "_product", product)
     expected = cublas.multiply(x.contiguous(), w)
     cublas.has_same_bits(x, w)
-    library.recording = True  # what is not known by now is not found out
+    library.recording = True  # no new shape is tried
     assert torch.equal(cublas.multiply(x, w), expected)
     assert seen[-1] == ((256, 128) if differs else (512, 256))
     assert torch.equal(cublas.multiply(x.mT.contiguous().mT, w), expected)
@@ -354,7 +358,7 @@ def test_what_is_tried_shows_its_order_in_most_elements(
 ) -> None:
     monkeypatch.setattr(cublas, "NUMBERS", (1, 8))
     weights = cublas.Weights(torch.device("cpu"), dtype, 2, k, 16, (16 * k, 1, k))
-    x, w = cublas._draw(weights)
+    x, w = cublas._draw(weights)  # private: a trial does not return its inputs
     assert all(map(torch.equal, (x, w), cublas._draw(weights))) and x.shape == (8, 2, k)
     assert w.shape == (2, k, 16) and w.stride() == weights.strides
 
@@ -369,7 +373,7 @@ def test_what_is_tried_shows_its_order_in_most_elements(
     assert (whole.to(dtype) != split.to(dtype)).float().mean() > 0.6
 
 
-# With which tiles the kernel runs, and what the compiler makes of them.
+# The tiles of the kernel, and the compiled code.
 
 SIZES = [(tokens, n) for tokens in (1, 17, 33, 65, 129, 552, 4096) for n in (64, 2048, 5120, 10240, 154880)]
 
@@ -389,7 +393,7 @@ MMA, WGMMA, TCGEN05 = "mma.sync.aligned.m16n8k16", "wgmma.mma_async.sync.aligned
 @pytest.mark.parametrize(
     ("device", "dtype", "instructions"),
     [
-        (H200, torch.bfloat16, (MMA, WGMMA)),  # that these two give the same bits, only an H200 can say
+        (H200, torch.bfloat16, (MMA, WGMMA)),  # only an H200 shows that these two give the same bits
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

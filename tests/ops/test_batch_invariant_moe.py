@@ -95,7 +95,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_who_serves_a_call(
+def test_which_kernel_serves_a_call(
     machine: object,
     dtype: torch.dtype,
     tokens: int,

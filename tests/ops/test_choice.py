@@ -1,7 +1,8 @@
-"""Which implementation serves a call of an op, on machines that are not there: tensors are fake, devices described."""
+"""Which implementation serves a call of an op, with fake tensors on described devices."""
 
 import logging
 import random
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -37,7 +38,7 @@ DTYPES = (*HALF, torch.float32, torch.float64)
 
 
 def mostly(draw: random.Random, good: list[Any], bad: list[Any]) -> Any:
-    """Nine times out of ten what a kernel takes: a call that lacks one thing only says which things matter."""
+    """Nine times out of ten a good value: a call with one bad value shows that it matters."""
     return draw.choice(good if draw.random() < 0.9 else bad)
 
 
@@ -142,7 +143,7 @@ KERNEL_SERVES: dict[str, Callable[..., bool]] = {
 
 
 def on(machine: Any, patch: pytest.MonkeyPatch, *, triton: bool = True) -> None:
-    """Make every device of type "cuda" that machine: None for none, "hip", or an NVIDIA GPU's compute capability."""
+    """Makes every device of type "cuda" that machine: None for none, "hip", or an NVIDIA GPU's compute capability."""
 
     def describe(device: torch.device) -> tuple[str, tuple[int, int] | None]:
         if device.type != "cuda":
@@ -151,7 +152,13 @@ def on(machine: Any, patch: pytest.MonkeyPatch, *, triton: bool = True) -> None:
 
     for module in (library, backends):
         patch.setattr(module, "describe_device", describe)
+    # Private, as the packages of a test's machine are those of this one.
     patch.setattr(implementations, "_installed", lambda package: triton and package == "triton")
+    forget_choices()
+
+
+def forget_choices() -> None:
+    """Choices of a machine are cached for the life of a process; only tests change the machine."""
     library._candidates_on.cache_clear()
     backends.select_backend.cache_clear()
 
@@ -159,8 +166,7 @@ def on(machine: Any, patch: pytest.MonkeyPatch, *, triton: bool = True) -> None:
 @pytest.fixture(autouse=True)
 def forget_the_machine():
     yield
-    library._candidates_on.cache_clear()
-    backends.select_backend.cache_clear()
+    forget_choices()
 
 
 def fake(args: tuple[Any, ...], machine: Any) -> tuple[Any, ...]:
@@ -231,7 +237,7 @@ ORDINARY: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     ],
     ids=str,
 )
-def test_who_serves_an_ordinary_call(
+def test_which_kernel_serves_an_ordinary_call(
     op: str, machine: Any, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
@@ -253,7 +259,7 @@ def test_who_serves_an_ordinary_call(
     ],
     ids=str,
 )
-def test_who_serves_a_decode_call(
+def test_which_backend_serves_a_decode_call(
     machine: Any,
     dtype: torch.dtype,
     widths: tuple[int, int],
@@ -308,12 +314,11 @@ def test_short_extends_of_long_texts_are_absorbed_and_nothing_else(monkeypatch: 
             parts,
         )
     ((_, reason),) = choose("mla_prefill", fake(prefill_of(8, 16), (9, 0))).rejected
-    assert reason == f"supports keys per token of {least} or more, got 2"
+    assert re.search(rf"keys per token .*\b{least}\b.*\b2$", reason)
     asked = choose("mla_prefill", fake(prefill_of(16, 8208, batch_invariant=True), (9, 0)))
     assert asked.chosen.name == "flash_attn"
-    assert asked.rejected == (
-        ("absorbed", "is not batch-invariant: a token's bits depend on the rest of the batch"),
-    )
+    ((name, reason),) = asked.rejected
+    assert name == "absorbed" and "bits" in reason
 
 
 def test_a_reason_names_what_is_supported_and_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,16 +355,13 @@ def test_some_candidate_of_every_table_serves_every_call_and_functions_exist() -
 
 
 def serves_every_call(candidate: Candidate) -> bool:
-    anywhere = candidate.device_types is None and not candidate.packages and candidate.capturable
-    return (
-        anywhere
+    anywhere = (
+        candidate.device_types is None
+        and not candidate.packages
+        and candidate.capturable
         and callable(candidate.load())
-        and candidate.constraints
-        in (
-            {},
-            {"dtype": DTYPES},
-        )
-    )  # every float dtype is all that an op takes
+    )
+    return anywhere and candidate.constraints in ({}, {"dtype": DTYPES})  # an op takes no other dtypes
 
 
 X, W, COLUMNS = torch.ones(3, 4), torch.ones(5, 4), torch.ones(2, 4, 6)
@@ -385,6 +387,7 @@ def test_candidates_limit_nothing_but_facts_of_their_op() -> None:
     """Another fact would be unknown, and an unknown fact limits nothing."""
     limited = [op for op, table in tables.items() if any(candidate.constraints for candidate in table)]
     assert {*limited} == {*ANY_CALL, "mla_decode"}
+    # Private: a choice shows only the facts that its candidates limit.
     facts = {op: {*library._facts_of[op](args)} for op, args in ANY_CALL.items()}
     facts["mla_decode"] = {*backends.decode_call(decode_case([5, 3]).operands(), captured=False).facts}
     for op in limited:
@@ -394,7 +397,7 @@ def test_candidates_limit_nothing_but_facts_of_their_op() -> None:
 
 def test_a_pass_asks_by_facts_that_limit_the_kernel() -> None:
     assert not first_serves(tables["moe_router"], X, experts=8)
-    with pytest.raises(AssertionError, match=r"router_triton .*'experts'.*, got {'expert': 8}"):
+    with pytest.raises(AssertionError, match=r"router_triton.*'experts'.*{'expert': 8}"):
         first_serves(tables["moe_router"], X, expert=8)
 
 
@@ -413,17 +416,14 @@ def test_a_batch_invariant_candidate_serves_every_call_that_asks_for_one_and_no_
             assert chosen.name == asked, f"seed {seed}"
 
 
-def test_the_log_has_each_kind_of_call_once_with_its_candidate_and_reasons(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    library._log_once.cache_clear()
+def test_the_log_names_once_the_kernel_of_a_kind_of_call_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    library._log_once.cache_clear()  # private: earlier tests may have logged this choice
     caplog.set_level(logging.DEBUG, logger="mla_compile")
     args = ORDINARY["mla_append"](torch.float32)
     for _, tokens in product(range(2), (3, 2)):
         torch.ops.mla_compile.mla_append(args[0][:tokens], args[1][:tokens], args[2], args[3][:tokens])
-    assert [record.getMessage() for record in caplog.records] == [
-        "implementation of mla_append:\ntriton: runs on cuda, got cpu\nreference: chosen (plain torch, any device)"
-    ]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert re.search(r"mla_append\b.*\n.*triton\b.*cuda.*cpu\n.*reference\b.*plain torch", message)
 
 
 def echo(*args: object) -> tuple[object, ...]:

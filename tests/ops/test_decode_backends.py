@@ -59,6 +59,7 @@ def limited(backend: DecodeBackend, **limits: range) -> DecodeBackend:
 
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Private, as a package counts as installed only if this machine has it.
     monkeypatch.setattr(implementations, "_installed", lambda package: True)
     select_backend.cache_clear()
     yield
@@ -152,21 +153,14 @@ def test_batch_invariant_kernels_serve_where_the_others_do_and_plain_torch_all_e
 
 def test_a_backend_that_is_asked_for_by_name_serves_or_is_refused_with_those_that_do() -> None:
     assert select_backend(GLM, "reference").chosen is REFERENCE
-    with pytest.raises(MLAError) as refused:
-        select_backend(wide := glm(kv_lora_rank=1024), "triton")
-    assert str(refused.value) == (
-        f"backend: expected one that serves this call ({serving(wide)}), got triton, which supports "
-        "kv_lora_rank of 16..512 by 16, got 1024"
-    )
-    names = ", ".join(BACKENDS)
-    with pytest.raises(MLAError, match=rf"^backend: expected one of {names}, or None, got 'fast'"):
+    wide, exact = glm(kv_lora_rank=1024), replace(GLM, batch_invariant=True)
+    with pytest.raises(MLAError, match=rf"^backend: .*\({serving(wide)}\).*triton.*kv_lora_rank.*512.*1024"):
+        select_backend(wide, "triton")
+    with pytest.raises(MLAError, match=rf"^backend: .*{', '.join(BACKENDS)}.*None.*'fast'"):
         select_backend(GLM, "fast")
     assert select_backend(GLM, "triton_invariant").chosen is TRITON_INVARIANT, "asked for by name alone"
-    with pytest.raises(MLAError) as refused:
-        select_backend(exact := replace(GLM, batch_invariant=True), "gluon")
-    assert str(refused.value) == (
-        f"backend: expected one that serves this call ({serving(exact)}), got gluon, which {BATCH_DEPENDENT}"
-    )
+    with pytest.raises(MLAError, match=rf"^backend: .*\({serving(exact)}\).*gluon.* bits"):
+        select_backend(exact, "gluon")
 
 
 def is_flattened(backend: DecodeBackend, q_len: int, heads: int = 20, *, has_q_lens: bool = False) -> bool:
@@ -181,7 +175,7 @@ def is_flattened(backend: DecodeBackend, q_len: int, heads: int = 20, *, has_q_l
     ("support", "q_len", "has_q_lens", "flattened"),
     [
         ("SINGLE_ONLY", 1, False, False),
-        ("SINGLE_ONLY", 1, True, True),  # q_lens may say 0
+        ("SINGLE_ONLY", 1, True, True),  # q_lens may be 0
         ("SINGLE_ONLY", 4, False, True),
         ("UNIFORM", 4, False, False),
         ("UNIFORM", 4, True, True),
@@ -216,7 +210,7 @@ def test_decode_takes_a_backend_by_name() -> None:
         check_decode(case, got)
     with pytest.raises(
         MLAError,
-        match=r"^backend: expected .*\(.*reference.*\), got triton, which runs on cuda, got cpu",
+        match=r"^backend: .*reference.*triton.*cuda.*cpu",
     ):
         mla_decode(*tensors, q_len=q_len, q_lens=q_lens, softmax_scale=scale, backend="triton")
 
@@ -251,7 +245,7 @@ def test_no_rows_need_no_backend() -> None:
 def test_attention_refuses_a_segments_backend_before_it_touches_the_cache() -> None:
     case = make_case([3, 6], poison=False)
     before = case.kv_cache.clone()
-    with pytest.raises(MLAError, match=r"^backend: .*triton, which runs on cuda, got cpu"):
+    with pytest.raises(MLAError, match=r"^backend: .*triton.*cuda.*cpu"):
         mla_attention(*case.args()[:7], MLABatch(decode=replace(case.batch.decode, backend="triton")), 0.2)
     assert torch.equal(case.kv_cache, before)
     chosen = MLABatch(decode=replace(case.batch.decode, backend="reference"))

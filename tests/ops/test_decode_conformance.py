@@ -1,4 +1,4 @@
-"""The conformance suite on the CPU: plain torch, and what becomes of the backends that take less than it does."""
+"""The conformance suite on the CPU: plain torch, alone and as a backend with constraints."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def test_the_suite_notices_a_backend_that_is_not_batch_invariant(row: Shown) -> 
 
 
 def sums_by_batch(operands: DecodeOperands) -> tuple[Tensor, Tensor]:
-    """What the shapes of products depending on the batch may come to: a unit in the last place."""
+    """The difference, a unit in the last place, that product shapes which depend on the batch may make."""
     out, lse = decode_torch(operands)
     return out if operands.q_latent.shape[0] * operands.block_table.shape[1] == 5 else out.nextafter(
         out + 1

@@ -1,4 +1,4 @@
-"""Kernels that start early: they wait before they read or write, which only the compiled code shows on a CPU."""
+"""Kernels that start early wait before they read or write; on a CPU only the compiled code shows it."""
 
 import re
 from collections.abc import Callable

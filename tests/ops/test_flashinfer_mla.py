@@ -15,7 +15,7 @@ from tests.ops.conformance import DecodeConformance, Subject
 
 
 class PlainTorch:
-    """What we call of 0.6.18's `BatchMLAPagedAttentionWrapper`; NaN where a token sees nothing, lse in bits."""
+    """Stands in for `BatchMLAPagedAttentionWrapper` of 0.6.18: NaN for a token that sees no key, lse in base 2."""
 
     def plan(
         self,

@@ -27,7 +27,7 @@ BOUND = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.f
 
 
 def check_op(op: Any, args: tuple[Any, ...]) -> None:
-    """`opcheck`, but for `test_schema`, which cannot compute with float8; instead, that nothing is written to."""
+    """`opcheck` without `test_schema`, which cannot compute with float8; checks that the op writes nothing."""
     before = copy.deepcopy(args)
     opcheck(
         op, args, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -41,8 +41,8 @@ def bits(x: Any) -> Tensor:
     return x.contiguous().view(torch.uint8) if x.dim() else x
 
 
-def side_by_side(first: int, second: int, k: int) -> tuple[Tensor, ...]:
-    """Two weights with their scales, as `models/layout.py` lays them."""
+def adjacent_weights(first: int, second: int, k: int) -> tuple[Tensor, ...]:
+    """Two adjacent weights with their scales, laid out like those of `models/layout.py`."""
     (a, a_scale), (b, b_scale) = fp8_weight(first, k), fp8_weight(second, k, seed=1)
     weights, scales = torch.cat([a, b]), torch.cat([a_scale, b_scale])
     (a, b), (a_scale, b_scale) = weights.split([first, second]), scales.split([len(a_scale), len(b_scale)])
@@ -54,7 +54,7 @@ def side_by_side(first: int, second: int, k: int) -> tuple[Tensor, ...]:
 def test_values_are_those_of_the_definition(batch_invariant: bool, dtype: torch.dtype) -> None:
     for first, second, k in ((128, 72, 200), (40, 70, 300), (256, 128, 128)):
         x = torch.randn(5, k + 8).to(dtype)[:, :-8]
-        a, a_scale, b, b_scale = side_by_side(first, second, k)
+        a, a_scale, b, b_scale = adjacent_weights(first, second, k)
         for weights in ((a, a_scale), (a, a_scale, b, b_scale), (a, a_scale, b.clone(), b_scale.clone())):
             out = fp8_linear(x, *weights, batch_invariant=batch_invariant)
             assert out.dtype == dtype and out.is_contiguous()
@@ -65,7 +65,7 @@ def test_values_are_those_of_the_definition(batch_invariant: bool, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_tokens_bits_depend_on_no_other_token(dtype: torch.dtype) -> None:
-    weights, x = side_by_side(128, 72, 200), torch.randn(40, 200).to(dtype)
+    weights, x = adjacent_weights(128, 72, 200), torch.randn(40, 200).to(dtype)
     whole = fp8_linear(x, *weights, batch_invariant=True)
     for part in (slice(0, 1), slice(3, 4), slice(7, 31), torch.randperm(40)):
         assert torch.equal(fp8_linear(x[part], *weights, batch_invariant=True), whole[part])
@@ -76,7 +76,7 @@ def test_a_tokens_bits_depend_on_no_other_token(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_opcheck(batch_invariant: bool) -> None:
     x = torch.randn(5, 216).bfloat16()[:, :200]
-    weights = side_by_side(128, 72, 200)
+    weights = adjacent_weights(128, 72, 200)
     check_op(fp8_linear_op, (x, *weights, batch_invariant))
     check_op(fp8_linear_op, (x, *weights[:2], None, None, batch_invariant))
 
@@ -100,7 +100,7 @@ def test_the_public_call_takes_scales() -> None:
 
 
 def test_quantised_weights_are_within_half_a_step_of_fp8() -> None:
-    """Of 3 bits of mantissa a step is 2^-3 of the number's power of two, and 2^-9 of the scale at least."""
+    """With 3 bits of mantissa a step is 2^-3 of the number's power of two, and at least 2^-9 of the scale."""
     g = torch.Generator("cpu").manual_seed(0)
     weight = torch.randn(2, 200, 300, generator=g) * 10 ** torch.empty(2, 200, 300).uniform_(
         -6, 0, generator=g
@@ -139,7 +139,7 @@ def test_quantised_weights_are_within_half_a_step_of_fp8() -> None:
     ],
     ids=str,
 )
-def test_who_serves_a_call(
+def test_which_kernel_serves_a_call(
     machine: Any, dtype: torch.dtype, tokens: int, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
@@ -158,7 +158,7 @@ def test_who_serves_a_call(
     ],
     ids=str,
 )
-def test_who_serves_experts(
+def test_which_kernel_serves_experts(
     machine: Any, tokens: int, asked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(machine, monkeypatch)
@@ -179,7 +179,7 @@ def test_tiles_are_a_block_deep(device: Device) -> None:
 
 @pytest.mark.parametrize("products", [1, 2])
 def test_experts_in_order_have_one_kind_of_tiles_on_blackwell(products: int) -> None:
-    """Nobody has tried which of its instructions add in one order."""
+    """It is not known which of its instructions add in one order."""
     plan = partial(fp8_moe_tiles, products=products, device=Device(148, (10, 0)), in_order=True)
     assert len({plan(pairs, 64, dtype=torch.bfloat16) for pairs in (4, 100, 600, 4000, 40000)}) == 1
 
@@ -201,19 +201,19 @@ X, (WEIGHT, SCALE) = torch.randn(3, 200), fp8_weight(130, 200)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((X.int(), WEIGHT, SCALE), "x: expected float16, bfloat16"),
-        ((X[:, :100], WEIGHT, SCALE), r"first: expected size 100 \(k of x\) in dimension 1"),
+        ((X.int(), WEIGHT, SCALE), "x: .*bfloat16.*int32"),
+        ((X[:, :100], WEIGHT, SCALE), r"first: .*\b100\b.*\[\d+, \d+\]"),
         (
             (X, WEIGHT.float(), SCALE),
-            r"first: .*contiguous float8_e4m3fn, .*got torch.float32",
+            "first: .*float8_e4m3fn.*float32",
         ),
         (
             (X, torch.cat([WEIGHT] * 2, 1)[:, :200], SCALE),
-            "first: expected contiguous float8_e4m3fn.*strides",
+            "first: .*contiguous.*strides",
         ),
-        ((X, WEIGHT, SCALE[:1]), r"first_scale: .*block of 128 x 128: \[2, 2\]"),
-        ((X, WEIGHT, SCALE.double()), "first_scale: expected contiguous float32"),
-        ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: expected contiguous float32 \[2, 2\], got None"),
+        ((X, WEIGHT, SCALE[:1]), r"first_scale: .*128 x 128.*\[2, 2\].*\[1, 2\]"),
+        ((X, WEIGHT, SCALE.double()), "first_scale: .*float32.*float64"),
+        ((X, WEIGHT, SCALE, WEIGHT), r"second_scale: .*\[2, 2\].*None"),
     ],
     ids=range(7),
 )
@@ -225,10 +225,10 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate_up_scale": None}, "gate_up_scale: expected contiguous float32 .*got None"),
+        ({"gate_up_scale": None}, "gate_up_scale: .*float32.*None"),
         ({"down_scale": torch.ones(3)}, "down_scale: .*block"),
-        ({"w_down": torch.zeros(8, 48, 40)}, "w_down: expected contiguous float8_e4m3fn"),
-        (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: expected float16, bfloat16"),
+        ({"w_down": torch.zeros(8, 48, 40)}, "w_down: .*float8_e4m3fn"),
+        (dict.fromkeys(("gate_up_scale", "down_scale")), "w_down: .*bfloat16"),
     ],
     ids=range(4),
 )
@@ -236,4 +236,4 @@ def test_wrong_scales_of_experts_are_named(changes: dict[str, Any], message: str
     names = [argument.name for argument in moe_experts_op._schema.arguments]
     given = dict(zip(names, moe_case(4, 2, shared=1, fp8=True).all_args(), strict=False))
     with pytest.raises(MLAError, match=f"^{message}"):
-        _experts(**given | changes)
+        _experts(**given | changes)  # private: the public call takes no shared experts

@@ -1,4 +1,4 @@
-"""`fused_linear`: values and bits wherever the weights lie, contracts, errors. A GPU's are in `test_gpu_kernels`."""
+"""`fused_linear`: values and bits for any layout of the weights, contracts, errors. On a GPU: `test_gpu_kernels`."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def weights(
     n_first: int = 24, n_second: int = 10, k: int = 16, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Two that lie side by side."""
+    """Two adjacent weights."""
     first, second = torch.randn(n_first + n_second, k).to(dtype).split([n_first, n_second])
     return first, second
 
@@ -48,7 +48,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_both_products_wherever_the_weights_lie(
+def test_it_is_both_products_for_any_layout_of_the_weights(
     dtype: torch.dtype, tokens: int, products: list[int]
 ) -> None:
     first, second = weights(dtype=dtype)
@@ -74,7 +74,7 @@ def test_weights_that_are_moved_between_calls_are_noticed(products: list[int]) -
     torch.testing.assert_close(after, torch.cat([before[:, :24], 2 * before[:, 24:]], dim=1))
 
 
-def test_what_lies_side_by_side() -> None:
+def test_which_weights_are_adjacent() -> None:
     both = torch.randn(40, 16)
     first, second = both[:24], both[24:34]
     assert lies_before(first, second) and not lies_before(second, first)
@@ -87,11 +87,11 @@ def test_what_lies_side_by_side() -> None:
     assert not lies_before(*map(mode.from_tensor, (first, second.clone())))
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize("adjacent", [True, False])
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_opcheck(batch_invariant: bool, side_by_side: bool) -> None:
+def test_opcheck(batch_invariant: bool, adjacent: bool) -> None:
     first, second = weights()
-    second = second if side_by_side else second.clone()
+    second = second if adjacent else second.clone()
     opcheck(fused_linear_op, (torch.randn(5, 16), first, second, batch_invariant))
     opcheck(fused_linear_op, (torch.randn(5, 20).bfloat16()[:, :16], *weights(dtype=torch.bfloat16)))
 
@@ -126,7 +126,7 @@ def test_an_unknown_number_of_tokens_adds_no_guard() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_tokens_bits_are_those_of_each_product_wherever_the_weights_lie(dtype: torch.dtype) -> None:
+def test_a_tokens_bits_are_those_of_each_product_for_any_layout_of_the_weights(dtype: torch.dtype) -> None:
     first, second = weights(50, 33, 100, dtype=dtype)
     x = torch.randn(40, 100).to(dtype)
     parts = [batch_invariant_matmul(x[:, None], w.T[None])[:, 0] for w in (first, second)]
@@ -136,7 +136,7 @@ def test_a_tokens_bits_are_those_of_each_product_wherever_the_weights_lie(dtype:
             assert torch.equal(fused_linear(x[part], first, other, batch_invariant=True), expected[part])
 
 
-def test_who_serves_a_call() -> None:
+def test_which_kernel_serves_a_call() -> None:
     x, (first, second) = torch.randn(3, 16), weights()
     assert choose("fused_linear", (x, first, second, False)).chosen.name == "reference"
     assert choose("fused_linear", (x, first, second, True)).chosen.name == "each_matmul"
@@ -152,7 +152,7 @@ def by_both(x: Tensor, w: Tensor) -> Tensor:
     return product_by_row(x, w)
 
 
-def test_one_product_of_blocks_where_weights_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_weights_are_one_product_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in BATCH_INVARIANT_MATMUL if row.name == "blocks")
     row = replace(row, function=f"{__name__}:by_both")
     monkeypatch.setattr("mla_compile.ops.linear.matmul.serving", lambda op, args: row)

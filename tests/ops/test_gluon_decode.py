@@ -1,4 +1,4 @@
-"""The Hopper decode kernels as far as a CPU goes: compiled for a GPU that is not there."""
+"""The Hopper decode kernels on a CPU: compiled for an absent GPU."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ def check_resources(decode: "Compiled", join: "Compiled", page_size: int) -> Non
 
 
 def uniform_and_ragged(*calls: tuple[object, ...], ragged: int) -> list[object]:
-    """Each call with `q_lens` and without; with them all but the call at one place are for `make test-all`."""
+    """Each call with `q_lens` and without; `make test-all` has most of those with them."""
     with_lens = [
         pytest.param(*call, True, marks=() if i == ragged else pytest.mark.slow)
         for i, call in enumerate(calls)
@@ -80,7 +80,7 @@ def test_compiled_code_fits_a_multiprocessor_and_spills_nothing(
     ),
 )
 def test_compiled_code_over_fixed_splits_fits_too(heads: int, q_len: int, name: str, ragged: bool) -> None:
-    """Of few heads the narrow kernel, however many query tokens: the wide one adds in another order."""
+    """Few heads use the narrow kernel for any number of query tokens: the wide one adds in another order."""
     decode, join = compiled("decode_gluon_invariant", case_of(2, heads, q_len, 64, ragged))
     assert (decode.name, join.name) == (name, "join_kernel")
     check_resources(decode, join, 64)
@@ -99,5 +99,5 @@ def test_a_cache_at_an_odd_address_is_refused_by_name() -> None:
     case = decode_case([1], heads=16, rank=512, rope=64, page_size=1, dtype=torch.bfloat16)
     cache = case.kv_cache
     odd = torch.empty(cache.numel() + 1, dtype=cache.dtype)[1:].view_as(cache)
-    with pytest.raises(MLAError, match="kv_cache: expected an address divisible by 16"):
+    with pytest.raises(MLAError, match=r"^kv_cache: .*address.*\b16\b"):
         decode_gluon(case.operands()._replace(kv_cache=odd))

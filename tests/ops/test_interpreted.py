@@ -1,4 +1,4 @@
-"""All Triton kernels in Triton's interpreter, in one process: it takes longer to start than most of them do."""
+"""All Triton kernels in Triton's interpreter, in one process: most take less time than its start."""
 
 import pytest
 

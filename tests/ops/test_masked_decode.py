@@ -41,7 +41,7 @@ def test_a_mask_may_broadcast(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("size", ["rows", "keys"])
-def test_nothing_may_be_asked_and_nothing_be_there(size: str) -> None:
+def test_there_may_be_no_queries_and_no_keys(size: str) -> None:
     case = masked_case([] if size == "rows" else [0, 0], keys=0 if size == "keys" else 5)
     out = run(case)
     assert out.shape == case.q_latent.shape and not out.any()

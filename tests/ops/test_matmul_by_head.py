@@ -1,4 +1,4 @@
-"""`matmul_by_head`: values, where it writes them, contracts, errors. A GPU's are in `test_gpu_kernels`."""
+"""`matmul_by_head`: values, where it writes them, contracts, errors. On a GPU: `test_gpu_kernels`."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def test_contract() -> None:
 @pytest.mark.parametrize(
     ("x", "w", "message"),
     [
-        (torch.randn(2, 3, 4), torch.randn(2, 4, 5), "w: expected .*heads"),
-        (torch.randn(2, 3, 4), torch.randn(3, 5, 4), "w: expected .*k"),
-        (torch.randn(2, 3, 4), torch.randn(3, 4, 5).double(), "w: expected .*float32"),
-        (torch.randn(2, 12), torch.randn(3, 4, 5), "x: expected"),
+        (torch.randn(2, 3, 4), torch.randn(2, 4, 5), r"^w: .*\bheads\b"),
+        (torch.randn(2, 3, 4), torch.randn(3, 5, 4), r"^w: .*\bk\b"),
+        (torch.randn(2, 3, 4), torch.randn(3, 4, 5).double(), r"^w: .*\bfloat32\b"),
+        (torch.randn(2, 12), torch.randn(3, 4, 5), "^x: "),
     ],
 )
-def test_an_argument_that_is_not_so_is_named(x: torch.Tensor, w: torch.Tensor, message: str) -> None:
+def test_a_mistake_is_named(x: torch.Tensor, w: torch.Tensor, message: str) -> None:
     with pytest.raises(MLAError, match=message):
         matmul_by_head(x, w)

@@ -33,7 +33,7 @@ def test_contracts(tokens: int, batch_invariant: bool) -> None:
     opcheck(norm_linear_op, (x, x * 2, torch.ones(K), EPS, weight, None, None, None, batch_invariant))
     opcheck(norm_linear_op, (x, None, None, EPS, weight, None, weight[:3], None, batch_invariant))
     fp8 = (x, None, None, EPS, *fp8_weight(7, K), None, None, batch_invariant)
-    # Torch compares no FP8: its check of the schema fails.
+    # test_schema fails, as torch cannot compare FP8.
     opcheck(norm_linear_op, fp8, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
@@ -48,18 +48,18 @@ def test_a_tokens_bits_can_be_its_own() -> None:
 
 def test_a_mistake_is_named() -> None:
     x, weight = torch.randn(3, K), torch.randn(7, K)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\)"):
+    with pytest.raises(MLAError, match=r"^residual: .*\b3\b.*\[2, 40\]"):
         norm_linear(x, x[:2], None, EPS, weight)
-    with pytest.raises(MLAError, match=r"weight: expected size 40 \(k of x\)"):
+    with pytest.raises(MLAError, match=r"weight: .*\b40\b.*\[3\]"):
         norm_linear(x, None, torch.ones(3), EPS, weight)
-    with pytest.raises(MLAError, match=r"first: expected"):
+    with pytest.raises(MLAError, match=r"^first: "):
         norm_linear(x, None, None, EPS, weight[:, 1:])
-    with pytest.raises(MLAError, match=r"first_scale: expected"):
+    with pytest.raises(MLAError, match=r"^first_scale: "):
         norm_linear(x, None, None, EPS, fp8_weight(7, K)[0], torch.ones(2, 1))
 
 
 def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
-    """No barrier, with a norm neither, and nothing is spilled."""
+    """No barrier, also with a norm, and no spills."""
     pytest.importorskip("triton")
     from mla_compile.ops.linear.kernels import gemv
     from tests.triton_compile import compiled_for

@@ -1,4 +1,4 @@
-"""`norm_router`: values, contract, bits of a token, errors, and its kernel as the GPU's assembler leaves it."""
+"""`norm_router`: values, contract, bits of a token, errors, and its compiled kernel."""
 
 import re
 from functools import partial
@@ -39,14 +39,14 @@ def test_a_tokens_bits_can_be_its_own() -> None:
 
 def test_a_mistake_is_named() -> None:
     x, weight, bias, *rest = router_args("v3", 3, 12, torch.float32)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\)"):
+    with pytest.raises(MLAError, match=r"^residual: .*\b3\b.*\[2, 12\]"):
         norm_router(x, x[:2], None, 1e-5, weight, bias, *rest)
-    with pytest.raises(MLAError, match=r"topk: expected between 1 and 128 experts, got 129"):
+    with pytest.raises(MLAError, match=r"^topk: .*\b128\b.*\b129\b"):
         norm_router(x, x, None, 1e-5, weight, bias, 129, *rest[1:])
 
 
 def test_nothing_stands_between_the_loads_of_the_kernel() -> None:
-    """And nothing is spilled."""
+    """Nor does it spill."""
     pytest.importorskip("triton")
     from mla_compile.ops.experts.kernels.routing import norm_router_triton
     from tests.triton_compile import compiled_for

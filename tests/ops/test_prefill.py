@@ -1,4 +1,4 @@
-"""`prefill_torch`, the definition's twin on every device, and what serves batch-invariant calls on the CPU."""
+"""`prefill_torch`, and the implementation of batch-invariant calls on the CPU."""
 
 import pytest
 

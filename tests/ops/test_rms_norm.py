@@ -37,19 +37,19 @@ def test_contracts(rows: int) -> None:
 
 def test_a_mistake_is_named() -> None:
     x, weight = torch.randn(3, 12), torch.ones(12)
-    with pytest.raises(MLAError, match=r"weight: expected size 12 \(columns of x\).*, got \[11\]"):
+    with pytest.raises(MLAError, match=r"^weight: .*\b12\b.*\[11\]"):
         fused_rms_norm(x, torch.ones(11), 1e-5)
-    with pytest.raises(MLAError, match=r"weight: expected the dtype of x, torch\.float32, got float64"):
+    with pytest.raises(MLAError, match=r"^weight: .*float32.*float64"):
         fused_rms_norm(x, weight.double(), 1e-5)
-    with pytest.raises(MLAError, match=r"weight: expected a tensor on cpu, got meta"):
+    with pytest.raises(MLAError, match=r"^weight: .*cpu.*meta"):
         fused_rms_norm(x, weight.to("meta"), 1e-5)
-    with pytest.raises(MLAError, match=r"weight: expected a tensor that needs no gradient"):
+    with pytest.raises(MLAError, match=r"^weight: .*requires_grad"):
         fused_rms_norm(x, torch.nn.Parameter(weight), 1e-5)
-    with pytest.raises(MLAError, match=r"residual: expected size 3 \(tokens of x\).*, got \[2, 12\]"):
+    with pytest.raises(MLAError, match=r"^residual: .*\b3\b.*\[2, 12\]"):
         fused_add_rms_norm(x, x[:2], weight, 1e-5)
-    with pytest.raises(MLAError, match=r"residual: expected the dtype of x, torch\.float32, got float16"):
+    with pytest.raises(MLAError, match=r"^residual: .*float32.*float16"):
         fused_add_rms_norm(x, x.half(), weight, 1e-5)
-    with pytest.raises(MLAError, match=r"residual: expected a tensor that needs no gradient"):
+    with pytest.raises(MLAError, match=r"^residual: .*requires_grad"):
         fused_add_rms_norm(x, x.clone().requires_grad_(), weight, 1e-5)
 
 

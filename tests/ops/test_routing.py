@@ -1,4 +1,4 @@
-"""`moe_router`: values, contract, errors, and its kernels as the GPU's assembler leaves them."""
+"""`moe_router`: values, contract, errors, and its compiled kernels."""
 
 from functools import partial
 
@@ -32,21 +32,21 @@ def test_contract(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (0, torch.ones(3), r"x: expected .*tokens, hidden"),
-        (1, torch.ones(256, 11), r"weight: expected .*hidden"),
-        (1, torch.ones(256, 12).int(), r"weight: expected float16"),
-        (2, torch.ones(255), r"bias: expected .*experts"),
-        (3, 129, r"topk: expected between 1 and 128 experts, got 129"),
-        (3, 0, r"topk: expected between 1"),
-        (4, 7, r"num_groups: .*divisor of 256.*2 experts per group.*7"),
-        (4, 256, r"num_groups: .*divisor"),
-        (5, 9, r"topk_groups: expected between 1 and 8 groups, got 9"),
+        (0, torch.ones(3), "x: .*tokens, hidden"),
+        (1, torch.ones(256, 11), "weight: .*hidden"),
+        (1, torch.ones(256, 12).int(), "weight: .*float16.*int32"),
+        (2, torch.ones(255), "bias: .*experts"),
+        (3, 129, r"topk: .*\b128\b.*\b129\b"),
+        (3, 0, r"topk: .*\b1\b.*\b0\b"),
+        (4, 7, r"num_groups: .*divisor.*\b256\b.*\b7\b"),
+        (4, 256, "num_groups: .*divisor"),
+        (5, 9, r"topk_groups: .*\b8\b.*\b9\b"),
     ],
 )
 def test_a_mistake_is_named(place: int, value: object, message: str) -> None:
     args = router_args("v3", 3, 12, torch.float32)
     args[place] = value
-    with pytest.raises(MLAError, match=message):
+    with pytest.raises(MLAError, match=f"^{message}"):
         moe_router(*args)
 
 

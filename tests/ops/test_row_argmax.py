@@ -1,4 +1,4 @@
-"""`row_argmax`: values, contract, errors, and its kernels as the GPU's assembler leaves them."""
+"""`row_argmax`: values, contract, errors, and its compiled kernels."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def test_contract(rows: int) -> None:
 
 def test_a_mistake_is_named() -> None:
     for x, message in (
-        (torch.randn(12), r"x: expected .*rows, columns"),
-        (torch.ones(3, 4, dtype=torch.int64), r"x: expected float16"),
-        (torch.randn(3, 0), r"x: expected at least one column, got \[3, 0\]"),
+        (torch.randn(12), "rows, columns"),
+        (torch.ones(3, 4, dtype=torch.int64), "float16.*int64"),
+        (torch.randn(3, 0), r"column.*\[3, 0\]"),
     ):
-        with pytest.raises(MLAError, match=message):
+        with pytest.raises(MLAError, match=f"^x: .*{message}"):
             row_argmax(x)
 
 

@@ -1,4 +1,4 @@
-"""What the compiled append kernel uses, on GPUs that are not there; its results: `test_interpreted.py`."""
+"""What the compiled append kernel uses, on absent GPUs; its results: `test_interpreted.py`."""
 
 import pytest
 import torch

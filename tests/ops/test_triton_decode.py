@@ -1,4 +1,4 @@
-"""The Triton decode kernel's plans, and what the compiled code uses on GPUs that are not there."""
+"""The Triton decode kernel's plans, and what the compiled code uses on absent GPUs."""
 
 import itertools
 import random
@@ -56,7 +56,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     device, shared_memory = GPUS[capability]
     monkeypatch.setattr(devices, "H200", device)
     case = decode_case([64, 64], heads=heads, rank=rank, rope=rope, page_size=64, columns=16, dtype=dtype)
-    # 64 query rows, as many as its narrow latents leave room for
+    # 64 query rows, the most beside its narrow latents
     widest = model == "MiniCPM3" and capability == 90 and dtype == torch.bfloat16
     for decode, join, spilled in ((decode_triton, "combine", 112), (decode_triton_invariant, "join", 400)):
         with compiled_for(capability) as kernels:
@@ -72,7 +72,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_compiled_kernel_serves_all_batch_invariant_calls_of_a_model(dtype: torch.dtype) -> None:
-    """Others, made for other rows, tables or `q_len`, might add in another order."""
+    """Kernels for other rows, tables or `q_len` might add in another order."""
     pytest.importorskip("triton")
     from mla_compile.ops.attention.kernels.decode import decode_triton_invariant
     from tests.triton_compile import compiled_for

@@ -1,4 +1,4 @@
-"""What the compiled metadata kernel uses, on GPUs that are not there; its results: `test_interpreted.py`."""
+"""What the compiled metadata kernel uses, on absent GPUs; its results: `test_interpreted.py`."""
 
 import pytest
 

@@ -50,7 +50,7 @@ def test_batch_invariant_products_fit_an_h200_and_many_tokens_have_the_instructi
             x = torch.randn(tiles.tokens, 2048).bfloat16()
             blocks.multiply_in_order(x, weight, scale, tiles=tiles, split=False)
     for kernel, many in zip(kernels, [False] * 3 + [True] * 3, strict=True):
-        # The widest of FP8 spills some addresses, and is quicker all the same than any that does not.
+        # The widest of FP8 spills some addresses, and is still faster than any that does not.
         assert kernel.shared_memory <= 227 * 1024 and kernel.spilled_bytes <= 256, kernel.name
         assert ("wgmma.mma_async" in kernel.text) == many
 
@@ -60,7 +60,7 @@ def test_batch_invariant_products_fit_an_h200_and_many_tokens_have_the_instructi
 def test_products_of_few_tokens_fit_smaller_gpus(
     capability: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """room: KiB of shared memory that a program may have."""
+    """room: KiB of shared memory of a program."""
     pytest.importorskip("triton")
     from mla_compile.ops.linear.kernels import blocks
     from tests.triton_compile import compiled_for

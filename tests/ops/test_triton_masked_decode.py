@@ -1,4 +1,4 @@
-"""What the compiled masked decode kernel uses, on GPUs that are not there; its results: `test_interpreted.py`."""
+"""What the compiled masked decode kernel uses, on absent GPUs; its results: `test_interpreted.py`."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def test_compiled_code_fits_the_gpu_and_spills_next_to_nothing(
     assert [kernel.name for kernel in kernels] == ["masked_split_kernel", "combine_kernel"]
     for kernel in kernels:
         assert kernel.shared_memory <= shared_memory, kernel.name
-        # Of the mask, 72 with Triton 3.7, 96 where it differs by head: a few registers, not the latents.
+        # The mask: 72 bytes with Triton 3.7, 96 if it differs by head. A few registers, not the latents.
         assert kernel.spilled_bytes <= 128, f"{kernel.name}: {kernel.spilled_bytes} bytes per thread"
     if dtype == torch.bfloat16:
         products = "wgmma.mma_async" if capability == 90 else "mma.sync" if capability != 100 else ""

@@ -68,7 +68,7 @@ def test_products_along_one_step_fit_with_the_largest_tiles(intermediate: int) -
     assert max(kernel.shared_memory for kernel in kernels) <= 227 * 1024
 
 
-# To compute one element, in float32, beside products by matrix instructions. From Triton 3.8 on, `sigmoid(x)`
+# Operations for one element, in float32, without matrix instructions. Since Triton 3.8, `sigmoid(x)`
 # multiplies x by a negative constant, where it subtracted x from 0 before: the bits are the same.
 OPERATIONS = {
     "sort_kernel": {},
@@ -80,7 +80,7 @@ OPERATIONS = {
 
 
 def check_operations(kernel: str, text: str, dtype: torch.dtype, shared: int = 0) -> None:
-    """A compiler may join a product and a sum, which rounds once: in all variants of a kernel, or else bits differ."""
+    """A compiler may fuse a multiply and an add, which rounds once: in all variants of a kernel, or bits differ."""
     found = Counter(re.findall(r"\b(fma|mul|add|sub|div|ex2|rcp|neg)\.[\w.]*f32", text))
     if dtype == torch.float32 and kernel in ("gate_up_kernel", "down_kernel"):
         assert found.pop("fma")  # the product itself
@@ -142,7 +142,7 @@ def test_programs_are_enough_to_fill_the_gpu(pairs: int) -> None:
 
 @pytest.mark.parametrize("pairs_per_expert", [34, 68, 256])
 def test_many_pairs_get_the_tiles_that_won_on_an_h200(pairs_per_expert: int) -> None:
-    """Of 64 experts of 2048 x 1408; other numbers of them get the same for as many pairs an expert."""
+    """64 experts of 2048 x 1408; other numbers of experts get the same tiles for as many pairs an expert."""
     half = ProductTiles(64, 64, 64, warps=4, stages=3), ProductTiles(64, 128, 64, warps=4, stages=3)
     narrow = ProductTiles(128, 128, 64, warps=8, stages=4), ProductTiles(64, 128, 64, warps=4, stages=3)
     wide = ProductTiles(128, 128, 64, warps=8, stages=4), ProductTiles(128, 256, 64, warps=8, stages=3)

@@ -1,4 +1,4 @@
-"""What the compiled prefill kernels use, on GPUs that are not there; their results: `test_interpreted.py`."""
+"""What the compiled prefill kernels use, on absent GPUs; their results: `test_interpreted.py`."""
 
 from itertools import product
 
@@ -53,7 +53,7 @@ def test_compiled_code_fits_the_gpu_and_spills_little(
         (90, "GLM", 48, torch.bfloat16, 320),  # 960 rows: quicker than with any tiles that do not spill
         (90, "V3", 4, torch.bfloat16, 0),  # 512 rows
         (86, "GLM", 4, torch.bfloat16, 0),
-        # 64 rows, as many as its narrow latents leave room for
+        # 64 rows, the most beside its narrow latents
         pytest.param(90, "MiniCPM3", 1, torch.bfloat16, 350, marks=pytest.mark.slow),
         pytest.param(90, "MiniCPM3", 48, torch.bfloat16, 0, marks=pytest.mark.slow),
         pytest.param(86, "V3", 4, torch.bfloat16, 0, marks=pytest.mark.slow),

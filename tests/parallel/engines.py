@@ -1,4 +1,4 @@
-"""One of several processes whose rank 0 uses its engines oddly.
+"""One of several processes; its rank 0 uses engines in unusual ways.
 
 `python -m tests.parallel.engines RANK SIZE FOLDER CASE`, see `TestEngines`.
 """
@@ -22,26 +22,26 @@ from tests.parallel.worker import join, loaded
 
 
 def several(model: MLAForCausalLM) -> None:
-    """One that is refused, one that is replaced, and numbers that no tensor holds: nobody loses step."""
+    """Refused and replaced engines, and numbers that no tensor holds, keep the ranks in step."""
     first = Engine(model, compile=False, max_rows=2)
-    said = first.generate([[1, 2, 3]], max_new_tokens=4)
+    expected = first.generate([[1, 2, 3]], max_new_tokens=4)
     with pytest.raises(MLAError, match="max_tokens_per_step"):
         Engine(model, compile=False, max_rows=2, max_tokens_per_step=1)
     first.add([1, 2, 3], max_new_tokens=4, max_drafts=2**63)
-    assert first.generate([[1, 2, 3]], max_new_tokens=4) == said
+    assert first.generate([[1, 2, 3]], max_new_tokens=4) == expected
     second = Engine(model, compile=False, max_rows=2)
     first.close()
-    assert second.generate([[1, 2, 3]], max_new_tokens=4) == said
+    assert second.generate([[1, 2, 3]], max_new_tokens=4) == expected
     second.close()
 
 
 def left_open(model: MLAForCausalLM) -> None:
-    """A program that ends without `close`: the others end soon after it."""
+    """A program that exits without `close`: the others exit soon after it."""
     assert Engine(model, compile=False).generate([[1, 2, 3]], max_new_tokens=4)
 
 
 def busy(model: MLAForCausalLM) -> None:
-    """Ranks whose interpreters are busy for some seconds at times, as while they compile, are there all the same."""
+    """Interpreters that are busy for seconds, as while they compile, do not count as lost ranks."""
     assert Engine(model, compile=False).generate([[1, 2, 3]], max_new_tokens=4)
 
 
@@ -54,7 +54,7 @@ def _be_busy() -> None:
 
 
 def invariance(model: MLAForCausalLM) -> None:
-    """The check of what neighbours change, which makes engines, and reads the caches on rank 0."""
+    """`check_batch_invariance`, which makes engines, and reads the caches on rank 0."""
     prompts = [[1, 5, 6, *range(7, 7 + 4 * i)] for i in range(3)]
     settings: dict[str, Any] = {"compile": False, "batch_invariant": False}
     report = check_batch_invariance(model, prompts, max_new_tokens=6, drafts=(0, 2), rounds=1, **settings)
@@ -69,7 +69,7 @@ def step(model: MLAForCausalLM) -> None:
 
 
 def warm_up(model: MLAForCausalLM) -> None:
-    """The same where nothing is served yet."""
+    """The same before anything is served."""
     engine = Engine(model, compile=False, max_rows=1)
     _fails(model, engine.warm_up)
 

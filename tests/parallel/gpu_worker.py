@@ -1,6 +1,6 @@
 """One of several processes with a GPU each: `python -m tests.parallel.gpu_worker RANK SIZE FOLDER CHECK`.
 
-Every rank draws the same numbers for all ranks, so each knows what the sum is.
+Every rank draws the same numbers for all ranks, so each knows the sum.
 """
 
 import random
@@ -133,7 +133,7 @@ def layers_of_all(parts: Tensor, residual: Tensor, weight: Tensor) -> list[Tenso
 
 
 def replays(rank: int, size: int) -> None:
-    """Recorded graphs of several numbers of rows, and eager calls of others, in any order, one rank being slow."""
+    """Recorded graphs of several numbers of rows, and eager calls of others, in any order, with one slow rank."""
     weight = draw(HIDDEN, seed=2)
     recorded = {}
     for rows in (1, 2, 5, 32, 100, 300):

@@ -13,7 +13,7 @@ from mla_compile.models.weight_loader import WeightLoader
 
 
 def outcome(path: Path, device: str = "cpu") -> str:
-    """What comes of it: an error, or nothing."""
+    """The message of the error that loading raises; empty if there is none."""
     try:
         load_model(path, parallel=Parallel.of_processes(), device=device)
     except (MLAError, OSError) as error:
@@ -27,18 +27,18 @@ def main() -> None:
     job = json.loads((folder / "job.json").read_text())
     meeting = f"file://{folder / 'meeting'}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-    said = []
+    outcomes = []
     for name in job["checkpoints"]:
         own = folder / f"{name} of {rank}"  # each process may have files of its own
-        said.append(outcome(own if own.exists() else folder / name))
+        outcomes.append(outcome(own if own.exists() else folder / name))
     with (
         patch.object(WeightLoader, "run", side_effect=OSError("the disk is gone"))
         if rank == 1
         else nullcontext()
     ):
-        said.append(outcome(folder / job["checkpoints"][0]))
-    said.append(outcome(folder / job["checkpoints"][0], "cpu" if rank == 0 else "nowhere"))
-    (folder / f"said.{rank}.json").write_text(json.dumps(said))
+        outcomes.append(outcome(folder / job["checkpoints"][0]))
+    outcomes.append(outcome(folder / job["checkpoints"][0], "cpu" if rank == 0 else "nowhere"))
+    (folder / f"outcomes.{rank}.json").write_text(json.dumps(outcomes))
     torch.distributed.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def run_ranks(module: str, size: int, folder: Path, *words: str) -> None:
-    """Run `python -m MODULE RANK SIZE FOLDER WORDS` for each rank; fails with the ends of their logs."""
+    """Runs `python -m MODULE RANK SIZE FOLDER WORDS` for each rank; a failure shows the ends of their logs."""
     (folder / "meeting").unlink(missing_ok=True)
     processes = [
         subprocess.Popen(

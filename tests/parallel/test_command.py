@@ -1,7 +1,8 @@
-"""`mla-compile generate --tensor-parallel-size`: its tokens, its mistakes, and how its processes end."""
+"""`mla-compile generate --tensor-parallel-size`: its tokens, its errors, and how its processes end."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,8 @@ COMMAND = [
 ]
 SOON = 30
 """Seconds in which all processes have ended once one has."""
+LOST = re.compile(r"\brank (\d) of \d\b.*\brank (\d)")
+"""A line of the log that names a lost rank, and the rank that ends with it."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def run(model: Path, *words: str, **environment: str) -> "subprocess.CompletedPr
     )
 
 
-def test_it_says_what_one_process_says(model: Path, tmp_path: Path) -> None:
+def test_its_output_is_that_of_one_process(model: Path, tmp_path: Path) -> None:
     asked = "--input", str(prompts(tmp_path, 3)), "--max-new-tokens", "8"
     alone, shared = run(model, *asked), run(model, *asked, "--tensor-parallel-size", "2", "--expert-parallel")
     assert shared.returncode == 0, shared.stderr
@@ -59,22 +62,22 @@ def test_it_says_what_one_process_says(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_size_that_does_not_divide_is_one_line(model: Path, tmp_path: Path) -> None:
-    said = run(model, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "3")
-    assert said.returncode == 2
-    assert "--tensor-parallel-size: expected one of 1, 2, 4, got 3; it does not divide" in said.stderr
-    assert "Traceback" not in said.stderr
+    done = run(model, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "3")
+    assert done.returncode == 2
+    assert re.search(r"--tensor-parallel-size: .*1, 2, 4.*\b3\b.*; .*divide", done.stderr)
+    assert "Traceback" not in done.stderr
 
 
-def test_experts_that_nobody_shares_are_one_line(model: Path, tmp_path: Path) -> None:
-    said = run(model, "--input", str(prompts(tmp_path, 1)), "--expert-parallel")
-    *before, last = said.stderr.splitlines()
-    assert said.returncode == 2
-    assert last.startswith("mla-compile: --expert-parallel: expected more than one process, got 1")
-    assert all(line.endswith(" ...") for line in before)  # a slow machine tells what it is doing
+def test_expert_parallel_for_one_process_is_one_line(model: Path, tmp_path: Path) -> None:
+    done = run(model, "--input", str(prompts(tmp_path, 1)), "--expert-parallel")
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert re.match(r"mla-compile: --expert-parallel: .*\b1\b", last)
+    assert all(line.endswith(" ...") for line in before)  # announcements on a slow machine
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, though perhaps nobody has asked for its status."""
+    """Whether a process has ended; its parent may not have waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] == "Z"
     except FileNotFoundError:
@@ -82,7 +85,7 @@ def is_gone(pid: int) -> bool:
 
 
 class Running:
-    """The command: rank 0, which leads a process group, and the others; `until` a word of its log."""
+    """The running command: rank 0, which leads a process group, and the others; waits for `until` in the log."""
 
     def __init__(self, model: Path, folder: Path, until: str = "completing", size: int = 2) -> None:
         self.log = folder / "stderr.txt"
@@ -130,7 +133,7 @@ class TestEnds:
         os.killpg(running.rank_0.pid, signal.SIGINT)
         running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 130
-        assert "Traceback" not in running.log.read_text() and "gone" not in running.log.read_text()
+        assert "Traceback" not in running.log.read_text() and not LOST.search(running.log.read_text())
 
     def test_ctrl_c_while_a_rank_starts_is_no_traceback_either(self, model: Path, tmp_path: Path) -> None:
         running = Running(model, tmp_path, until="")
@@ -139,16 +142,16 @@ class TestEnds:
         assert running.rank_0.wait() == 130 and "Traceback" not in running.log.read_text()
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-    def test_rank_0_names_a_rank_that_is_gone_and_leaves_nothing_behind(
+    def test_rank_0_names_a_lost_rank_and_leaves_nothing_behind(
         self, running: Running, how: signal.Signals
     ) -> None:
         os.kill(running.rank_1, how)
         running.wait_for_end(running.rank_0.pid, running.rank_1)
         assert running.rank_0.wait() == 1
-        assert "rank 1 of 2 is gone; rank 0 ends with it" in running.log.read_text()
+        assert ("1", "0") in LOST.findall(running.log.read_text())
         assert {file.name for file in running.log.parent.iterdir()} == {"stderr.txt", "prompts.jsonl"}
 
-    def test_ctrl_c_is_heard_while_rank_0_waits_for_a_rank_that_is_stopped(self, running: Running) -> None:
+    def test_ctrl_c_works_while_rank_0_waits_for_a_rank_that_is_stopped(self, running: Running) -> None:
         os.kill(running.rank_1, signal.SIGSTOP)
         time.sleep(3)
         os.killpg(running.rank_0.pid, signal.SIGINT)
@@ -157,21 +160,16 @@ class TestEnds:
         assert running.log.read_text().endswith("mla-compile: interrupted\n")
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-    def test_all_others_name_a_rank_that_is_gone(
-        self, model: Path, tmp_path: Path, how: signal.Signals
-    ) -> None:
+    def test_all_others_name_a_lost_rank(self, model: Path, tmp_path: Path, how: signal.Signals) -> None:
         running = Running(model, tmp_path, size=4)
         try:
             os.kill(running.others[1], how)
             running.wait_for_end(running.rank_0.pid, running.others[0], running.others[2])
-            said = running.log.read_text()
-            assert [f"rank 2 of 4 is gone; rank {rank} ends with it" in said for rank in (0, 1, 3)] == [
-                True
-            ] * 3
+            assert {("2", rank) for rank in "013"} <= set(LOST.findall(running.log.read_text()))
         finally:
             running.end()
 
-    def test_ctrl_c_is_heard_while_a_rank_that_starts_is_stopped(self, model: Path, tmp_path: Path) -> None:
+    def test_ctrl_c_works_while_a_rank_that_starts_is_stopped(self, model: Path, tmp_path: Path) -> None:
         running = Running(model, tmp_path, until="")
         os.kill(running.rank_1, signal.SIGSTOP)
         time.sleep(3)
@@ -183,7 +181,7 @@ class TestEnds:
     def test_the_others_name_rank_0(self, running: Running, how: signal.Signals) -> None:
         os.kill(running.rank_0.pid, how)
         running.wait_for_end(running.rank_1)
-        assert "rank 0 of 2 is gone; rank 1 ends with it" in running.log.read_text()
+        assert ("0", "1") in LOST.findall(running.log.read_text())
 
 
 def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
@@ -199,33 +197,33 @@ def test_a_server_of_two_ranks_ends_with_both(tmp_path: Path) -> None:
         assert text == completion.text
         started = [child for engine in children(server.process.pid) for child in children(engine)]
         server.signal(signal.SIGTERM)
-        assert server.ends() == 0 and "gone" not in "".join(server.log)
+        assert server.ends() == 0 and not LOST.search("".join(server.log))
         assert started and all(map(is_gone, started))
 
 
 def test_a_rank_that_does_not_start_is_one_line(model: Path, tmp_path: Path) -> None:
-    """The interpreter of one ends before it has joined the others."""
+    """Its interpreter exits before it joins the others."""
     fails = "import os, sys\nif 'mla_compile.engine.rank_process' in sys.orig_argv:\n    os._exit(3)\n"
-    # On a slow machine it would be said that processes start.
+    # No announcement on a slow machine.
     fails += "from mla_compile import progress\nprogress.PATIENCE = 3600\n"
     (tmp_path / "sitecustomize.py").write_text(fails)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     asked = "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2"
-    said = run(model, *asked, PYTHONPATH=path)
-    assert said.returncode == 1
-    assert said.stderr == "mla-compile: rank 1 has not started: its exit status is 3\n"
+    done = run(model, *asked, PYTHONPATH=path)
+    assert done.returncode == 1
+    assert re.fullmatch(r"mla-compile: rank 1 .*\b3\b.*\n", done.stderr)
 
 
 @pytest.mark.parametrize(
-    ("name", "mended", "expected"),
+    ("name", "body", "expected"),
     [
-        ("models.weight_loader.WeightLoader.run", "os._exit(9)", "rank 1 of 2 is gone; rank 0 ends with it"),
-        ("models.checkpoint.connect", "1 / 0", "rank 1: division by zero"),
+        ("models.weight_loader.WeightLoader.run", "os._exit(9)", "rank 1 of 2"),
+        ("models.checkpoint.connect", "1 / 0", "rank 1: .*division by zero"),
     ],
     ids=["one dies while it loads", "one alone fails"],
 )
 def test_a_rank_that_fails_while_it_loads_is_named(
-    name: str, mended: str, expected: str, model: Path, tmp_path: Path
+    name: str, body: str, expected: str, model: Path, tmp_path: Path
 ) -> None:
     *owner, last = name.split(".")
     module = ".".join(["mla_compile", *owner[:2]])
@@ -233,9 +231,9 @@ def test_a_rank_that_fails_while_it_loads_is_named(
 import os, sys, threading, time
 
 def fails(*_):
-    {mended}
+    {body}
 
-def mend():
+def patch():
     while not hasattr(sys.modules.get("{module}"), "{name.split(".")[2]}"):
         time.sleep(0.01)
     owner = sys.modules["{module}"]
@@ -244,21 +242,21 @@ def mend():
     setattr(owner, "{last}", fails)
 
 if "mla_compile.engine.rank_process" in sys.orig_argv:
-    threading.Thread(target=mend, daemon=True).start()
+    threading.Thread(target=patch, daemon=True).start()
 """
     (tmp_path / "sitecustomize.py").write_text(fails)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     asked = "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2"
-    said = run(model, *asked, PYTHONPATH=path)
-    assert said.returncode == 1, said.stderr
-    assert f"mla-compile: {expected}\n" in said.stderr and "rank 1 of 2 is gone" in said.stderr
-    assert "Traceback" not in said.stderr
+    done = run(model, *asked, PYTHONPATH=path)
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"mla-compile: .*{expected}", done.stderr) and ("1", "0") in LOST.findall(done.stderr)
+    assert "Traceback" not in done.stderr
 
 
 def test_a_load_that_fails_is_one_line(model: Path, tmp_path: Path) -> None:
     cut = shutil.copytree(model, tmp_path / "cut")
     os.truncate(cut / "mtp.safetensors", 100)
-    said = run(cut, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2")
-    *before, last = said.stderr.splitlines()
-    assert said.returncode == 2 and "mtp.safetensors: expected a readable" in last
+    done = run(cut, "--input", str(prompts(tmp_path, 1)), "--tensor-parallel-size", "2")
+    *before, last = done.stderr.splitlines()
+    assert done.returncode == 2 and "mtp.safetensors: " in last
     assert all(line.endswith(" ...") for line in before)

@@ -32,7 +32,7 @@ def loaded(parallel: Parallel | None, folder: Path, job: dict[str, Any]) -> MLAF
 
 
 def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """What engines of the job say, for each number of drafts."""
+    """The results of the job's engines, for each number of drafts."""
     settings = SHORT_OF_PAGES | {"compile": False} | job.get("engine", {})
     found = []
     for k in job.get("k", [0, 3]):
@@ -41,7 +41,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
             engine.warm_up()
         # Every third prompt begins as another does: pages are shared.
         prompts = [[1 + i % 3, *range(5, 10 + 5 * i)] for i in range(6)]
-        # Each kind of sampling is a step of its own, which takes its time to compile.
+        # Each kind of sampling compiles a step of its own.
         sampling = [SamplingParams()] * 6
         if not job.get("greedy"):
             sampling = [
@@ -54,7 +54,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
                 )
                 for i in range(6)
             ]
-        said = engine.generate(prompts, sampling, max_new_tokens=24)
+        completions = engine.generate(prompts, sampling, max_new_tokens=24)
         gone = engine.add(prompts[0], max_new_tokens=24)
         engine.step()
         engine.abort(gone)
@@ -62,7 +62,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
         stats = engine.stats
         found.append(
             {
-                "tokens": [one.token_ids for one in (*said, *again)],
+                "tokens": [one.token_ids for one in (*completions, *again)],
                 "mixed": stats.num_mixed_steps,
                 "preempted": stats.num_preemptions,
                 "reused": stats.num_reused_tokens,
@@ -78,7 +78,7 @@ def texts(model: MLAForCausalLM, job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def chosen(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """What the prompts are continued by where the host chooses tokens, after it could not, and was interrupted."""
+    """Tokens that the host chooses, after an error of the choice and an interrupt."""
 
     def second_best(logits: Tensor, *_: Any) -> Tensor:
         return logits.topk(2).indices[..., 1]
@@ -90,12 +90,12 @@ def chosen(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
         with pytest.raises(error, match="no choice"):
             deque(engine.stream(prompts, max_new_tokens=5, choose=fail), maxlen=0)
-    *_, said = engine.stream(prompts, max_new_tokens=5, choose=second_best)
-    return [one.token_ids for one in said]
+    *_, completions = engine.stream(prompts, max_new_tokens=5, choose=second_best)
+    return [one.token_ids for one in completions]
 
 
 def keep_reports(file: Path) -> None:
-    """Write down what each launch of this process reports, by which its ranks can be compared."""
+    """Writes what each launch of this process reports to `file`, to compare the ranks."""
     launch = Launcher.launch
 
     def kept(*args: Any) -> Launch:
@@ -112,8 +112,8 @@ def main() -> None:
     torch.set_num_threads(1)
     job = json.loads((folder / "job.json").read_text())
     keep_reports(folder / f"reports.{rank}.txt")
-    if "lowering" in job:  # in the place of Inductor, as the fixture of that name
-        from torch._dynamo.backends.registry import lookup_backend  # seconds that other jobs need not wait
+    if "lowering" in job:  # instead of Inductor, like the fixture of that name
+        from torch._dynamo.backends.registry import lookup_backend  # takes seconds
 
         lowered = lookup_backend(job["lowering"])
         backend.lower_with_inductor = lambda gm, example_inputs, settings: lowered(gm, example_inputs)
@@ -123,12 +123,12 @@ def main() -> None:
     if rank > 0:
         follow(model)
     else:
-        (folder / "said.json").write_text(json.dumps(texts(model, job)))
+        (folder / "results.json").write_text(json.dumps(texts(model, job)))
     torch.distributed.destroy_process_group()
 
 
 def join(rank: int, size: int, folder: Path, device: str) -> None:
-    """Meet the others: on CPUs with gloo, on a GPU for each rank with NCCL."""
+    """Joins the process group: gloo on CPUs, NCCL with a GPU for each rank."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(

@@ -1,4 +1,4 @@
-"""MLA attention in expanded form, as different people write it. Each takes what it needs and no op of ours."""
+"""MLA attention in expanded form, written in different ways, without an op of ours."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
 
 
 class ReferenceMLA(nn.Module):
-    """As DeepSeek's reference code, with products for its einsums: a mask that is added."""
+    """DeepSeek's reference code with products instead of einsums: the mask is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CompactMLA(nn.Module):
 
 
 class TwoWeightsMLA(nn.Module):
-    """Two weights of their own."""
+    """Separate weights for keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TwoWeightsMLA(nn.Module):
 
 
 class StaticCacheMLA(nn.Module):
-    """Latents and rotary keys in one buffer, a row a page; `visible` makes the mask from positions `[batch, q_len]`."""
+    """Latents and rotary keys in one buffer, a page a row; `visible` makes the mask from positions `[batch, q_len]`."""
 
     def __init__(self, visible: Callable[[Tensor], Tensor], rows: int = BATCH) -> None:
         super().__init__()

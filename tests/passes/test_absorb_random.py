@@ -1,4 +1,4 @@
-"""`absorb_mla` on random modules: those of the forms that it knows are absorbed, others stay, and all are right."""
+"""`absorb_mla` on random modules: known forms are absorbed, others stay, and all results are right."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Form:
     change: str | None
 
     def is_one(self) -> bool:
-        """Whether the change changes anything here."""
+        """Whether the change has an effect on this form."""
         rows = self.batch > 1 or self.change not in ("transposed values", "weights of each row")
         return rows and (self.change != "bias" or self.projection != "two weights")
 

@@ -1,4 +1,4 @@
-"""`absorb_mla` where it would be easy to be wrong: writes in place, broadcasts, unusual layouts."""
+"""`absorb_mla` in difficult cases: writes in place, broadcasts, unusual layouts."""
 
 import inspect
 
@@ -14,7 +14,7 @@ from tests.passes.test_absorb_mla import expanded_tensors, make_inputs, run
 
 
 class Written(CompactMLA):
-    """What the tests below vary: queries, joined keys and values."""
+    """The tests below vary queries, joined keys and values."""
 
     def queries(self, x: Tensor) -> Tensor:
         return self.q_proj(x).unflatten(-1, (HEADS, NOPE + ROPE)).transpose(1, 2)
@@ -107,7 +107,7 @@ class KeysFirst(Written):
 
 
 class RotaryOfOneColumn(Written):
-    """A part that is repeated along its features, too."""
+    """A part that is also repeated along its features."""
 
     def join(self, k_nope: Tensor, k_pe: Tensor) -> Tensor:
         return torch.cat([k_nope, k_pe[:, None, :, :1].repeat(1, HEADS, 1, ROPE)], dim=-1)

@@ -1,4 +1,4 @@
-"""Inductor's and AOTAutograd's caches with our passes in front: hit where they may, never stale."""
+"""Inductor's and AOTAutograd's caches behind our passes: hit when possible, never stale."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ from tests.passes.capture import Stack, make_inputs
 
 
 class Tanh(Stack):
-    """Has a constant that no earlier run had, so that no cache knows its graph."""
+    """Has a random constant, which no cached graph has."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -47,7 +47,7 @@ def replace_tanh(by: object) -> object:
 def compile_and_run(
     model: Stack, inputs: tuple[Tensor, MLABatch], **options: object
 ) -> tuple[Tensor, dict[str, int]]:
-    """As a new process would: nothing compiled in memory, only the caches on disk."""
+    """Like a new process: nothing compiled in memory, only the caches on disk."""
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(copy.deepcopy(model), backend="mla", fullgraph=True, options=options or None)
@@ -73,9 +73,7 @@ def test_a_users_pass_that_leaves_out_example_values_does_not_bypass_the_caches(
         for node in gm.graph.find_nodes(op="call_function", target=torch.tanh):
             with gm.graph.inserting_before(node):
                 bound = gm.graph.call_function(torch.clamp, (node.args[0], -0.5, 0.5))
-                node.args = (
-                    gm.graph.call_method("neg", (bound,)),
-                )  # a method of what must be known as a tensor
+                node.args = (gm.graph.call_method("neg", (bound,)),)  # a method, whose tensor must be known
         return gm
 
     model, inputs = Tanh(), make_inputs(rows=2, q_len=2)

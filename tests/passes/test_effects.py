@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.passes.effects import mutates, writer_between
-from mla_compile.torch_internals import capture_graph
-from tests.passes.capture import nodes_of
+from tests.passes.capture import graph_of, nodes_of
 
 ROWS, WIDTH = 6, 4
 IDS = torch.tensor([4, 1])
@@ -97,7 +96,7 @@ def test_what_writes_in_place_is_a_write(write: Callable[[Tensor], None]) -> Non
         write(x)
         return y
 
-    gm, _ = capture_graph(function, (X,), {})
+    gm, _ = graph_of(function, X)
     assert any(mutates(node) for node in gm.graph.nodes)
     (read,) = nodes_of(gm, "sin")
     assert writer_between(read, next(reversed(gm.graph.nodes)), read.all_input_nodes) is not None
@@ -133,11 +132,11 @@ def test_a_higher_order_operator_and_a_module_call_may_write() -> None:
     ],
 )
 def test_a_true_that_is_not_inplace_is_no_write(function: Callable[[Tensor], Tensor], writes: bool) -> None:
-    gm, _ = capture_graph(function, (torch.randn(3, 4),), {})
+    gm, _ = graph_of(function, torch.randn(3, 4))
     assert any(mutates(node) for node in gm.graph.nodes) == writes
 
 
 def test_masks_by_and_and_or_are_not_taken_for_writes() -> None:
     assert operator.and_.__name__.endswith("_"), "by its name it looks like one"
-    gm, _ = capture_graph(lambda x: x.where((x > 0) & (x < 1), 0.0).cos(), (X,), {})
+    gm, _ = graph_of(lambda x: x.where((x > 0) & (x < 1), 0.0).cos(), X)
     assert not any(mutates(node) for node in gm.graph.nodes)

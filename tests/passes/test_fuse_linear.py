@@ -1,7 +1,5 @@
 """`fuse_linear`: which products it joins, what it must leave, results, and weights that move afterwards."""
 
-import copy
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from mla_compile.engine import Engine
-from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.models.layout import pack_adjacent
 from mla_compile.ops.adjacent import lies_before
 from mla_compile.ops.norm.rms_norm import fused_rms_norm
 from mla_compile.passes import pipeline
+from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
@@ -25,40 +22,32 @@ from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.remove_noops import remove_noops
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import Capture, nodes_of, ops
+from tests.passes.capture import Called, Capture, checked, nodes_of, ops, without_kernels
+from tests.passes.steps import capture_steps, check_greedy_tokens
 
 K, FIRST, SECOND = 16, 24, 8
 JOIN = partial(fuse_linear, require_kernel=False)
 
 
-class Two(nn.Module):
-    """Two layers `a` and `b` that read one input; `call` says what becomes of them."""
+class Two(Called):
+    """Two layers `a` and `b` with adjacent weights; `call` uses them."""
 
-    def __init__(self, call: Callable[["Two", Tensor], Any], second: int = SECOND) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(K, FIRST, bias=False), nn.Linear(K, second, bias=False)
-        self.call = call
+    def __init__(self, call: Callable[["Two", Tensor], Any]) -> None:
+        super().__init__(call)
+        self.a, self.b = nn.Linear(K, FIRST, bias=False), nn.Linear(K, SECOND, bias=False)
         self.requires_grad_(False)
-        lay(self)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(self, x)
+        make_adjacent(self)
 
 
-def lay(model: Two) -> None:
-    """`a` before `b` in memory."""
+def make_adjacent(model: Two) -> None:
+    """Puts `a` before `b` in memory."""
     both = torch.cat([model.a.weight.data, model.b.weight.data])
     model.a.weight.data, model.b.weight.data = both.split([len(model.a.weight), len(model.b.weight)])
 
 
 def run(model: nn.Module, x: Tensor | None = None) -> fx.GraphModule:
-    """The graph after the pass, whose results are those of the module run eagerly."""
     x = torch.randn(5, K, dtype=next(model.parameters()).dtype) if x is None else x
-    capture, expected = Capture([JOIN]), copy.deepcopy(model)(x.clone())
-    torch._dynamo.mark_dynamic(x, 0)
-    torch.testing.assert_close(torch.compile(model, backend=capture, fullgraph=True)(x), expected)
-    assert len(capture.after) == 1
-    return capture.after[0]
+    return checked(model, [JOIN], x, dynamic=True)
 
 
 def is_joined(gm: fx.GraphModule) -> bool:
@@ -69,7 +58,7 @@ def is_joined(gm: fx.GraphModule) -> bool:
 
 @pytest.fixture
 def serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the op has its kernel."""
+    """The pass sees a kernel for the op."""
     monkeypatch.setattr("mla_compile.passes.fuse_linear.first_serves", lambda table, x: True)
 
 
@@ -169,21 +158,19 @@ def test_products_of_one_input_are_joined(call: Callable) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
-    assert is_joined(run(Two(gate_and_up).to(dtype).apply(lambda m: lay(m) if isinstance(m, Two) else None)))
+    assert is_joined(
+        run(Two(gate_and_up).to(dtype).apply(lambda m: make_adjacent(m) if isinstance(m, Two) else None))
+    )
 
 
 def test_views_have_the_strides_of_columns_after_the_pass() -> None:
     gm = run(Two(by_heads))
     (view,) = nodes_of(gm, "view")
     assert view.meta["example_value"].stride() == (FIRST + SECOND, SECOND, 1)
-    shared = {
-        node.meta["example_value"].untyped_storage()._cdata
-        for node in (view, *nodes_of(gm, "fused_linear"), *nodes_of(gm, "unsqueeze"))
-    }
-    assert len(shared) == 1
+    assert len(memory([view, *nodes_of(gm, "fused_linear"), *nodes_of(gm, "unsqueeze")])) == 1
 
 
-def test_of_three_that_lie_side_by_side_two_are_joined() -> None:
+def test_two_of_three_adjacent_weights_are_joined() -> None:
     class Three(Two):
         def __init__(self) -> None:
             super().__init__(lambda m, x: (m.a(x) * 2, m.b(x) * 2, m.c(x) * 2))
@@ -218,7 +205,7 @@ def test_no_guard_is_added(call: Callable, mark: Callable) -> None:
 
 @torch.library.custom_op("fuse_linear_test::first_element", mutates_args=())
 def first_element(x: Tensor) -> Tensor:
-    return x.as_strided((x.shape[0],), (FIRST,)).clone()  # it counts on contiguous memory
+    return x.as_strided((x.shape[0],), (FIRST,)).clone()  # it needs contiguous memory
 
 
 @first_element.register_fake
@@ -312,26 +299,23 @@ def test_what_a_joined_product_could_change_is_left(call: Callable) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (returned, "`output` may count on how a product lies in memory"),
-        (one_row, "`view` may count on how a product lies in memory"),
-        (input_written_between, "what they read may be written to or made on the way"),
+        (returned, "`output`"),
+        (one_row, "`view`"),
+        (input_written_between, "writ"),
     ],
 )
-def test_the_log_says_what_was_joined_and_what_was_not(
-    call: Callable, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "mla_compile.passes.fuse_linear"):
-        run(Two(gate_and_up))
-        run(Two(call))
-    joined, left = (record.getMessage() for record in caplog.records)
+def test_the_log_says_what_was_joined_and_what_was_not(call: Callable, reason: str, logged: Callable) -> None:
+    run(Two(gate_and_up))
+    run(Two(call))
+    joined, left = logged("fuse_linear")
     assert joined.startswith("fused: b (test_fuse_linear.py:") and "with a (" in joined
-    assert left.startswith("not fused: b (") and left.endswith(f": {reason}")
+    assert left.startswith("not fused: b (") and reason in left
 
 
-def test_weights_that_do_not_lie_side_by_side_are_left() -> None:
-    apart = Two(gate_and_up)
-    apart.b.weight.data = apart.b.weight.data.clone()
-    assert not is_joined(run(apart))
+def test_weights_that_are_not_adjacent_are_left() -> None:
+    model = Two(gate_and_up)
+    model.b.weight.data = model.b.weight.data.clone()
+    assert not is_joined(run(model))
 
 
 @pytest.mark.long
@@ -348,9 +332,7 @@ def test_a_gradient_that_is_wanted_is_computed() -> None:
 
 def test_few_passes_come_after_it_and_it_leaves_cpus_alone() -> None:
     assert pipeline.PASSES[-4:] == [fuse_linear, remove_noops, fuse_norm_router, fuse_norm_linear]
-    capture = Capture([fuse_linear])
-    torch.compile(Two(gate_and_up), backend=capture, fullgraph=True)(torch.randn(5, K))
-    assert not is_joined(capture.after[0])
+    assert not is_joined(checked(Two(gate_and_up), [fuse_linear], torch.randn(5, K)))
 
 
 # --- weights that move
@@ -363,7 +345,7 @@ def test_a_compiled_graph_stays_right_when_weights_move() -> None:
     for change in (
         lambda: setattr(model.b.weight, "data", torch.randn(SECOND, K)),
         lambda: setattr(model.a.weight, "data", torch.randn(FIRST, K)),
-        lambda: lay(model),
+        lambda: make_adjacent(model),
         lambda: model.a.weight.data.mul_(2),
     ):
         change()
@@ -373,7 +355,7 @@ def test_a_compiled_graph_stays_right_when_weights_move() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_fake_weights_share_a_storage_where_the_weights_do(mode: Callable) -> None:
-    """The pass stands on what Dynamo's fake tensors say of memory."""
+    """The pass reads from Dynamo's fake tensors how weights share memory."""
     model = Two(gate_and_up)
     with mode():
         gm = run(model)
@@ -382,8 +364,7 @@ def test_fake_weights_share_a_storage_where_the_weights_do(mode: Callable) -> No
         assert lies_before(first, second) and type(second.storage_offset()) is int
         model.b.weight.data = model.b.weight.data.clone()
         torch.compiler.reset()
-        weights = [n.meta["example_value"] for n in run(model).graph.nodes if "weight" in n.name]
-    assert len({w.untyped_storage()._cdata for w in weights}) == 2
+        assert len(memory(n for n in run(model).graph.nodes if "weight" in n.name)) == 2
 
 
 @pytest.mark.long
@@ -403,22 +384,14 @@ def test_inductor_passes_columns_to_ops_of_ours_without_a_copy() -> None:
 # --- models
 
 
-EVERYWHERE = [
-    partial(p, require_kernel=False) if p in (fuse_norm_rope_append, fuse_rms_norm, fuse_linear) else p
-    for p in pipeline.PASSES
-]
+FUSING = without_kernels(fuse_norm_rope_append, fuse_rms_norm, fuse_linear)
 
 
 @pytest.mark.long
 def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader("glm4_moe_lite", num_hidden_layers=2)
     pack_adjacent(reader.model)
-    reader.prefill([5, 1, 9, 2])
-    capture, stock_run = Capture(EVERYWHERE), TransformersTarget.forward
-    compiled = torch.compile(
-        lambda *inputs: stock_run(reader.target, *inputs), backend=capture, fullgraph=True
-    )
-    monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
+    capture = capture_steps(reader, FUSING, monkeypatch)
     for _ in range(2):
         reader.assert_as_stock(reader.decode(1))
     # Queries and latents of two layers; gate and up of one MLP, and of the other layer's shared experts.
@@ -429,22 +402,11 @@ def test_steps_of_glm_are_joined_and_give_the_stock_logits(monkeypatch: pytest.M
 @pytest.mark.usefixtures("lowering")
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_an_engines_greedy_tokens_are_those_of_plain_decoding(
-    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch, logged: Callable
 ) -> None:
-    monkeypatch.setattr(pipeline, "PASSES", EVERYWHERE)
-    settings = {"max_rows": 2, "max_model_len": 64, "page_size": 4}
+    monkeypatch.setattr(pipeline, "PASSES", FUSING)
     model = tiny_model(torch.float32)
     pack_adjacent(model)
-    engine = Engine(model, num_speculative_tokens=2, batch_invariant=batch_invariant, **settings)
-    prompts, requests = [[1, 2, 3], [4, 5]], []
-    with caplog.at_level(logging.INFO, logger="mla_compile.passes.fuse_linear"):
-        for prompt in prompts:
-            requests.append(engine.add(prompt, max_new_tokens=12))
-            engine.step()
-        while engine.has_work():
-            engine.step()
-    said = [r.getMessage() for r in caplog.records if r.name == fuse_linear.__module__]
-    assert len(said) >= 7, said
-    assert all(line.startswith("fused: ") for line in said), said
-    plain = Engine(model, compile=False, **settings).generate(prompts, max_new_tokens=12)
-    assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain]
+    check_greedy_tokens(model, batch_invariant=batch_invariant)
+    messages = logged("fuse_linear")
+    assert len(messages) >= 7 and all(message.startswith("fused: ") for message in messages), messages

@@ -14,59 +14,34 @@ from mla_compile.ops.attention.norm_rope import rms_norm
 from mla_compile.ops.linear.fp8_linear import fp8_linear
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
-from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_linear import fuse_linear
 from mla_compile.passes.fuse_norm_linear import fuse_norm_linear
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
-from mla_compile.passes.nodes import tensor_of, torch_name
 from mla_compile.passes.remove_noops import remove_noops
-from tests.passes.capture import Capture, nodes_of, ops
+from tests.passes.capture import Capture, Normed, check_results, nodes_of, ops
 from tests.passes.test_fp8 import fill
 
-K, FIRST, SECOND = 16, 24, 8
+K, FIRST, SECOND = Normed.K, 24, 8
 NORM, LINEAR, NORM_LINEAR = (
     partial(graph_pass, require_kernel=False) for graph_pass in (fuse_rms_norm, fuse_linear, fuse_norm_linear)
 )
 FUSE = [NORM, LINEAR, remove_noops, NORM_LINEAR]
 
 
-class Layer(nn.Module):
-    """Two projections whose weights lie side by side, one in FP8, and a norm; `call` says what becomes of them."""
+class Layer(Normed):
+    """Two projections with adjacent weights, one in FP8, and a norm."""
 
     def __init__(self, call: Callable[["Layer", Tensor, Tensor], Any]) -> None:
-        super().__init__()
+        super().__init__(call)
         self.a, self.b = nn.Linear(K, FIRST, bias=False), nn.Linear(K, SECOND, bias=False)
         both = torch.cat([self.a.weight.data, self.b.weight.data])
         self.a.weight.data, self.b.weight.data = both.split([FIRST, SECOND])
         self.fp8 = fill(FP8Linear(K, FIRST))
-        self.norm_weight = nn.Parameter(torch.randn(K))
-        self.call = call
         self.requires_grad_(False)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        return self.call(self, x, residual)
-
-    def norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.norm_weight, 1e-5)
 
     def both(self, x: Tensor) -> Tensor:
         return torch.cat([self.a(x).sin(), self.b(x)], dim=-1)
-
-
-def after(call: Callable[[Layer, Tensor, Tensor], Any], *more: Any, dims: int = 2) -> Any:
-    """The graph after the passes, whose results and writes are those of the module run eagerly."""
-    torch.manual_seed(0)
-    layer, capture = Layer(call), Capture([*FUSE, *more])
-    x, residual = torch.randn(2, 5, *[1] * (dims - 2), K)
-    inputs = x.clone(), residual.clone()
-    expected = layer(*inputs)
-    torch._dynamo.mark_dynamic(x, 0)
-    torch._dynamo.mark_dynamic(residual, 0)
-    found = torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close((x, residual), inputs)
-    return capture.after[0]
 
 
 def joined(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +63,7 @@ def twice(layer: Layer, x: Tensor, residual: Tensor) -> Tensor:
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize(("call", "fused"), [(joined, 1), (of_columns, 1), (twice, 2)])
 def test_a_norm_that_one_product_reads_is_computed_with_it(call: Any, fused: int, dims: int) -> None:
-    gm = after(call, dims=dims)
+    gm = Layer.after(FUSE, call, dims)
     assert len(nodes_of(gm, "norm_linear")) == fused
     assert not {"fused_rms_norm", "fused_add_rms_norm", "fused_linear", "fp8_linear"} & set(ops(gm))
     assert (nodes_of(gm, "norm_linear")[0].args[1] is None) == (call is of_columns)
@@ -136,7 +111,7 @@ def with_a_weight_written_to(layer: Layer, x: Tensor, residual: Tensor) -> Tenso
     ],
 )
 def test_others_stay(call: Any) -> None:
-    gm = after(call)
+    gm = Layer.after(FUSE, call)
     assert not nodes_of(gm, "norm_linear")
     assert {"fused_rms_norm", "fused_add_rms_norm"} & set(ops(gm))
 
@@ -147,18 +122,14 @@ def by_keyword(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tenso
 
 
 def under_no_grad(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    layer.norm_weight.requires_grad_(True)
     with torch.no_grad():
         return joined(layer, x, residual)
 
 
 @pytest.mark.parametrize("call", [by_keyword, under_no_grad])
 def test_results_are_known_and_need_no_gradient(call: Any) -> None:
-    (node,) = nodes_of(after(call), "norm_linear")
-    views = [(user, result) for result in node.users for user in result.users if torch_name(user) == "view"]
-    assert len(views) == (call is by_keyword)
-    assert all(memory([view]) == memory([result]) for view, result in views)
-    assert not any(tensor_of(result).requires_grad for result in node.users)
+    (node,) = nodes_of(Layer.after(FUSE, call, trains=call is under_no_grad), "norm_linear")
+    check_results(node, num_views=call is by_keyword)
 
 
 @pytest.mark.parametrize(("tokens", "fused"), [(2, 1), (3, 0)])
@@ -172,7 +143,7 @@ def test_more_tokens_than_the_kernel_takes_are_normed_apart(
 
 
 def test_a_norm_with_two_readers_of_the_same_result_stays() -> None:
-    """As a pass of a user's may write it."""
+    """A user's pass may write such a graph."""
 
     def taken_twice(gm: Any, example_inputs: Any) -> Any:
         (norm,) = nodes_of(gm, "fused_add_rms_norm")
@@ -189,12 +160,7 @@ def test_a_norm_with_two_readers_of_the_same_result_stays() -> None:
         normed = layer.norm(total)
         return layer.both(normed), normed.cos()
 
-    torch.manual_seed(0)
-    capture = Capture([*FUSE[:3], taken_twice, NORM_LINEAR])
-    layer, (x, residual) = Layer(call), torch.randn(2, 5, K)
-    found = torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
-    torch.testing.assert_close(found, layer(x, residual))
-    assert not nodes_of(capture.after[0], "norm_linear")
+    assert not nodes_of(Layer.after([*FUSE[:3], taken_twice, NORM_LINEAR], call), "norm_linear")
 
 
 def test_a_caller_that_asks_for_bits_of_its_own_gets_them() -> None:
@@ -203,17 +169,15 @@ def test_a_caller_that_asks_for_bits_of_its_own_gets_them() -> None:
             layer.norm(x), layer.fp8.weight, layer.fp8.weight_scale_inv, None, None, batch_invariant=True
         )
 
-    (node,) = nodes_of(after(call), "norm_linear")
+    (node,) = nodes_of(Layer.after(FUSE, call), "norm_linear")
     assert node.args[-1] is True
 
 
-def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:
-    (node,) = nodes_of(after(of_columns, make_batch_invariant), "norm_linear")
+def test_a_batch_invariant_graph_asks_the_op_for_bits_that_do_not_depend_on_the_batch() -> None:
+    (node,) = nodes_of(Layer.after([*FUSE, make_batch_invariant], of_columns), "norm_linear")
     assert node.args[-1] is True
 
 
 def test_nothing_is_fused_where_the_op_has_no_kernel() -> None:
-    capture = Capture([*FUSE[:3], fuse_norm_linear])
-    layer, (x, residual) = Layer(joined), torch.randn(2, 5, K)
-    torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
-    assert "norm_linear" not in ops(capture.after[0]) and fuse_norm_linear in PASSES
+    gm = Layer.after([*FUSE[:3], fuse_norm_linear], joined)
+    assert "norm_linear" not in ops(gm) and fuse_norm_linear in PASSES

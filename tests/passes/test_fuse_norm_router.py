@@ -8,19 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mla_compile.ops.attention.norm_rope import rms_norm
 from mla_compile.ops.experts.routing import moe_router
 from mla_compile.ops.norm.rms_norm import add_rms_norm_op
 from mla_compile.passes import PASSES
-from mla_compile.passes.effects import memory
 from mla_compile.passes.fuse_norm_router import fuse_norm_router
 from mla_compile.passes.fuse_rms_norm import fuse_rms_norm
 from mla_compile.passes.make_batch_invariant import make_batch_invariant
-from mla_compile.passes.nodes import tensor_of, torch_name
 from mla_compile.passes.remove_noops import remove_noops
-from tests.passes.capture import Capture, nodes_of, ops
+from tests.passes.capture import Capture, Normed, check_results, nodes_of, ops
 
-K, EXPERTS = 16, 8
+K, EXPERTS = Normed.K, 8
 FUSE = [
     partial(fuse_rms_norm, require_kernel=False),
     remove_noops,
@@ -28,39 +25,16 @@ FUSE = [
 ]
 
 
-class Layer(nn.Module):
-    """A norm and a router; `call` says what becomes of them."""
+class Layer(Normed):
+    """A norm and a router."""
 
     def __init__(self, call: Callable[["Layer", Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.norm_weight = nn.Parameter(torch.randn(K), requires_grad=False)
+        super().__init__(call)
         self.weight = nn.Parameter(torch.randn(EXPERTS, K), requires_grad=False)
         self.register_buffer("bias", torch.randn(EXPERTS))
-        self.call = call
-
-    def forward(self, x: Tensor, residual: Tensor) -> Any:
-        return self.call(self, x, residual)
-
-    def norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.norm_weight, 1e-5)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return moe_router(x, self.weight, self.bias, 2, 1, 1, False, True, 1.5)
-
-
-def after(call: Callable[[Layer, Tensor, Tensor], Any], *more: Any, dims: int = 2) -> Any:
-    """The graph after the passes, whose results and writes are those of the module run eagerly."""
-    torch.manual_seed(0)
-    layer, capture = Layer(call), Capture([*FUSE, *more])
-    x, residual = torch.randn(2, 5, *[1] * (dims - 2), K)
-    inputs = x.clone(), residual.clone()
-    expected = layer(*inputs)
-    torch._dynamo.mark_dynamic(x, 0)
-    torch._dynamo.mark_dynamic(residual, 0)
-    found = torch.compile(layer, backend=capture, fullgraph=True)(x, residual)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close((x, residual), inputs)
-    return capture.after[0]
 
 
 def routed(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +54,7 @@ def twice(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize(("call", "fused"), [(routed, 1), (twice, 2)])
 def test_a_norm_that_a_router_reads_is_computed_with_it(call: Any, fused: int, dims: int) -> None:
-    gm = after(call, dims=dims)
+    gm = Layer.after(FUSE, call, dims)
     assert len(nodes_of(gm, "norm_router")) == fused
     assert not {"fused_add_rms_norm", "moe_router"} & set(ops(gm))
 
@@ -128,7 +102,7 @@ def of_a_norm_whose_view_is_written_to(layer: Layer, x: Tensor, residual: Tensor
     ],
 )
 def test_others_stay(call: Any) -> None:
-    gm = after(call)
+    gm = Layer.after(FUSE, call)
     assert not nodes_of(gm, "norm_router") and nodes_of(gm, "moe_router")
 
 
@@ -142,18 +116,14 @@ def by_keyword(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 def under_no_grad(layer: Layer, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-    layer.norm_weight.requires_grad_(True)
     with torch.no_grad():
         return routed(layer, x, residual)
 
 
 @pytest.mark.parametrize("call", [by_keyword, under_no_grad])
 def test_results_are_known_and_need_no_gradient(call: Any) -> None:
-    (node,) = nodes_of(after(call), "norm_router")
-    views = [(user, result) for result in node.users for user in result.users if torch_name(user) == "view"]
-    assert len(views) == (2 if call is by_keyword else 0)
-    assert all(memory([view]) == memory([result]) for view, result in views)
-    assert not any(tensor_of(result).requires_grad for result in node.users)
+    (node,) = nodes_of(Layer.after(FUSE, call, trains=call is under_no_grad), "norm_router")
+    check_results(node, num_views=2 if call is by_keyword else 0)
 
 
 @pytest.mark.parametrize(("tokens", "fused"), [(32, 1), (33, 0)])
@@ -171,17 +141,15 @@ def test_a_caller_that_asks_for_bits_of_its_own_gets_them() -> None:
         normed = layer.norm(x + residual)
         return moe_router(normed, layer.weight, layer.bias, 2, 1, 1, False, True, 1.5, batch_invariant=True)
 
-    (node,) = nodes_of(after(call), "norm_router")
+    (node,) = nodes_of(Layer.after(FUSE, call), "norm_router")
     assert node.args[-1] is True
 
 
-def test_the_op_is_told_that_bits_must_not_depend_on_the_batch() -> None:
-    (node,) = nodes_of(after(routed, make_batch_invariant), "norm_router")
+def test_a_batch_invariant_graph_asks_the_op_for_bits_that_do_not_depend_on_the_batch() -> None:
+    (node,) = nodes_of(Layer.after([*FUSE, make_batch_invariant], routed), "norm_router")
     assert node.args[-1] is True
 
 
 def test_nothing_is_fused_where_the_op_has_no_kernel() -> None:
-    capture = Capture([*FUSE[:2], fuse_norm_router])
-    x, residual = torch.randn(2, 5, K)
-    torch.compile(Layer(routed), backend=capture, fullgraph=True)(x, residual)
-    assert "norm_router" not in ops(capture.after[0]) and fuse_norm_router in PASSES
+    gm = Layer.after([*FUSE[:2], fuse_norm_router], routed)
+    assert "norm_router" not in ops(gm) and fuse_norm_router in PASSES

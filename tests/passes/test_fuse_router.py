@@ -1,7 +1,5 @@
 """`fuse_router`: ways to write a router that it sees, what it must leave, and results."""
 
-import copy
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from mla_compile.models.moe import Router
 from mla_compile.ops.experts.moe import moe_experts
 from mla_compile.passes.fuse_router import fuse_router
 from mla_compile.passes.provenance import module_path
-from tests.passes.capture import Capture, nodes_of, ops
+from tests.passes.capture import Capture, checked, nodes_of, ops
 
 HIDDEN, INTERMEDIATE = 16, 8
 
@@ -26,7 +24,7 @@ def fuse(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModu
 
 
 class MoE(nn.Module):
-    """Experts behind somebody's router, whose last results are weights and ids."""
+    """Experts behind a router whose last results are weights and ids."""
 
     def __init__(self, gate: nn.Module, experts: int) -> None:
         super().__init__()
@@ -56,12 +54,7 @@ class Gate(nn.Module):
 def compare(gate: nn.Module, experts: int = 12, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
     """The graph after the passes, whose results are those of the module run eagerly."""
     torch.manual_seed(1)
-    model, capture = MoE(gate, experts).to(dtype), Capture([fuse])
-    x = torch.randn(7, HIDDEN).to(dtype)
-    torch._dynamo.mark_dynamic(x, 0)
-    expected = copy.deepcopy(model)(x)
-    torch.testing.assert_close(torch.compile(model, backend=capture, fullgraph=True)(x), expected)
-    return capture.after[0]
+    return checked(MoE(gate, experts).to(dtype), [fuse], torch.randn(7, HIDDEN).to(dtype), dynamic=True)
 
 
 def is_fused(gm: fx.GraphModule) -> bool:
@@ -96,7 +89,7 @@ def test_our_router_is_one_call(routing: Routing, dtype: torch.dtype) -> None:
 
 
 class WithoutLogits(nn.Module):
-    """As transformers' MoE layers take what their routers return."""
+    """Returns weights and ids alone, as the MoE layers of transformers use them."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -182,13 +175,13 @@ def also_logits(gate: Gate, logits: Tensor) -> tuple[Tensor, ...]:
     return logits, scores.gather(1, ids), ids
 
 
-def test_what_others_need_too_is_kept() -> None:
+def test_results_with_other_readers_are_kept() -> None:
     found = ops(compare(Gate(also_logits)))
     assert {"moe_router", "linear"} <= {*found} and "sigmoid" not in found
 
 
 class Rounded(nn.Module):
-    """What the experts and the router get was rounded, as a norm's result is."""
+    """The input of experts and router is rounded, like a norm's result."""
 
     def __init__(self, experts: MoE) -> None:
         super().__init__()
@@ -254,10 +247,9 @@ def with_gates_bias(gate: Gate, logits: Tensor) -> tuple[Tensor, ...]:
         with_gates_bias,
     ],
 )
-def test_another_choice_is_left(choose: Callable, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "mla_compile.passes.fuse_router"):
-        assert not is_fused(compare(Gate(choose)))
-    assert "not fused: " in caplog.text
+def test_another_choice_is_left(choose: Callable, logged: Callable) -> None:
+    assert not is_fused(compare(Gate(choose)))
+    assert logged("fuse_router")[0].startswith("not fused: ")
 
 
 class Halves(Gate):
@@ -273,7 +265,4 @@ def test_scores_in_half_precision_are_left() -> None:
 
 
 def test_where_the_op_has_no_kernel_nothing_changes() -> None:
-    capture = Capture([fuse_router])
-    x = torch.randn(3, HIDDEN)
-    torch.compile(MoE(Gate(of_the_best_alone), 12), backend=capture, fullgraph=True)(x)
-    assert ops(capture.after[0]) == ops(capture.before[0])
+    assert not is_fused(checked(MoE(Gate(of_the_best_alone), 12), [fuse_router], torch.randn(3, HIDDEN)))

@@ -1,7 +1,5 @@
 """`fuse_shared_experts`: ways to write shared experts that it sees, what it must leave, and results."""
 
-import copy
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -10,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from mla_compile.engine import Engine
-from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops.experts.moe import moe_experts
 from mla_compile.passes import pipeline
 from mla_compile.passes.fuse_router import fuse_router
@@ -19,7 +15,8 @@ from mla_compile.passes.fuse_shared_experts import fuse_shared_experts
 from mla_compile.passes.split_prefill_decode import split_prefill_decode
 from tests.integrations.test_logits import Reader
 from tests.models_for_tests import tiny_model
-from tests.passes.capture import Capture, nodes_of, ops
+from tests.passes.capture import checked, nodes_of, ops
+from tests.passes.steps import capture_steps, check_greedy_tokens
 
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 8, 4
 
@@ -30,7 +27,7 @@ def fuse(gm: fx.GraphModule, example_inputs: Sequence = ()) -> fx.GraphModule:
 
 
 class Layer(nn.Module):
-    """Routed experts, and others that `shared` computes of the module and the tokens."""
+    """Routed experts plus shared experts, `shared(module, tokens)`."""
 
     def __init__(self, shared: Callable[["Layer", Tensor], Tensor], num_shared: int = 1) -> None:
         super().__init__()
@@ -52,7 +49,7 @@ class Layer(nn.Module):
 
 
 class InThreeDimensions(Layer):
-    """As transformers does it: `[1, tokens, hidden]`, and the experts on a view."""
+    """As in transformers: `[1, tokens, hidden]`, and the experts on a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x.unsqueeze(0)
@@ -62,15 +59,8 @@ class InThreeDimensions(Layer):
 
 def compare(model: nn.Module, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
     """The graph after the pass, whose results are those of the module run eagerly."""
-    model, capture = model.to(dtype), Capture([fuse])
-    x = torch.randn(5, HIDDEN).to(dtype)
-    torch._dynamo.mark_dynamic(x, 0)
-    expected = copy.deepcopy(model)(x)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(
-        torch.compile(model, backend=capture, fullgraph=True)(x), expected, **tolerance
-    )
-    return capture.after[0]
+    return checked(model.to(dtype), [fuse], torch.randn(5, HIDDEN).to(dtype), dynamic=True, **tolerance)
 
 
 def is_fused(gm: fx.GraphModule) -> bool:
@@ -136,10 +126,9 @@ def twice(layer: Layer, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shared", [with_gelu, with_a_gate, scaled, of_other_tokens, twice])
-def test_another_summand_is_left(shared: Callable, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "mla_compile.passes.fuse_shared_experts"):
-        assert not is_fused(compare(Layer(shared)))
-    assert "not fused: " in caplog.text
+def test_another_summand_is_left(shared: Callable, logged: Callable) -> None:
+    assert not is_fused(compare(Layer(shared)))
+    assert logged("fuse_shared_experts")[0].startswith("not fused: ")
 
 
 class Kept(Layer):
@@ -167,14 +156,12 @@ class NotWhole(Layer):
 
 
 @pytest.mark.parametrize("kind", [Kept, Written, NotWhole])
-def test_what_others_need_or_write_to_is_left(kind: type[Layer]) -> None:
+def test_operands_with_other_readers_or_writers_are_left(kind: type[Layer]) -> None:
     assert not is_fused(compare(kind(mlp)))
 
 
 def test_where_the_op_has_no_kernel_nothing_changes() -> None:
-    capture = Capture([fuse_shared_experts])
-    torch.compile(Layer(mlp), backend=capture, fullgraph=True)(torch.randn(3, HIDDEN))
-    assert ops(capture.after[0]) == ops(capture.before[0])
+    assert not is_fused(checked(Layer(mlp), [fuse_shared_experts], torch.randn(3, HIDDEN)))
 
 
 # --- models
@@ -193,10 +180,7 @@ def test_steps_of_transformers_models_that_are_fused_give_the_stock_logits(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = Reader(family, num_hidden_layers=2)
-    reader.prefill([5, 1, 9, 2])
-    capture, run = Capture(PASSES), TransformersTarget.forward
-    compiled = torch.compile(lambda *inputs: run(reader.target, *inputs), backend=capture, fullgraph=True)
-    monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
+    capture = capture_steps(reader, PASSES, monkeypatch)
     for _ in range(2):
         reader.assert_as_stock(reader.decode(1))
     layers = nodes_of(capture.after[0], "moe_experts")
@@ -208,21 +192,10 @@ def test_steps_of_transformers_models_that_are_fused_give_the_stock_logits(
 @pytest.mark.long
 @pytest.mark.usefixtures("lowering")
 def test_every_graph_of_a_batch_invariant_engine_is_fused_and_its_tokens_are_those_of_plain_decoding(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: Callable
 ) -> None:
-    """Mixed steps too: what is fused is rounded otherwise, so a token's bits would depend on the graph."""
+    """Mixed steps too: fusion rounds differently, so a token's bits would depend on the graph."""
     monkeypatch.setattr(pipeline, "PASSES", PASSES)
-    settings = {"max_rows": 2, "max_model_len": 64, "page_size": 4}
-    engine = Engine(tiny_model(torch.float32), num_speculative_tokens=2, batch_invariant=True, **settings)
-    prompts, requests = [[1, 2, 3], [4, 5]], []
-    with caplog.at_level(logging.INFO, logger="mla_compile.passes"):
-        for prompt in prompts:
-            requests.append(engine.add(prompt, max_new_tokens=12))
-            engine.step()
-        while engine.has_work():
-            engine.step()
-    said = [r.getMessage() for r in caplog.records if r.name.startswith("mla_compile.passes.fuse")]
-    assert engine.stats.num_mixed_steps and len(said) >= 8
-    assert all(line.startswith("fused: ") for line in said), said
-    plain = Engine(tiny_model(torch.float32), compile=False, **settings).generate(prompts, max_new_tokens=12)
-    assert [request.completion.token_ids for request in requests] == [c.token_ids for c in plain]
+    check_greedy_tokens(tiny_model(torch.float32), batch_invariant=True)
+    messages = logged("fuse")
+    assert len(messages) >= 8 and all(message.startswith("fused: ") for message in messages), messages

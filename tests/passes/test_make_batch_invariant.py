@@ -1,4 +1,4 @@
-"""`make_batch_invariant`: what it rewrites, that a row's bits then know no neighbours, and what it refuses."""
+"""`make_batch_invariant`: what it rewrites, bits that do not depend on the batch, and what it refuses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -94,7 +94,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_rows_bits_know_no_neighbours(name: str) -> None:
+def test_a_rows_bits_do_not_depend_on_its_neighbours(name: str) -> None:
     capture, call = Capture(EXACT), CALLS[name]
     compiled = torch.compile(call, backend=capture, dynamic=True, fullgraph=True)
     x = draw(9, K)
@@ -107,15 +107,15 @@ def test_a_rows_bits_know_no_neighbours(name: str) -> None:
             assert torch.equal(part, whole[start : start + rows]), f"rows {start} to {start + rows}"
 
 
-def test_tokens_do_not_stand_on_the_right_of_a_product() -> None:
+def test_products_with_tokens_on_the_right_are_refused() -> None:
     for call in (lambda x: W @ x.t(), lambda x: F.linear(W, x)):
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=Capture(EXACT), dynamic=True, fullgraph=True)
-        with pytest.raises(Exception, match=r"a product by .* whose sizes vary"):
+        with pytest.raises(Exception, match=r"batch_invariant: .*product.*var"):
             compiled(draw(9, K))
 
 
-def test_attention_and_its_projections_are_asked_for_it() -> None:
+def test_attention_and_its_projections_become_batch_invariant() -> None:
     capture = Capture([*PASSES, *EXACT])
     torch.compile(Layer().requires_grad_(False), backend=capture, fullgraph=True)(
         *make_inputs(rows=2, q_len=2, chunks=[3, 4])
@@ -133,18 +133,25 @@ def under_autocast(x: Tensor) -> Tensor:
         return F.linear(x, W)
 
 
+LIB = torch.library.Library("batch_invariance_test", "DEF")
+for name, extra in (("mine", ""), ("two", ""), ("two.out_of_place", ", int n")):
+    LIB.define(f"{name}(Tensor x{extra}) -> Tensor")
+    LIB.impl(name, torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"batch_invariance_test::{name}", torch.empty_like, lib=LIB)
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     "layer_norm": lambda x: F.layer_norm(x, (K,)),
     "conv1d": lambda x: F.conv1d(x[None], FILTER),
-    r"a sum over dimensions 0 of \[9, 40\]": lambda x: x.sum(0),
-    r"a sum over dimensions None of \[9, 40\]": lambda x: x.mean(),
-    r"a product of \[9, 40\] by \[40\]": lambda x: x @ WEIGHT,
-    r"a sum over dimensions -1 of \[9, 0\]": lambda x: x[:, :0].sum(-1),
-    r"a sum over dimensions -1 of \[\]": lambda x: x[0, 0].sum(-1),
-    "a sum of torch.complex64": lambda x: torch.complex(x, x).sum(-1),
-    "a product by a vector": lambda x: F.linear(x, WEIGHT),
-    "`linear` of torch.float32 that gives torch.bfloat16": under_autocast,
+    r"sum.* 0 .*\[9, 40\]": lambda x: x.sum(0),
+    r"sum.* None .*\[9, 40\]": lambda x: x.mean(),
+    r"product.*\[9, 40\].*\[40\]": lambda x: x @ WEIGHT,
+    r"sum.* -1 .*\[9, 0\]": lambda x: x[:, :0].sum(-1),
+    r"sum.* -1 .*\[\]": lambda x: x[0, 0].sum(-1),
+    "sum.*complex64": lambda x: torch.complex(x, x).sum(-1),
+    "product.*vector": lambda x: F.linear(x, WEIGHT),
+    "`linear`.*float32.*bfloat16": under_autocast,
     "einsum": lambda x: torch.einsum("thk,hkn->thn", x.view(-1, 4, 10), HEADS),
     "linalg_vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
     "fft_rfft": lambda x: torch.fft.rfft(x, dim=-1),
@@ -154,25 +161,16 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "avg_pool1d": lambda x: F.avg_pool1d(x, 4),
     "_softmax": lambda x: torch.ops.aten._softmax(x, -1, False),
     "cumsum": lambda x: x.cumsum(-1),
-    "the op batch_invariance_test.two": lambda x: torch.ops.batch_invariance_test.two(x),
-    "the op batch_invariance_test.mine": lambda x: torch.ops.batch_invariance_test.mine(x),
+    "batch_invariance_test.two": lambda x: torch.ops.batch_invariance_test.two(x),
+    "batch_invariance_test.mine": lambda x: torch.ops.batch_invariance_test.mine(x),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_promise_it_is_refused_by_name(what: str) -> None:
-    with torch.library._scoped_library("batch_invariance_test", "DEF") as library:
-        library.define("mine(Tensor x) -> Tensor")
-        for overload in ("two", "two.out_of_place"):
-            argument = "Tensor x" if overload == "two" else "Tensor x, int n"
-            library.define(f"{overload}({argument}) -> Tensor")
-            library.impl(overload, torch.clone, "CompositeExplicitAutograd")
-            library._register_fake(overload, torch.empty_like)
-        library.impl("mine", torch.clone, "CompositeExplicitAutograd")
-        library._register_fake("mine", torch.empty_like)
-        compiled = torch.compile(REFUSED[what], backend=Capture(EXACT), fullgraph=True)
-        with pytest.raises(Exception, match=f"batch_invariant: expected .*{what}"):
-            compiled(draw(9, K))
+def test_ops_that_are_not_batch_invariant_are_refused_by_name(what: str) -> None:
+    compiled = torch.compile(REFUSED[what], backend=Capture(EXACT), fullgraph=True)
+    with pytest.raises(Exception, match=f"batch_invariant: .*{what}"):
+        compiled(draw(9, K))
 
 
 def test_integers_may_be_added_in_any_order() -> None:
@@ -186,5 +184,5 @@ def test_integers_may_be_added_in_any_order() -> None:
 def test_the_option_is_a_boolean_and_brings_inductors_settings() -> None:
     assert resolve_settings(None, {"batch_invariant": True})["emulate_precision_casts"] is True
     assert "emulate_precision_casts" not in resolve_settings(None, {"batch_invariant": False})
-    with pytest.raises(MLAError, match=r"options\['batch_invariant'\]: expected True or False, got 'yes'"):
+    with pytest.raises(MLAError, match=r"^options\['batch_invariant'\]: .*True.*'yes'"):
         resolve_settings(None, {"batch_invariant": "yes"})

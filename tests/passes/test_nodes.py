@@ -1,4 +1,4 @@
-"""Arguments by name: a call of an op of ours reads the same, and is rewritten the same, however it is spelled."""
+"""Arguments by name: every spelling of a call of our ops is read and rewritten the same way."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from mla_compile.passes.nodes import (
 )
 from mla_compile.passes.plan_decode import plan_decode
 from tests.passes.capture import Capture, Stack, make_inputs, ops
-from tests.passes.test_fuse_norm_rope_append import Author, halves, upcast
+from tests.passes.test_fuse_norm_rope_append import NormRopeLayer, halves, upcast
 
 OPS = [
     *(append_op, attention_op, decode_op, masked_decode_op, moe_experts_op, norm_rope_append_op, prefill_op),
@@ -39,9 +39,14 @@ OPS = [
 SEEDS = range(60)
 
 
+def parameters(op: Any) -> list[Any]:
+    schema = op._schema  # private: torch has no public way to the schema of an op
+    return schema.arguments
+
+
 def spell(op: Any, values: dict[str, Any], rng: random.Random) -> tuple[Any, tuple, dict[str, Any]]:
     """A call of an op with these values: some by position, the others by name in any order, defaults left out."""
-    schema = op._schema.arguments
+    schema = parameters(op)
     by_position = rng.randint(0, sum(not argument.kwarg_only for argument in schema))
     named = [
         argument.name
@@ -61,7 +66,7 @@ def drawn_call(rng: random.Random) -> tuple[fx.Node, Any, dict[str, Any]]:
         argument.name: argument.default_value
         if argument.has_default_value() and rng.random() < 0.5
         else rng.choice((graph.placeholder(argument.name), rng.random()))
-        for argument in op._schema.arguments
+        for argument in parameters(op)
     }
     target, args, kwargs = spell(op, values, rng)
     return graph.call_function(target, args, kwargs), op, values
@@ -75,7 +80,7 @@ def test_every_argument_is_read_by_its_name_however_the_call_is_spelled(part: in
             continue  # two overloads: which one is meant is not known
         assert is_call(node, op) and calls(node.graph, op) == [node], f"seed {seed}: {node.format_node()}"
         assert op_arguments(node) == values, f"seed {seed}: {node.format_node()}"
-        assert list(op_arguments(node)) == [argument.name for argument in op._schema.arguments]
+        assert list(op_arguments(node)) == [argument.name for argument in parameters(op)]
 
 
 def test_changing_arguments_by_name_leaves_the_others_and_gives_a_call_that_the_schema_takes() -> None:
@@ -88,7 +93,7 @@ def test_changing_arguments_by_name_leaves_the_others_and_gives_a_call_that_the_
         args, kwargs = with_arguments(node, **changed)
         again = node.graph.call_function(node.target, args, kwargs)
         assert op_arguments(again) == values | changed, f"seed {seed}"
-        only_named = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+        only_named = {argument.name for argument in parameters(op) if argument.kwarg_only}
         assert kwargs.keys() == only_named, f"seed {seed}"
         assert op_arguments(node) == values, f"seed {seed}: the node itself is another matter"
 
@@ -115,12 +120,11 @@ def test_a_value_of_several_elements_is_read_by_its_first_tensor() -> None:
 
 
 def respell(gm: fx.GraphModule, example_inputs: Sequence[Any], *, rng: random.Random) -> fx.GraphModule:
-    """Every call of an op of ours is spelled in another way."""
+    """Spells every call of our ops in another way."""
     for node in gm.graph.nodes:
         op = getattr(node.target, "default", node.target) if node.op == "call_function" else None
         if op in OPS[:-1]:
-            schema = op._schema.arguments
-            values = {argument.name: argument.default_value for argument in schema}
+            values = {argument.name: argument.default_value for argument in parameters(op)}
             values |= dict(zip(values, node.args)) | node.kwargs
             node.target, node.args, node.kwargs = spell(op, values, rng)
     return gm
@@ -146,7 +150,7 @@ def after_passes(
 @pytest.mark.parametrize("seed", range(2))
 def test_calls_that_are_spelled_in_another_way_before_each_pass_are_rewritten_the_same(seed: int) -> None:
     torch.manual_seed(seed)
-    model, inputs = Author(upcast, halves), make_inputs(rows=3, q_len=2)
+    model, inputs = NormRopeLayer(upcast, halves), make_inputs(rows=3, q_len=2)
     cache = model.layer.kv_cache.clone()
     expected, plain = after_passes(model, inputs, None)
     written = model.layer.kv_cache.clone()

@@ -1,4 +1,4 @@
-"""What is done around every pass, a user's own too: counts, example values, the graph's check and code, the log."""
+"""What the pipeline does around each pass, also a user's: counts, example values, checks, code, the log."""
 
 import logging
 import random
@@ -19,16 +19,9 @@ from mla_compile.passes import PASSES, pipeline
 from mla_compile.passes.absorb_mla import absorb_mla
 from mla_compile.passes.nodes import namespace_of
 from mla_compile.passes.plan_decode import plan_decode
-from mla_compile.torch_internals import capture_graph
-from tests.passes.capture import Capture, Stack, make_inputs, nodes_of
+from tests.passes.capture import Capture, Stack, graph_of, make_inputs, nodes_of
 
 Graph = tuple[fx.GraphModule, Sequence[Any]]
-
-
-def graph_of(function: Callable[..., Any], *inputs: Any) -> Graph:
-    found = capture_graph(function, inputs, {})
-    assert found is not None
-    return found
 
 
 def sine() -> Graph:
@@ -36,7 +29,7 @@ def sine() -> Graph:
 
 
 def before_sine(make: Callable[[fx.Graph, fx.Node], fx.Node]) -> pipeline.Pass:
-    """A pass of a user's that puts nodes before `sin`, and does nothing else that it could forget."""
+    """A user's pass that puts nodes before `sin`, without example values, a check or new code."""
 
     def mine(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         for node in gm.graph.find_nodes(op="call_method", target="sin"):
@@ -67,7 +60,7 @@ def test_each_pass_is_timed_and_its_ops_are_counted() -> None:
 
 
 def random_edits(seed: int) -> tuple[pipeline.Pass, Counter[str], Counter[str]]:
-    """A pass that puts nodes behind some and removes others, and what it will have added and removed."""
+    """A pass that inserts nodes after some and removes others, and what it adds and removes."""
     rng, added, removed = random.Random(seed), Counter[str](), Counter[str]()
 
     def edit(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -106,7 +99,7 @@ def test_a_pass_that_only_changes_arguments_has_changed_the_graph() -> None:
     passes = [*PASSES, partial(plan_decode, backend="reference")]
     *_, last = (applied for applied, _ in pipeline.steps(gm, inputs, passes))
     assert last.name == "plan_decode" and last.changed and last.before == last.after
-    assert str(last).startswith("plan_decode: the same ops with other arguments or order (")
+    assert re.match(r"plan_decode: .*arguments.*ms\)", str(last))
 
 
 def test_a_function_of_the_same_name_is_another_one() -> None:
@@ -128,11 +121,11 @@ def test_the_log_has_a_line_for_each_pass_and_the_trace_a_graph_for_each_that_ch
     with caplog.at_level(logging.DEBUG, "mla_compile"):
         pipeline.run(*graph_of(Stack(2), *make_inputs(rows=2)))
     lines = [record.getMessage() for record in caplog.records if record.name == "mla_compile.passes.pipeline"]
-    said = dict(line.split(": ", 1) for line in lines)
-    assert list(said) == [*(graph_pass.__name__ for graph_pass in PASSES), "plan_decode"]
+    changes = dict(line.split(": ", 1) for line in lines)
+    assert list(changes) == [*(graph_pass.__name__ for graph_pass in PASSES), "plan_decode"]
     split = r"\+ .*mla_append x 2, mla_decode x 2 - mla_attention x 2 \(\d+\.\d ms\)"
-    assert re.fullmatch(split, said["split_prefill_decode"]), said
-    assert re.fullmatch(r"changed nothing \(\d+\.\d ms\)", said["fuse_shared_experts"])
+    assert re.fullmatch(split, changes["split_prefill_decode"]), changes
+    assert re.fullmatch(r"[^+-]+ \(\d+\.\d ms\)", changes["fuse_shared_experts"])
     (graph,) = traced
     assert graph.startswith("mla_after_split_prefill_decode: ") and "mla_decode" in graph
 
@@ -212,21 +205,21 @@ class Broken:
 BAD = {
     "fails": (
         fails,
-        "pass fails: expected a graph module, got KeyError: 'no such node'; fix it, or leave",
+        "^pass fails: .*KeyError: 'no such node'; .*fix",
     ),
     "forgets to return": (
         forgets_to_return,
-        "pass forgets_to_return: .* got None; end it with `return gm`",
+        "^pass forgets_to_return: .*None; .*`return gm`",
     ),
     "breaks the order": (
         reads_before_it_is_written,
-        "pass reads_before_.*: expected a graph that .*lint.* accepts",
+        "^pass reads_before_it_is_written: .*lint",
     ),
     "breaks the order, an object": (Broken(), "pass Broken: "),
     "breaks the order, bound": (partial(reads_before_it_is_written), "pass reads_before_it_is_written: "),
     "cannot run": (
         multiplies_what_does_not_fit,
-        r"pass multiplies_.*: .*example values: %mm .*same reduction dim",
+        "^pass multiplies_what_does_not_fit: .*example values: %mm .*same reduction dim",
     ),
 }
 
@@ -244,19 +237,18 @@ def test_the_compile_of_a_user_names_the_bad_pass_and_says_no_less() -> None:
         compiled(torch.randn(3))
 
 
-def test_a_mistake_that_a_pass_explains_itself_is_told_as_it_is() -> None:
+def test_an_error_that_a_pass_explains_itself_keeps_its_words() -> None:
     def refuses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
         raise MLAError("bound", "a number > 0", -1)
 
-    told = r"^bound: expected a number > 0, got -1 \(in pass refuses\)$"
-    with pytest.raises(MLAError, match=told):
+    with pytest.raises(MLAError, match=r"^bound: expected a number > 0, got -1 .*refuses"):
         pipeline.run(*sine(), [refuses])
 
 
 # --- the list
 
 
-def test_an_options_pass_is_bound_to_it_and_comes_after_all_others_a_users_too() -> None:
+def test_the_pass_of_an_option_is_bound_to_it_and_runs_last_also_after_a_users() -> None:
     gm, _ = graph_of(Stack(1), *make_inputs(rows=2))
     for passes, expected in ((None, PASSES), ([*PASSES, relu], [*PASSES, relu]), ([], [])):
         *others, last = pipeline.passes_for(gm, passes, decode_backend="triton")
@@ -298,6 +290,6 @@ def test_the_decode_backend_that_was_asked_for_acts_with_passes_of_a_users_own()
 
     options: dict[str, Any] = {"passes": [*PASSES, look], "decode_backend": "triton"}
     compiled: Callable[..., Tensor] = torch.compile(model, backend="mla", fullgraph=True, options=options)
-    with pytest.raises(Exception, match="got triton, which runs on cuda, got cpu"):
+    with pytest.raises(Exception, match=r"triton.*cuda.*cpu"):
         compiled(x, batch)
-    assert chosen == [None], "the user's pass came first"
+    assert chosen == [None], "the user's pass ran first"

@@ -1,7 +1,6 @@
 """`rotate_queries`: rotations that it sees, what it must leave, and results."""
 
 import copy
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,43 +17,43 @@ from mla_compile.integrations.transformers.target import TransformersTarget
 from mla_compile.ops import dispatch as implementations
 from mla_compile.ops.attention.norm_rope import norm_rope_append_op, rotate_queries_op
 from mla_compile.passes import PASSES, pipeline
-from mla_compile.passes.effects import may_write
+from mla_compile.passes.effects import may_write, memory
 from mla_compile.passes.fuse_norm_rope_append import fuse_norm_rope_append
 from mla_compile.passes.nodes import calls, op_arguments
 from mla_compile.passes.rotate_queries import rotate_queries
 from mla_compile.speculate import DecodeState, PackedChunks, PromptChunk, SpeculativeDecoder
-from mla_compile.torch_internals import capture_graph
 from tests.integrations.families import stock_model
 from tests.integrations.mtp import random_mtp
 from tests.integrations.test_logits import Reader
-from tests.models_for_tests import tiny_model
-from tests.passes import test_fuse_norm_rope_append as fused
 from tests.passes.capture import (
+    DECODE,
     HEADS,
+    KINDS,
     NOPE,
     ROPE,
-    Capture,
     Layer,
+    NormRopeLayer,
     compared,
+    graph_of,
+    halves,
     make_inputs,
+    neighbours,
     nodes_of,
     ops,
+    rotate_half,
     shape,
+    upcast,
+    without_kernels,
 )
-from tests.passes.test_fuse_norm_rope_append import halves, neighbours
+from tests.passes.steps import capture_steps, speculative_step
 
 WIDTH = NOPE + ROPE
-DECODE = {"rows": 3, "q_len": 2}
-PREFILL = {"chunks": (5, 2)}
-KINDS = {"decode": DECODE, "prefill": PREFILL, "mixed": DECODE | PREFILL}
 UNKNOWN = {"decode of unknown rows": DECODE | {"unbacked": True}}
-EVERYWHERE = [
-    partial(p, require_kernel=False) if p in (fuse_norm_rope_append, rotate_queries) else p for p in PASSES
-]
+FUSING = without_kernels(fuse_norm_rope_append, rotate_queries)
 
 
-class Author(nn.Module):
-    """An attention layer whose queries are rotated by somebody."""
+class Rotating(nn.Module):
+    """An attention layer; `queries` rotates its queries."""
 
     def __init__(self, queries: Callable, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ def by_slices(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
 
 
 def joined_again(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
-    """As transformers do: heads before tokens, and both parts in one tensor."""
+    """As in transformers: heads before tokens, and both parts in one tensor."""
     q = q[None].view(1, -1, HEADS, WIDTH).transpose(1, 2)
     q_pass, q_rot = q.split([NOPE, ROPE], dim=-1)
     q = torch.cat([q_pass, halves(q_rot, angles[None, None])], dim=-1)
@@ -96,7 +95,7 @@ WAYS = [in_two_parts, partial(in_two_parts, rope=neighbours), by_slices, joined_
 
 
 def compare(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float32) -> fx.GraphModule:
-    return compared(model, batch, dtype, EVERYWHERE)
+    return compared(model, batch, dtype, FUSING)
 
 
 def rotations(gm: fx.GraphModule) -> list[fx.Node]:
@@ -116,24 +115,22 @@ def attention_inputs(gm: fx.GraphModule) -> list[fx.Node]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rotation_is_seen_however_it_is_written_and_nothing_is_joined(way: Callable, kind: str) -> None:
-    gm = compare(Author(way), KINDS[kind])
+    gm = compare(Rotating(way), KINDS[kind])
     assert ops(gm).count("mla_rotate_queries") == 1
     (rotated,) = nodes_of(gm, "mla_rotate_queries")
     (projection,) = (node for node in nodes_of(gm, "linear") if shape(node)[-1] == HEADS * WIDTH)
-    memory = projection.meta["example_value"].untyped_storage()._cdata
-    for node in [rotated.args[0], *attention_inputs(gm)]:
-        assert node.meta["example_value"].untyped_storage()._cdata == memory, "no copy"
+    assert memory([projection]) == memory([rotated.args[0], *attention_inputs(gm)]), "no copy"
     assert may_write(rotated) == [rotated.args[0]]
 
 
 @pytest.mark.parametrize("way", [in_two_parts, joined_again])
 def test_in_half_precision(way: Callable) -> None:
-    assert "mla_rotate_queries" in ops(compare(Author(way, torch.bfloat16), DECODE, torch.bfloat16))
+    assert "mla_rotate_queries" in ops(compare(Rotating(way, torch.bfloat16), DECODE, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_where_the_number_of_rows_is_unknown(kind: str) -> None:
-    gm = compare(Author(in_two_parts), KINDS[kind] | {"unbacked": True})
+    gm = compare(Rotating(in_two_parts), KINDS[kind] | {"unbacked": True})
     assert "mla_rotate_queries" in ops(gm)
     assert all(node.target is not torch.cat or node.args[1:] == () for node in attention_inputs(gm))
 
@@ -144,9 +141,9 @@ def test_where_the_number_of_rows_is_unknown(kind: str) -> None:
     ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "mixed")],
 )
 def test_inductor_rotates_in_place_too(kind: str) -> None:
-    model, inputs = Author(in_two_parts), make_inputs(**KINDS[kind])
+    model, inputs = Rotating(in_two_parts), make_inputs(**KINDS[kind])
     theirs = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="mla", fullgraph=True, options={"passes": EVERYWHERE})
+    compiled = torch.compile(model, backend="mla", fullgraph=True, options={"passes": FUSING})
     torch.testing.assert_close(compiled(*inputs), theirs(*inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -189,7 +186,7 @@ def read_beyond_a_view(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
 
 
 def transposed(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
-    """Queries of which the memory is not that of tokens in their order."""
+    """Queries whose memory is not in the order of tokens."""
     q = (q.view(-1, 2, HEADS * WIDTH).transpose(0, 1) * 1.0).reshape(-1, HEADS, WIDTH)
     q_nope, q_pe = q.split([NOPE, ROPE], dim=-1)
     q = torch.cat([q_nope, halves(q_pe, angles[:, None])], dim=-1)
@@ -204,32 +201,28 @@ def written(q: Tensor, angles: Tensor) -> tuple[Any, ...]:
 
 
 REFUSED = {
-    "the projection used elsewhere": (used_before, "also used by `more`"),
-    "unrotated queries used elsewhere": (kept_unrotated, "also used by `sum_1`"),
-    "a factor": (scaled, "computes something else"),
-    "angles of each head": (unlike, "not those of each token"),
-    "heads in another order": (heads_mixed, "computes something else"),
-    "somebody who knows the strides": (kept_by_their_strides, "`more` may count on how queries lie"),
-    "somebody who reads beyond a view": (read_beyond_a_view, "also used by `split_1`|also used by `q_nope`"),
-    "tokens in another order in memory": (transposed, "no projection|computes something else|reads"),
-    "a write in between": (written, "used by `mul_`"),
+    "the projection used elsewhere": (used_before, "`more`"),
+    "unrotated queries used elsewhere": (kept_unrotated, "`sum_1`"),
+    "a factor": (scaled, "float32"),
+    "angles of each head": (unlike, "cos and sin.*token"),
+    "heads in another order": (heads_mixed, "float32"),
+    "a reader of the strides": (kept_by_their_strides, "`more`"),
+    "a reader beyond a view": (read_beyond_a_view, "`split_1`|`q_nope`"),
+    "tokens in another order in memory": (transposed, ""),
+    "a write in between": (written, "`mul_`"),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("queries", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_it_is_left_as_it_is_and_the_log_says_why(
-    queries: Callable, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="mla_compile.passes.rotate_queries"):
-        gm = compare(Author(queries), DECODE)
-    assert "mla_rotate_queries" not in ops(gm)
-    (message,) = (record.getMessage() for record in caplog.records)
+def test_it_is_left_as_it_is_and_the_log_says_why(queries: Callable, reason: str, logged: Callable) -> None:
+    assert "mla_rotate_queries" not in ops(compare(Rotating(queries), DECODE))
+    (message,) = logged("rotate_queries")
     assert message.startswith("not fused: ") and re.search(reason, message), message
 
 
 def test_parts_of_two_projections_are_left() -> None:
-    class Apart(Author):
+    class Apart(Rotating):
         def __init__(self) -> None:
             super().__init__(lambda q, angles: (self.nope(q).view(-1, HEADS, NOPE), self.pe(q, angles), 0))
             self.nope = nn.Linear(HEADS * WIDTH, HEADS * NOPE).requires_grad_(False)
@@ -242,9 +235,7 @@ def test_parts_of_two_projections_are_left() -> None:
 
 
 def test_on_the_cpu_inductor_does_better() -> None:
-    found = capture_graph(Author(in_two_parts), make_inputs(**DECODE), {})
-    assert found is not None
-    gm = pipeline.run(*found, PASSES[:2])
+    gm = pipeline.run(*graph_of(Rotating(in_two_parts), *make_inputs(**DECODE)), PASSES[:2])
     before = str(gm.graph)
     assert str(rotate_queries(gm).graph) == before
 
@@ -257,7 +248,7 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Author(in_two_parts), Author(in_two_parts)])
+        self.layers = nn.ModuleList([Rotating(in_two_parts), Rotating(in_two_parts)])
 
     def forward(self, x: Tensor, batch: MLABatch) -> Tensor:
         for layer in self.layers:
@@ -265,7 +256,7 @@ class Layers(nn.Module):
         return x
 
 
-class Normed(fused.Author):
+class Normed(NormRopeLayer):
     """Latents that are normalised, and queries rotated by the angles of the keys."""
 
     between: Callable = staticmethod(lambda q_pe: 0)
@@ -279,11 +270,11 @@ class Normed(fused.Author):
         emb = torch.cat((angles, angles), dim=-1)
         cos, sin = self.angles(emb)
         q_nope, q_pe = layer.q_proj(x).view(-1, HEADS, WIDTH).split([NOPE, ROPE], dim=-1)
-        q_pe = q_pe * cos[:, None] + fused.rotate_half(q_pe) * sin[:, None]
+        q_pe = q_pe * cos[:, None] + rotate_half(q_pe) * sin[:, None]
         if self.written:
             cos.mul_(2)
         kv_c, k_pe = layer.kv_proj(x).split([layer.w_uk.shape[2], ROPE], dim=-1)
-        k_pe = k_pe * cos + fused.rotate_half(k_pe) * sin
+        k_pe = k_pe * cos + rotate_half(k_pe) * sin
         more = self.between(q_pe)
         kv_c = self.norm(kv_c, self.weight)
         out = mla_attention(q_nope, q_pe, kv_c, k_pe, layer.kv_cache, layer.w_uk, layer.w_uv, batch, 0.3)
@@ -295,7 +286,7 @@ class ReadBefore(Normed):
 
 
 class Shifted(nn.Module):
-    """Attention to some tokens of a projection alone."""
+    """Attention for some of the tokens of a projection."""
 
     def __init__(self, take: Callable) -> None:
         super().__init__()
@@ -342,12 +333,12 @@ class Chunked(Normed):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", [Table, Chunked])
 def test_angles_that_are_views_of_one_tensor(model: Any, kind: str) -> None:
-    gm = compare(model(fused.upcast, halves), KINDS[kind])
+    gm = compare(model(upcast, halves), KINDS[kind])
     assert len(rotations(gm)) == 1
 
 
 class AngleWritten(Normed):
-    """By somebody, when queries are rotated and keys are not."""
+    """After queries are rotated and before keys are."""
 
     written = True
 
@@ -360,7 +351,7 @@ class Sized(Normed):
 @pytest.mark.parametrize("kind", KINDS | UNKNOWN)
 @pytest.mark.parametrize("model", [Normed, Sized, ReadBefore, AngleWritten])
 def test_an_append_rotates_queries_in_its_launch_unless_they_are_read_before(model: Any, kind: str) -> None:
-    gm = compare(model(fused.upcast, halves), (KINDS | UNKNOWN)[kind])
+    gm = compare(model(upcast, halves), (KINDS | UNKNOWN)[kind])
     assert len(rotations(gm)) == 1
     alone = model in (ReadBefore, AngleWritten)
     assert len(nodes_of(gm, "mla_rotate_queries")) == alone
@@ -370,21 +361,14 @@ def test_an_append_rotates_queries_in_its_launch_unless_they_are_read_before(mod
 
 
 def test_passing_again_changes_nothing() -> None:
-    found = capture_graph(Layers(), make_inputs(**DECODE | PREFILL), {})
-    assert found is not None
-    gm = pipeline.run(*found, EVERYWHERE)
+    gm = pipeline.run(*graph_of(Layers(), *make_inputs(**KINDS["mixed"])), FUSING)
     once = str(gm.graph)
     assert str(rotate_queries(gm, require_kernel=False).graph) == once
 
 
 @pytest.mark.long
 def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
-    model = tiny_model(torch.bfloat16).to("meta")
-    allocate(model.cache_specs(), 9, 4)
-    decoder = SpeculativeDecoder(model, 1, page_size=4)
-    found = capture_graph(decoder, (DecodeState.allocate(2, 1, max_pages=4, device="meta"),), {})
-    assert found is not None
-    gm = pipeline.run(*found, EVERYWHERE)
+    gm = pipeline.run(*speculative_step(), FUSING)
     assert len(rotations(gm)) == len(nodes_of(gm, "mla_decode")) == 3
     assert not nodes_of(gm, "mla_rotate_queries"), "the appends rotate them"
 
@@ -402,7 +386,7 @@ def test_all_queries_of_a_speculative_step_are_rotated_in_place() -> None:
 def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_launch(
     kind: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: no pass is left out, and our attention does not copy queries, as it does on the CPU."""
+    """As on a GPU: all passes run, and attention does not copy queries as it does on the CPU."""
     pytest.importorskip("triton")
     model = stock_model("glm4_moe_lite", num_hidden_layers=2)
     target = TransformersTarget(model, random_mtp(model).layers[0]).to("meta", torch.bfloat16)
@@ -418,19 +402,18 @@ def test_every_append_of_a_step_with_transformers_rotates_the_queries_in_its_lau
     chunks = replace(packed, **{name: getattr(packed, name).to("meta") for name in on_device})
     step = decoder.mixed if kind == "mixed" else decoder
     with target.installed(16):
-        found = capture_graph(step, (state, chunks)[: 1 + (kind == "mixed")], {})
-    assert found is not None
+        found = graph_of(step, *(state, chunks)[: 1 + (kind == "mixed")])
     monkeypatch.setattr(implementations, "describe_device", lambda device: ("cuda", (9, 0)))
     gm = pipeline.run(*found, pipeline.passes_for(found[0], batch_invariant=batch_invariant))
     assert len(nodes_of(gm, "fused_linear")) > 0
     assert len(nodes_of(gm, "mla_rotate_queries")) == 0
     assert len(rotations(gm)) == len(nodes_of(gm, "mla_decode")) == 3
-    # The MTP layer of a mixed step fills its cache first. Nobody needs the queries of that.
+    # The MTP layer of a mixed step fills its cache first, with queries that nothing reads.
     assert len(nodes_of(gm, "mla_norm_rope_append")) == 3 + (kind == "mixed")
 
 
 LEFT = {"longcat_flash", "mistral4"}
-"""What scales queries before they are split, or after they are joined."""
+"""Models that scale queries before they are split, or after they are joined."""
 
 
 @pytest.mark.long
@@ -447,10 +430,7 @@ LEFT = {"longcat_flash", "mistral4"}
 )
 def test_models_of_transformers_give_the_stock_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(family, **({"num_layers": 1} if family == "longcat_flash" else {"num_hidden_layers": 2}))
-    reader.prefill([5, 1, 9, 2])
-    capture, run = Capture(EVERYWHERE), TransformersTarget.forward
-    compiled = torch.compile(lambda *inputs: run(reader.target, *inputs), backend=capture, fullgraph=True)
-    monkeypatch.setattr(TransformersTarget, "forward", lambda self, *inputs: compiled(*inputs))
+    capture = capture_steps(reader, FUSING, monkeypatch)
     for _ in range(2):
         reader.assert_as_stock(reader.decode(1))
     reader.assert_as_stock(reader.prefill([2, 3, 1, 4]))

@@ -26,7 +26,7 @@ FORK = multiprocessing.get_context("fork")  # so memory has one address in all p
 
 
 def on_ranks(size: int, call: Callable[[int], None]) -> None:
-    """Call it in a process for each rank, connected with the others."""
+    """Calls a function in one process for each rank, connected with the others."""
     memories = [torch.zeros(bytes_of_memory(size), dtype=torch.uint8).share_memory_() for _ in range(size)]
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
 
@@ -50,7 +50,7 @@ def on_ranks(size: int, call: Callable[[int], None]) -> None:
 
 
 def parts(size: int, rows: int, columns: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """What the ranks have, and a residual that is the same on all of them."""
+    """The inputs of the ranks, and a residual that is the same on all."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(size + 1, rows, columns, generator=generator) * 10.0 ** torch.randint(
         -2, 3, (size + 1, 1, 1), generator=generator
@@ -67,7 +67,7 @@ def in_order(given: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_of_all_kinds_and_sizes_follow_one_another(size: int) -> None:
-    """Whoever is slow, every rank has the sum in the ranks' order, and slots are used again and again."""
+    """Every rank has the sum in the order of ranks, also with a slow rank and with reused slots."""
 
     def call(rank: int) -> None:
         draw = random.Random(size)

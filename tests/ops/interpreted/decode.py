@@ -59,7 +59,7 @@ def test_one_drawn_set_of_texts_is_batch_invariant(dtype: torch.dtype) -> None:
 
 
 def test_splits_that_are_shares_of_a_row_are_not_batch_invariant() -> None:
-    """The suite notices it."""
+    """The suite fails for them."""
     subject = Subject(replace(BACKENDS["triton"], function=f"{__name__}:in_shares"))
     with pytest.raises(AssertionError, match="q_len 2"):
         TestBatchInvariant().test_one_of_many_tokens(subject, 2)

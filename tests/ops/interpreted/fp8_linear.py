@@ -52,7 +52,7 @@ def test_the_kernels_equal_the_definition(dtype: torch.dtype, size: tuple[int, i
 
 
 @pytest.mark.parametrize("first", [128, 40], ids=["one matrix", "blocks that straddle"])
-def test_two_weights_side_by_side(first: int) -> None:
+def test_two_adjacent_weights(first: int) -> None:
     both = [fp8_weight(rows, 200, seed=rows) for rows in (first, 70)]
     (a, b), (a_scale, b_scale) = ([part.contiguous() for part in parts] for parts in zip(*both, strict=True))
     rows = torch.cat([a, b]), torch.cat([a_scale, b_scale])
@@ -78,7 +78,7 @@ def test_a_nan_stays_in_its_block_and_its_token() -> None:
     scale[0, 1] = torch.nan
     x = torch.randn(5, 300)
     x[3] = torch.nan
-    x[:3, 130:260] = 0  # which times NaN is NaN all the same
+    x[:3, 130:260] = 0  # times NaN, this is NaN too
     for product in (linear_by_one, linear_blocks, linear_fp8_in_order):
         out = product(FP8LinearOperands(x, weight, scale))
         assert out[:, :128].isnan().all() and out[3].isnan().all()

@@ -80,7 +80,7 @@ def test_the_lowest_finite_number_hides_as_it_does_in_torch(dtype: torch.dtype) 
     run(replace(case, mask=lowest), tiles=SMALL, splits=2)
     nothing_else = replace(case, mask=torch.full_like(lowest, torch.finfo(dtype).min))
     run(nothing_else, tiles=SMALL, splits=1)
-    # Such a number swallows how many keys each split saw: some mean of the values is all that can be had.
+    # Such a number hides how many keys each split saw, so the result is some mean of the values.
     assert masked_decode_triton(*nothing_else.args(), tiles=SMALL, splits=2).isfinite().all()
 
 

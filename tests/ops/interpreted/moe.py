@@ -100,7 +100,7 @@ def test_weights_in_fp8(sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch:
 
 
 def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among many and few others, sorted or not, in any tiles."""
+    """Among many and few other tokens, sorted or not, in any tiles."""
     add_in_order(monkeypatch)
     case = moe_case(40, 2, hidden=150, intermediate=140, shared=1, dtype=torch.bfloat16, fp8=True)
     whole = moe_triton(case.operands(), in_order=True)
@@ -116,7 +116,7 @@ def test_a_tokens_bits_with_weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_no_weight_in_fp8_is_rounded(tokens: int) -> None:
-    """They are too small for float16, and their products are not."""
+    """The weights are too small for float16; their products are not."""
     case = moe_case(tokens, 2, among=3, hidden=150, intermediate=140, shared=1, dtype=torch.float16, fp8=True)
     check_moe(case, moe_triton(case.operands()))
     gate_up, down, gate, up, of_shared = case.scales
@@ -129,7 +129,7 @@ def test_no_weight_in_fp8_is_rounded(tokens: int) -> None:
 
 @cache
 def many_sorted_tokens() -> tuple[MoeCase, Tensor]:
-    """And what the kernels make of them where products add in order."""
+    """Results of the kernels with products that add in order."""
     case = moe_case(140, 4, experts=6, hidden=40, intermediate=33, shared=1, dtype=torch.bfloat16)
     assert case.topk_ids.numel() > MOST_UNSORTED_PAIRS
     return case, moe_triton(case.operands())
@@ -209,7 +209,7 @@ def test_many_pairs_with_the_tiles_that_they_get(among: int, dtype: torch.dtype)
 
 
 def drawn_padding(data: st.DataObject, case: MoeCase) -> tuple[Tensor | None, int, Tensor]:
-    """`row_lens` and `q_len` of some decode rows that the tokens begin with, or None, and which tokens run."""
+    """`row_lens` and `q_len` of leading decode rows, or None, and the tokens that run."""
     tokens = len(case.x)
     if data.draw(st.booleans()):
         return None, 1, torch.ones(tokens, dtype=torch.bool)

@@ -35,7 +35,7 @@ SIZES = [
 
 
 def only_chosen(case: MoeCase) -> MoeCase:
-    """All that no expert of the tokens has is NaN."""
+    """Weights of experts that no token chose are NaN."""
     others = torch.ones(len(case.w_down), dtype=torch.bool)
     others[case.topk_ids.flatten()] = False
     for w in (case.w_gate_up, case.w_down):
@@ -89,7 +89,7 @@ def test_padding_gets_0_whatever_it_holds(tokens: int, q_len: int, lens: list[in
 
 
 def test_values_of_fp8_times_scale_are_not_rounded() -> None:
-    """These are too small for float16, and their products are not."""
+    """The weights are too small for float16; their products are not."""
     case = moe_case(1, 2, hidden=256, intermediate=256, dtype=torch.float16, fp8=True)
     gate_up, down, *others = case.scales
     case = replace(case, scales=(gate_up, down * 2.0**-20, *others), topk_weights=case.topk_weights * 2.0**20)

@@ -35,7 +35,7 @@ def test_latents_go_to_their_slots_and_masked_ones_nowhere(
         )
         before = case.kv_cache.clone()
         norm_rope_append_triton(case)
-        # The interpreter cuts to bfloat16 where a GPU rounds.
+        # The interpreter truncates to bfloat16; a GPU rounds.
         check_norm_rope_append(case, before, units=2.5 if dtype == torch.bfloat16 else 1.5)
 
 

@@ -31,7 +31,7 @@ from tests.ops.prefill_conformance import (  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few programs make the keys: each takes the interpreter as long, whatever it holds."""
+    """Few programs make the keys: each costs the interpreter the same time."""
     monkeypatch.setattr(keys, "matmul_triton", partial(matmul_triton, tiles=ProductTiles(64, 32, 32, 4, 1)))
 
 
@@ -64,7 +64,7 @@ class TestBatchInvariant(PrefillInvariance):
 
 
 def padded(args: tuple[Any, ...], lens: list[int], place: int, num_keys: int) -> tuple[Any, ...]:
-    """Arguments with rows of nobody, without keys, at a place, and so many slots of padding."""
+    """Arguments with padding rows without keys at `place`, and `num_keys` slots of padding."""
     q, kv_cache, w_uk, w_uv, cu_seqlens_q, cu_seqlens_k, key_slots, scale = args
     q_lens, k_lens = cu_seqlens_q.diff(), cu_seqlens_k.diff(dim=1)
     start = int(cu_seqlens_q[place])
@@ -90,21 +90,21 @@ def test_absorbed_in_any_splits_parts_and_padding(seeds: range) -> None:
                 prefill=chunks, heads=draw.choice([1, 3, 20]), rank=32, page_size=draw.choice([1, 5, 16])
             )
         args = prefill_args(case)
-        nobody = [draw.choice([0, 0, 2]) for _ in range(draw.randint(0, 2))]
+        padding = [draw.choice([0, 0, 2]) for _ in range(draw.randint(0, 2))]
         place = draw.randint(0, len(chunks))
         first = int(args[4][place])
         out = prefill_absorbed(
-            PrefillOperands(*padded(args, nobody, place, draw.choice([0, 50]))),
+            PrefillOperands(*padded(args, padding, place, draw.choice([0, 50]))),
             tiles=AttentionTiles(draw.choice([16, 32, 64]), draw.choice([16, 32]), warps=4, stages=1),
             splits=draw.choice([1, 2, 7]),
             min_keys=draw.choice([1, 16, 40]),
         )
-        theirs = slice(first, first + sum(nobody))
+        theirs = slice(first, first + sum(padding))
         assert not out[theirs].any(), f"seed {seed}"
         check_prefill(case, torch.cat([out[: theirs.start], out[theirs.stop :]]))
 
 
-def test_splits_of_a_neighbours_latents_that_are_no_numbers() -> None:
+def test_splits_of_a_neighbours_nan_latents() -> None:
     operands = PrefillOperands(*prefill_args(make_case(prefill=[(1, 40), (1, 40), (1, 3)], heads=1)))
     kv_cache, cu_seqlens_k, key_slots = operands.kv_cache, operands.cu_seqlens_k, operands.key_slots
     run = partial(prefill_absorbed, tiles=AttentionTiles(16, 16, warps=4, stages=1), splits=3, min_keys=16)

@@ -29,5 +29,5 @@ def test_queries_are_rotated_in_place(heads: int, rope: int, dtype: torch.dtype)
         )
         want = expected(case)
         rotate_queries_triton(*case)
-        # The interpreter cuts to bfloat16 where a GPU rounds.
+        # The interpreter truncates to bfloat16; a GPU rounds.
         check(case, want, units=2.5 if dtype == torch.bfloat16 else 1.5)

@@ -28,7 +28,8 @@ def test_rows_of_logits(columns: int) -> None:
 def test_parts_of_any_number_of_blocks(
     multiprocessors: int, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A last part that is not full, a last block that is not, and more parts than are joined at a time."""
+    """A partial last part, a partial last block, and more parts than are joined at a time."""
+    # Private: with the real sizes, the interpreter would take minutes to fill several parts.
     monkeypatch.setattr(row_argmax, "_BLOCK", 16)
     monkeypatch.setattr(row_argmax, "_JOINED", joined)
     monkeypatch.setattr(row_argmax, "_PROGRAMS", 1)
