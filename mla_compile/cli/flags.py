@@ -11,7 +11,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def flags_of(*kinds: type, **defaults: Any) -> Callable[[C], C]:
-    """Turn a command's `**settings` into flags: one for each field of these dataclasses that names the command.
+    """Replace a command's `**settings` by flags: one for each field of these dataclasses that names the command.
 
     defaults: replace the fields' defaults.
     """

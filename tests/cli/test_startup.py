@@ -161,7 +161,7 @@ def test_a_full_disk_behind_stdout_is_one_line(args):
     assert all(line.endswith(" ...") for line in before)
 
 
-def test_a_reader_who_has_gone_ends_it_quietly():
+def test_a_closed_pipe_ends_it_quietly():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
