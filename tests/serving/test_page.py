@@ -527,7 +527,7 @@ def test_a_screen_reader_hears_names_and_news(page: Page, server: PretendedServe
         ("spinbutton", "Tokens"),
         ("spinbutton", "Temperature"),
         ("spinbutton", "Seed"),
-        ("spinbutton", "Drafts, at most"),
+        ("spinbutton", "Maximum drafts"),
         ("checkbox", "Compare with no drafts"),
         ("button", "Write"),
         ("button", "Stop"),
@@ -623,7 +623,7 @@ def test_nothing_runs_over_the_edge(page: Page, server: PretendedServer, width: 
     write(page, prompt=word)
     page.evaluate("document.querySelectorAll('details').forEach(node => node.open = true)")
     page.evaluate(
-        f"document.querySelectorAll('[hidden]').forEach(node => node.hidden = false); say('{word}')"
+        f"document.querySelectorAll('[hidden]').forEach(node => node.hidden = false); showProblem('{word}')"
     )
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
