@@ -97,8 +97,7 @@ def inspect(
     *,
     model: Model = SHIPPED_MODEL,
     num_speculative_tokens: Annotated[
-        int,
-        Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts per step; a decode row has K + 1 tokens."),
+        int, Option(metavar="K", min=0, max=MAX_DRAFTS, help="Drafts; a decode row has K + 1 tokens.")
     ] = DEFAULT_DRAFTS,
     rows: Annotated[int, Option(metavar="R", min=0, max=4096, help="Decode rows.")] = 4,
     prefill_tokens: Annotated[
@@ -108,10 +107,7 @@ def inspect(
         ),
     ] = None,
     step: Annotated[
-        bool,
-        Option(
-            "--step", help="Show the whole decode step, drafts included, not one forward of a mixed batch."
-        ),
+        bool, Option("--step", help="Show the whole decode step, drafts included, not a mixed batch.")
     ] = False,
     output: Annotated[
         Path | None, Option(metavar="FILE.svg", help="Also save a picture.", show_default=False)
@@ -157,8 +153,7 @@ def env(
     verbose: Annotated[
         bool,
         Option(
-            "--verbose",
-            help="List every implementation of every op, its limits, and why it does not work here.",
+            "--verbose", help="List all implementations of each op, their limits, and why they do not work."
         ),
     ] = False,
 ) -> None:

@@ -44,18 +44,11 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"mla_{name}_seconds", text, buckets=buckets, registry=self._registry)
 
-        self._first_token = histogram(
-            "time_to_first_token", "From a request's arrival to its first token.", _FIRST
-        )
+        self._first_token = histogram("time_to_first_token", "From a request to its first token.", _FIRST)
         self._between_tokens = histogram("time_between_tokens", "Mean over an update's tokens.", _NEXT)
-        self.delivery = histogram(
-            "delivery", "From a step's report until its bytes are on the socket.", _DELIVERY
-        )
+        self.delivery = histogram("delivery", "From a step's report to its bytes on the socket.", _DELIVERY)
         self.requests = Counter(
-            "mla_requests",
-            "Requests by endpoint and HTTP status.",
-            ["endpoint", "status"],
-            registry=self._registry,
+            "mla_requests", "By endpoint and HTTP status.", ["endpoint", "status"], registry=self._registry
         )
         accepted = Counter(
             "mla_accepted_tokens",

@@ -222,9 +222,7 @@ def _made(make: Callable[[], T]) -> T:
         if not is_request_error(error):
             raise
         at = traceback.extract_tb(error.__traceback__)[-1]
-        log.error(
-            "detokenizing a completion failed: %s at %s:%d", type(error).__name__, at.filename, at.lineno or 0
-        )
+        log.error("detokenizing failed: %s at %s:%d", type(error).__name__, at.filename, at.lineno or 0)
         why = f"detokenizing the completion failed: {type(error).__name__}: {str(error)[:300]}"
         raise CompletionFailed(why) from None
 

@@ -81,12 +81,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def _stop(self, seconds: float) -> None:
         if count := self._server.num_running:
-            log.info(
-                "shutting down: %d running completion%s may take up to %g s",
-                count,
-                "s" * (count > 1),
-                seconds,
-            )
+            log.info("shutting down: %d completion%s may take %g s more", count, "s" * (count > 1), seconds)
         else:
             log.info("shutting down: nothing is running")
         await self._server.drain(seconds)

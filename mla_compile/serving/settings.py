@@ -114,9 +114,7 @@ class ServerSettings(CheckpointSettings):
         if self.dtype not in ("float32", "bfloat16"):
             raise MLAError("dtype", "float32 or bfloat16", repr(self.dtype))
         if not all(re.fullmatch("[!-~]+", key) for key in self.api_keys):  # the characters of a header
-            raise MLAError(
-                "api_keys", "keys of printable ASCII characters without spaces", "other characters"
-            )
+            raise MLAError("api_keys", "keys of printable ASCII characters without spaces", "others")
         if self.client_header is not None and not re.fullmatch(
             r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", self.client_header
         ):

@@ -104,9 +104,7 @@ class Bodies:
                     self._count(timeout, len(body))
         except TimeoutError:
             if not is_too_long:
-                raise BadRequest(
-                    "the request body did not arrive in time", None, "request_timeout", 408
-                ) from None
+                raise BadRequest("the body did not arrive in time", None, "request_timeout", 408) from None
         except ClientDisconnect:
             raise ClientGone from None
         if is_too_long:
